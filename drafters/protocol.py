@@ -1,0 +1,75 @@
+"""What the engine asks of a drafter. Adding a kind of drafter means implementing this and touching nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from drafters.tree import Candidates, DraftTree, VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The text a drafter starts from when a sequence joins (or rejoins after preemption).
+
+    `row` names the sequence for as long as it runs: drafters keep their state in tables addressed by it.
+    """
+
+    row: int
+    tokens: Sequence[int]  # prompt and everything generated so far
+    prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
+    num_generated: int = 0  # how many of `tokens`, at their end, were generated
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The key of the sampling noise per sequence, so that a drafter can rank by the scores the target will use."""
+
+    seeds: Tensor  # [batch] int64
+    temperatures: Tensor  # [batch] float32
+    positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What one step made permanent for each sequence of the batch."""
+
+    rows: Tensor  # [batch] int64
+    tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
+    counts: Tensor  # [batch] int64: valid entries of `tokens`
+    tree: DraftTree  # what was verified
+    result: VerifyResult
+    features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
+
+
+class Drafter(Protocol):
+    """Proposes draft trees and hears what became of them. All calls come from the engine thread."""
+
+    name: str
+    version: int
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs `commit` wants as features; empty when it wants none."""
+        ...
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        """Begin (or begin again) drafting for these sequences."""
+        ...
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        """Candidates for each sequence, named by row. # rows [batch] int64"""
+        ...
+
+    def commit(self, committed: Committed) -> None:
+        """Extend the state by what was committed, and learn how far the proposals were right."""
+        ...
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        """Forget these sequences; says how many committed tokens of each its prediction had foretold since `start`."""
+        ...
+
+    def trainable(self) -> nn.Module | None:
+        """The weights that adaptation may train, or None for a drafter without any."""
+        ...

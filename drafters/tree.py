@@ -1,0 +1,55 @@
+"""Draft trees and what verification says about them: plain tensor records that every drafter and the engine share.
+
+Legend: batch = sequences in the step, nodes = padded node count, depth = longest accepted path.
+The root (the last committed token, depth 0) is not a node: a node whose parent is -1 hangs below the root.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES
+
+__all__ = ["MAX_DEPTH", "MAX_NODES", "ROOT", "Candidates", "DraftTree", "VerifyResult"]
+
+ROOT = -1
+"""Parent index of a node that hangs directly below the root; also the padding of node indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Nodes to verify, in an order where every parent stands before its children.
+
+    Also the form of a drafter's *candidates*: a tree from which the budget keeps the likeliest nodes.
+    """
+
+    tokens: Tensor  # [batch, nodes] int64, 0 padded
+    parents: Tensor  # [batch, nodes] int64, parents[i] < i, ROOT below the root
+    depths: Tensor  # [batch, nodes] int64, 1 below the root, 0 padded
+    survival: Tensor  # [batch, nodes] float32, estimated probability to be on the accepted path, 0 padded
+    num_nodes: Tensor  # [batch] int64
+
+    @property
+    def valid(self) -> Tensor:
+        """True for nodes, False for padding. # [batch, nodes]"""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]
+
+    @staticmethod
+    def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":
+        """The tree of zero nodes: verifying it is plain decoding."""
+        none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return DraftTree(none, none, none, none.float(), torch.zeros(batch, dtype=torch.int64, device=device))
+
+
+Candidates = DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What the target said of one step's trees."""
+
+    path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
+    num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus
+    bonus: Tensor  # [batch] int64, the target's own token after the accepted path
+    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node

@@ -1,0 +1,1 @@
+"""HTTP in, server-sent events out; knows records and queues, never tensors."""

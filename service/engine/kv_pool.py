@@ -1,0 +1,63 @@
+"""The target's keys and values, one pool for all sequences, addressed by slot ids."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from service.errors import StartupError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values look like in a given model."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool:
+    """Storage of every layer's keys and values. # [layers, 2, slots, kv_heads, head_dim]"""
+
+    def __init__(self, shape: KVShape, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.dtype = shape.dtype
+        self.kv_heads = shape.kv_heads
+        size = (shape.num_layers, 2, num_slots, shape.kv_heads, shape.head_dim)
+        self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
+
+    def layer(self, index: int) -> Tensor:
+        """One layer's keys and values. # [2, slots, kv_heads, head_dim]"""
+        return self.storage[index]
+
+    def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows' keys and values. # slots [rows]; keys, values [rows, kv_heads, head_dim]"""
+        layer = self.storage[index]
+        layer[0].index_copy_(0, slots, keys.to(self.dtype))
+        layer[1].index_copy_(0, slots, values.to(self.dtype))
+
+
+def slots_for(
+    shape: KVShape, *, gib: float | None, share: float | None, free_bytes: int, max_model_len: int, reserve: int
+) -> int:
+    """Number of slots that the configured memory holds (`gib`, else `share` of `free_bytes`).
+
+    Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
+    """
+    budget = gib * GIB if gib is not None else (share or 0.0) * free_bytes
+    num_slots = int(budget // shape.bytes_per_slot)
+    needed = max_model_len + reserve + 1
+    if num_slots < needed:
+        raise StartupError(
+            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs {needed}: "
+            f"set kv_cache_gib to at least {needed * shape.bytes_per_slot / GIB:.2f} or lower max_model_len"
+        )
+    return num_slots

