@@ -31,6 +31,21 @@ class DraftTree:
     num_nodes: Tensor  # [batch] int64
 
     @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Padded number of nodes."""
+        return self.tokens.shape[1]
+
+    def take(self, lines: Tensor) -> "DraftTree":
+        """The trees of some sequences. # lines [picked] int64"""
+        return DraftTree(
+            self.tokens[lines], self.parents[lines], self.depths[lines], self.survival[lines], self.num_nodes[lines]
+        )
+
+    @property
     def valid(self) -> Tensor:
         """True for nodes, False for padding. # [batch, nodes]"""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]

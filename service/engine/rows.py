@@ -32,24 +32,18 @@ class ForwardRows:
     attention: AttentionRows
     slots: Tensor  # [rows] int64, where each row's keys and values go
     logit_rows: Tensor  # [logits] int64, rows whose next token is chosen: last chain row and nodes of completing chains
-    logit_sequence: Tensor  # [logits] int64, which of the *completing* sequences, in order
-    node_slots: Tensor  # [sequences, MAX_NODES] int64
+    logit_sequence: Tensor  # [logits] int64, which of the completing sequences
+    completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
 
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
 
-def count_rows(chains: Sequence[Chain], tree: DraftTree) -> Tensor:
-    """Rows per sequence. # -> [sequences] int64"""
-    lengths = torch.tensor([len(chain.tokens) for chain in chains], device=tree.num_nodes.device)
-    return lengths + tree.num_nodes
-
-
 def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor) -> ForwardRows:
     """Lay out chains and trees (tree line i belongs to chain i) into rows that use the given slots.
 
-    slots [rows] int64, as many as `count_rows` says in total.
+    slots [rows] int64, one per chain token and tree node.
     """
     device = slots.device
     lengths = torch.tensor([len(chain.tokens) for chain in chains], device=device)  # [sequences]
@@ -85,7 +79,7 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor) -> ForwardR
         slots=slots,
         logit_rows=chooses.nonzero()[:, 0],
         logit_sequence=(completes.cumsum(0) - 1)[sequence[chooses]],
-        node_slots=node_slots,
+        completing=completes.nonzero()[:, 0],
     )
 
 

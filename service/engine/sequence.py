@@ -1,5 +1,7 @@
-"""Requests, sequences and outputs: the records that travel between the HTTP side and the engine, and the engine's
-own state of one generation."""
+"""Requests and outputs: the records that travel between the HTTP side and the engine.
+
+The engine's own state of one generation is in `generation.py`.
+"""
 
 import time
 from collections.abc import Sequence as Tokens

@@ -47,7 +47,9 @@ class Target:
         self.pool = pool
         self.row_multiple = row_multiple
         self.device = model.device
-        self.query_heads: int = model.config.get_text_config().num_attention_heads
+        text = model.config.get_text_config()
+        self.query_heads: int = text.num_attention_heads
+        self.vocab_size: int = text.vocab_size
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
 
     @torch.inference_mode()

@@ -1,0 +1,54 @@
+"""Slots around one forward: taken for its rows before, kept for what was accepted and freed for the rest after."""
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Committed
+from drafters.tree import DraftTree, VerifyResult
+from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.verify import Verified
+
+
+def lay_out(chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotTable) -> ForwardRows:
+    """Rows of the step in fresh slots; chain rows are committed at once, for nothing can reject them."""
+    num_rows = sum(len(chain.tokens) for chain in chains) + int(tree.num_nodes.sum())
+    rows = flatten(chains, tree, slots.allocate(num_rows))
+    on_chain = rows.attention.node < 0
+    lines = rows.attention.table_rows[rows.attention.sequence[on_chain]]
+    table.write(lines, rows.attention.positions[on_chain], rows.slots[on_chain])
+    return rows
+
+
+def commit(
+    rows: ForwardRows, verified: Verified, features: Tensor | None, slots: SlotPool, table: SlotTable
+) -> Committed:
+    """Write accepted nodes into the slot table, free the others, and say what became permanent."""
+    tree, result = verified.tree, verified.result
+    sequence, depth = (result.path >= 0).nonzero(as_tuple=True)
+    node, line = result.path[sequence, depth], rows.completing[sequence]
+    node_slots = rows.attention.node_slots[rows.completing, : tree.width]
+    table.write(
+        rows.attention.table_rows[line], rows.attention.chain_end[line] + 1 + depth, node_slots[sequence, node]
+    )
+    on_path = torch.zeros_like(tree.valid)
+    on_path[sequence, node] = True
+    slots.free(node_slots[tree.valid & ~on_path])
+    return Committed(
+        rows=rows.attention.table_rows[rows.completing],
+        tokens=_emitted(tree, result),
+        counts=result.num_accepted + 1,
+        tree=tree,
+        result=result,
+        features=None if features is None else features[rows.logit_rows[verified.path_logits]],
+    )
+
+
+def _emitted(tree: DraftTree, result: VerifyResult) -> Tensor:
+    """Accepted tokens, then the bonus token, then -1. # -> [batch, depth + 1] int64"""
+    on_path = result.path >= 0
+    accepted = tree.tokens.gather(1, result.path.clamp(min=0)).masked_fill(~on_path, -1)
+    padded = torch.nn.functional.pad(accepted, (0, 1), value=-1)
+    return padded.scatter(1, result.num_accepted[:, None], result.bonus[:, None])

@@ -1,0 +1,141 @@
+"""The emit stage: how many of a step's tokens each sequence keeps, the text they make, and whether it ends there.
+
+Tokens behind a stop were accepted by the target but are not part of the answer; they are dropped here.
+"""
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drafters.protocol import Committed, Drafter
+from service.engine.generation import Finish, Sequence
+from service.engine.sampling import logprobs
+from service.engine.sequence import SequenceOutput, TokenLogprob
+from service.engine.verify import Verified
+
+_NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one step sends out."""
+
+    outputs: list[SequenceOutput]
+    ended: list[tuple[Sequence, Finish]]
+    gaps: tuple[float, ...]  # seconds since each emitting sequence emitted last
+
+
+class EmitStage:
+    """Turns committed tokens into outputs."""
+
+    def __init__(self, drafter: Drafter, eos_ids: frozenset[int]) -> None:
+        self._drafter = drafter
+        self._eos_ids = eos_ids
+
+    def emit(self, completing: Items[Sequence], committed: Committed, verified: Verified, logits: Tensor) -> Emission:
+        """Outputs of all completing sequences. # logits [logits, vocab]"""
+        tokens, failed, drafted = _transfer(committed, verified)
+        emission = Emission([], [], ())
+        gaps = []
+        for line, sequence in enumerate(completing):
+            kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, tokens[line], self._eos_ids)
+            gap = sequence.mark_emitted(time.monotonic(), len(tokens[line]) - 1, drafted[line])
+            gaps += [] if gap is None else [gap]
+            shown = _shown_logprobs(sequence, kept, logits, verified.path_logits[line])
+            emission.outputs.append(self._output(sequence, kept, shown, finish))
+            if finish is not None:
+                emission.ended.append((sequence, finish))
+        return Emission(emission.outputs, emission.ended, tuple(gaps))
+
+    def abort(self, sequence: Sequence) -> SequenceOutput:
+        """The last output of a sequence that its client gave up."""
+        return self._output(sequence, [], None, Finish("abort"))
+
+    def _output(
+        self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None
+    ) -> SequenceOutput:
+        request = sequence.request
+        if finish is None:
+            sequence.sampling.extend(kept)
+            return SequenceOutput(request.request_id, sequence.index, tuple(kept), sequence.text.take(), shown)
+        return SequenceOutput(
+            request.request_id,
+            sequence.index,
+            tuple(kept),
+            sequence.text.finish(),
+            shown,
+            finish_reason=finish.reason,
+            stop_reason=finish.stop,
+            error=finish.error,
+            speculation=sequence.speculation(self._drafter.name, self._drafter.version),
+            timings=sequence.timings(time.monotonic()),
+        )
+
+
+def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
+    """Append tokens to the text up to the first that ends it; returns those kept, and the end if there was one."""
+    for count, token in enumerate(tokens, start=1):
+        sequence.tokens.append(token)
+        finish = _finish(sequence, token, eos_ids)
+        if finish is not None:
+            return list(tokens[:count]), finish
+    return list(tokens), None
+
+
+def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish | None:
+    """Feed the newest token to the text and say whether it ends the answer. A token that stops is not shown unless
+    the request asks for its stops."""
+    params = sequence.request.sampling
+    stopped = _stop_token(token, sequence, eos_ids)
+    if stopped is not None:
+        if params.include_stop_in_output:
+            sequence.text.push(token)
+        return stopped
+    matched = sequence.text.push(token)
+    if matched is not None:
+        return Finish("stop", matched)
+    return Finish("length") if sequence.num_remaining <= 0 else None
+
+
+def _stop_token(token: int, sequence: Sequence, eos_ids: frozenset[int]) -> Finish | None:
+    params = sequence.request.sampling
+    if sequence.num_generated <= params.min_tokens:
+        return None
+    if token in params.stop_token_ids:
+        return Finish("stop", token)
+    if token in eos_ids and not params.ignore_eos:
+        return Finish("stop")
+    return None
+
+
+def _transfer(committed: Committed, verified: Verified) -> tuple[list[list[int]], list[bool], list[int]]:
+    """Emitted tokens, failures and verified nodes of each sequence, on the host."""
+    tokens: list[list[int]] = committed.tokens.tolist()  # planned transfer
+    failed: list[bool] = verified.failed.tolist()  # planned transfer
+    drafted: list[int] = verified.tree.num_nodes.tolist()  # planned transfer
+    return [[token for token in line if token >= 0] for line in tokens], failed, drafted
+
+
+def _shown_logprobs(
+    sequence: Sequence, kept: list[int], logits: Tensor, lines: Tensor
+) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities of the kept tokens, for requests that ask. # logits [logits, vocab], lines [depth + 1]"""
+    count = sequence.request.sampling.num_logprobs
+    if count is None:
+        return None
+    token_ids = lines.new_tensor(kept)
+    found = logprobs(logits[lines[: len(kept)]], token_ids, count)
+    rows = zip(
+        kept,
+        found.logprob.tolist(),  # planned transfer: only for requests that ask
+        found.rank.tolist(),  # planned transfer
+        found.top_ids.tolist(),  # planned transfer
+        found.top_logprobs.tolist(),  # planned transfer
+        strict=True,
+    )
+    return tuple(
+        TokenLogprob(token, logprob, rank, tuple(zip(ids, values, strict=True)))
+        for token, logprob, rank, ids, values in rows
+    )

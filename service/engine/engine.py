@@ -1,0 +1,197 @@
+"""The engine: one step at a time, all running sequences together.
+
+    admit -> grow trees -> choose budget -> verify -> accept -> commit -> emit
+
+Each stage lives in a module of its own; this one composes them and keeps the books of who runs. One thread drives it;
+it knows neither HTTP nor how a drafter works.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from drafters.protocol import Drafter
+from drafters.tree import DraftTree
+from service.engine.budget import Budget
+from service.engine.commit import commit, lay_out
+from service.engine.drafting import DraftStage
+from service.engine.emit import Emission, EmitStage
+from service.engine.generation import Finish, Sequence, signed64
+from service.engine.sampling import SamplingState
+from service.engine.scheduler import Batch, Scheduler
+from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.stats import FinishStats, StepStats
+from service.engine.target import Target
+from service.engine.text_stream import TextStream
+from service.engine.verify import Verified, VerifyStage
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the engine must know of the model's tokens."""
+
+    size: int
+    eos_ids: frozenset[int]
+    text_stream: Callable[[GenerationRequest], TextStream]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step produced."""
+
+    outputs: list[SequenceOutput]
+    finished: list[FinishStats]
+    stats: StepStats | None  # None when there was nothing to do
+
+
+class Engine:
+    """Owner of target, slots, scheduler and drafter. Not thread-safe."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        slots: SlotPool,
+        table: SlotTable,
+        scheduler: Scheduler,
+        draft_stage: DraftStage,
+        vocabulary: Vocabulary,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.slots = slots
+        self.table = table
+        self.scheduler = scheduler
+        self._draft_stage = draft_stage
+        self._verify_stage = VerifyStage()
+        self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
+        self._vocabulary = vocabulary
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def add(self, request: GenerationRequest) -> None:
+        """Take a request in: n sequences at the end of the waiting line."""
+        for index in range(request.n):
+            self.scheduler.add(self._new_sequence(request, index))
+
+    def abort(self, request_id: str) -> tuple[list[SequenceOutput], list[FinishStats]]:
+        """End a request's sequences now and free their slots."""
+        mine = [s for s in self._sequences() if s.request.request_id == request_id]
+        return [self._emit_stage.abort(s) for s in mine], [self._remove(s, Finish("abort")) for s in mine]
+
+    def step(self) -> StepReport:
+        """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
+        clock = _Clock()
+        batch = self.scheduler.schedule()
+        if not batch.items:
+            return StepReport([], [], None)
+        self._draft_stage.start(batch.started)
+        tree, budget = self._draft_stage.build(batch, self.slots.num_free)
+        clock.lap("draft")
+        rows = lay_out(batch.chains, tree, self.slots, self.table)
+        output = self.target.forward(rows, self.table)
+        clock.lap("verify")
+        completing = batch.completing
+        verified = self._verify_stage.verify(completing, rows, tree, output.logits)
+        committed = commit(rows, verified, output.features, self.slots, self.table)
+        self.drafter.commit(committed)
+        accepted: list[int] = verified.result.num_accepted.tolist()  # planned transfer
+        _advance(batch, accepted)
+        emission = self._emit_stage.emit(completing, committed, verified, output.logits)
+        finished = [self._remove(sequence, finish) for sequence, finish in emission.ended]
+        clock.lap("other")
+        return StepReport(emission.outputs, finished, self._stats(batch, tree, budget, accepted, emission, clock))
+
+    def assert_conserved(self) -> None:
+        """Every slot is either free or holds exactly one committed position (for tests)."""
+        running = [(s.table_row, s.num_computed) for s in self.scheduler.running]
+        owned = torch.cat([self.slots.free_slots(), self.table.used(running)])
+        assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
+        assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
+
+    def _sequences(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def _new_sequence(self, request: GenerationRequest, index: int) -> Sequence:
+        params = replace(request.sampling, seed=signed64(request.sampling.seed + index))
+        sampling = SamplingState(
+            params,
+            request.prompt,
+            eos_ids=self._vocabulary.eos_ids,
+            vocab=self._vocabulary.size,
+            device=self.target.device,
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            tokens=list(request.prompt),
+            sampling=sampling,
+            text=self._vocabulary.text_stream(request),
+            num_prompt=len(request.prompt),
+        )
+
+    def _remove(self, sequence: Sequence, finish: Finish) -> FinishStats:
+        if sequence.row is not None:
+            self.drafter.finish([sequence.row])
+        self.scheduler.remove(sequence)
+        timings = sequence.timings(time.monotonic())
+        return FinishStats(
+            finish_reason=finish.reason,
+            queue_seconds=timings.queue_seconds,
+            first_token_seconds=timings.first_token_seconds,
+            total_seconds=timings.total_seconds,
+            prompt_tokens=sequence.num_prompt,
+            output_tokens=sequence.num_generated,
+        )
+
+    def _stats(
+        self, batch: Batch, tree: DraftTree, budget: Budget, accepted: list[int], emission: Emission, clock: "_Clock"
+    ) -> StepStats:
+        drafted: list[int] = tree.num_nodes.tolist()  # planned transfer
+        completing = [nodes for item, nodes in zip(batch.items, drafted, strict=True) if item.completes]
+        per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
+        return StepStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            slots_used=self.slots.capacity - self.slots.num_free,
+            slots_total=self.slots.capacity,
+            prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
+            emitted_tokens=sum(len(output.token_ids) for output in emission.outputs),
+            drafts=len(per_draft),
+            drafted_nodes=sum(drafted),
+            accepted_tokens=sum(per_draft),
+            accepted_per_sequence=per_draft,
+            budget=sum(drafted),
+            budget_reason=budget.reason,
+            draft_seconds=clock.seconds["draft"],
+            verify_seconds=clock.seconds["verify"],
+            other_seconds=clock.seconds["other"],
+            preemptions=self.scheduler.take_preemptions(),
+            itl_seconds=emission.gaps,
+        )
+
+
+def _advance(batch: Batch, accepted: list[int]) -> None:
+    """Note which positions now have keys and values: the chains, and the accepted nodes of completing sequences."""
+    lengths = iter(accepted)
+    for item in batch.items:
+        item.sequence.num_computed += item.num_rows + (next(lengths) if item.completes else 0)
+
+
+class _Clock:
+    """Seconds of a step's phases."""
+
+    def __init__(self) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now

@@ -1,0 +1,100 @@
+"""The engine's state of one running generation: its text so far, where its keys and values are, what speculation did."""
+
+import time
+from dataclasses import dataclass, field
+
+from service.engine.sampling import SamplingState
+from service.engine.sequence import FinishReason, GenerationRequest, SpeculationRecord, Timings
+from service.engine.text_stream import TextStream
+
+
+def signed64(seed: int) -> int:
+    """The low 64 bits of a seed as a signed integer, the form tensors hold it in."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n generations. `tokens` is prompt and generated text; its last token's keys and values are
+    computed by the step that chooses the next one."""
+
+    request: GenerationRequest
+    index: int
+    tokens: list[int]
+    sampling: SamplingState
+    text: TextStream
+    num_prompt: int
+    row: int | None = None  # line of the slot table while running
+    num_computed: int = 0  # positions whose keys and values are in the pool
+    started_seconds: float | None = None
+    first_token_seconds: float | None = None
+    last_emit_seconds: float | None = None
+    accepted_per_step: list[int] = field(default_factory=list)
+    drafted_per_step: list[int] = field(default_factory=list)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+    @property
+    def table_row(self) -> int:
+        """Its line of the slot table, while it runs."""
+        assert self.row is not None
+        return self.row
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def max_nodes(self) -> int | None:
+        """The request's own bound on its draft tree."""
+        return self.request.speculation.max_budget if self.request.speculation.enabled else 0
+
+    def timings(self, now: float) -> Timings:
+        arrival = self.request.arrival_seconds
+        started = self.started_seconds if self.started_seconds is not None else now
+        first = self.first_token_seconds if self.first_token_seconds is not None else now
+        return Timings(started - arrival, first - arrival, now - arrival)
+
+    def mark_started(self) -> None:
+        if self.started_seconds is None:
+            self.started_seconds = time.monotonic()
+
+    def mark_emitted(self, now: float, accepted: int, drafted: int) -> float | None:
+        """Note what a verify emitted; returns the seconds since the last time, None for the first token, which comes
+        from reading the prompt and not from a verify."""
+        if self.first_token_seconds is None or self.last_emit_seconds is None:
+            self.first_token_seconds = self.last_emit_seconds = now
+            return None
+        self.accepted_per_step.append(accepted)
+        self.drafted_per_step.append(drafted)
+        gap, self.last_emit_seconds = now - self.last_emit_seconds, now
+        return gap
+
+    def speculation(self, drafter: str, version: int) -> SpeculationRecord:
+        return SpeculationRecord(
+            accepted_per_step=tuple(self.accepted_per_step),
+            drafted_per_step=tuple(self.drafted_per_step),
+            accepted_prediction_tokens=self.accepted_prediction_tokens,
+            rejected_prediction_tokens=self.rejected_prediction_tokens,
+            drafter=drafter,
+            drafter_version=version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a generation ended."""
+
+    reason: FinishReason
+    stop: int | str | None = None
+    error: str | None = None

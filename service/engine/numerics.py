@@ -1,0 +1,79 @@
+"""Whether a row's result depends on what runs beside it, checked bit for bit on the running machine.
+
+Everything the server promises about equal text rests on this; the check runs at start-up and its answer is printed.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafters.tree import ROOT, DraftTree
+from service.engine.rehearsal import Rehearsal
+from service.engine.target import Target
+
+Numerics = Literal["exact", "tolerant"]
+
+ROW_MULTIPLES = (1, 2, 4, 8, 16)
+"""Padding of a forward's rows, cheapest first."""
+
+_CONTEXT = 150  # past the first tail, so that chunks and tails both take part
+_STEPS = 12
+_BRANCHES = 12
+
+
+def settle(target: Target) -> Numerics:
+    """Set the target's row multiple to the smallest that makes rows independent of their company.
+
+    When none does, rows are left unpadded and the answer is "tolerant": text may then differ between runs in rare
+    near-ties, as it does in other servers.
+    """
+    for multiple in ROW_MULTIPLES:
+        target.row_multiple = multiple
+        if rows_are_independent(target):
+            return "exact"
+    target.row_multiple = 1
+    return "tolerant"
+
+
+def rows_are_independent(target: Target, *, context: int = _CONTEXT, steps: int = _STEPS) -> bool:
+    """Compare one-row decoding with trees beside another sequence, after different prompt chunkings. Bits must agree."""
+    rehearsal = Rehearsal(target, lines=3, max_length=context + 2 * steps + 2)
+    tokens = rehearsal.random_tokens(context + steps)
+    rehearsal.read(0, tokens[:context], chunk=context)
+    alone = [rehearsal.decode(0, tokens[context + step], context + step) for step in range(steps)]
+    for line, chunk in ((1, 7), (2, 33)):
+        rehearsal.read(line, tokens[:context], chunk=chunk)
+    together = _verified_paths(rehearsal, tokens, context, steps)
+    return all(torch.equal(a, b) for pair in together for a, b in zip(alone, pair, strict=True))
+
+
+def _verified_paths(rehearsal: Rehearsal, tokens: Sequence[int], context: int, steps: int) -> list[list[Tensor]]:
+    """Logits along the true text when it is one path among random branches, for two sequences in one forward."""
+    path = list(tokens[context + 1 : context + steps])
+    trees = [_tree_around(path, rehearsal), _tree_around(path, rehearsal)]
+    tree = DraftTree(*(torch.cat([getattr(t, name) for t, _ in trees]) for name in DraftTree.__slots__))
+    logits = rehearsal.verify([1, 2], [tokens[context]] * 2, [context] * 2, tree)
+    rows = logits.split(1 + tree.width)
+    return [[part[0], *part[1 + places]] for part, (_, places) in zip(rows, trees, strict=True)]
+
+
+def _tree_around(path: Sequence[int], rehearsal: Rehearsal) -> tuple[DraftTree, Tensor]:
+    """A tree that holds `path` and random branches in random order, parents first; and the path's node indices."""
+    device, generator = rehearsal.target.device, rehearsal.generator
+    nodes = len(path) + _BRANCHES
+    on_path = torch.zeros(nodes, dtype=torch.bool)
+    on_path[torch.randperm(nodes, generator=generator)[: len(path)]] = True
+    places = on_path.nonzero()[:, 0]
+    tokens = torch.tensor(rehearsal.random_tokens(nodes))
+    tokens[places] = torch.tensor(path)
+    parents, depths = [], []
+    last = ROOT
+    for node in range(nodes):
+        parents.append(last if on_path[node] else int(torch.randint(-1, max(node, 1), (1,), generator=generator)))
+        parents[-1] = min(parents[-1], node - 1)
+        depths.append(1 + (depths[parents[-1]] if parents[-1] >= 0 else 0))
+        last = node if on_path[node] else last
+    lines = [tokens, torch.tensor(parents), torch.tensor(depths), torch.ones(nodes)]
+    return DraftTree(*(line[None].to(device) for line in lines), torch.tensor([nodes], device=device)), places.to(device)

@@ -1,0 +1,107 @@
+"""The engine's thread: takes requests from a queue, steps while there is work, delivers what each step produced.
+
+Only records cross: requests and aborts in, outputs out. The engine itself is touched by this thread alone.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from service.engine.engine import Engine, StepReport
+from service.engine.sequence import GenerationRequest, SequenceOutput
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[list[SequenceOutput]], None]
+Observe = Callable[[StepReport], None]
+_Message = Callable[[Engine], list[SequenceOutput]]
+
+
+class EngineThread:
+    """Runs an engine; every method may be called from any thread."""
+
+    def __init__(self, engine: Engine, observe: Observe = lambda report: None) -> None:
+        self._engine = engine
+        self._observe = observe
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._draining = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the thread ended by itself."""
+        return self._failure
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._engine.scheduler.waiting) + self._inbox.qsize()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._engine.scheduler.running)
+
+    def start(self, deliver: Deliver) -> None:
+        """Begin to run; `deliver` is called from the engine's thread, once per step."""
+        self._thread = threading.Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        def add(engine: Engine) -> list[SequenceOutput]:
+            engine.add(request)
+            return []
+
+        self._inbox.put(add)
+
+    def abort(self, request_id: str) -> None:
+        """Free what the request holds before the next step; nothing more is delivered for it."""
+
+        def end(engine: Engine) -> list[SequenceOutput]:
+            _, finished = engine.abort(request_id)
+            self._observe(StepReport([], finished, None))
+            return []
+
+        self._inbox.put(end)
+
+    def drain(self) -> None:
+        """Finish what runs, then end the thread; nothing is to be submitted afterwards."""
+        self._draining = True
+        self._inbox.put(None)
+
+    def stop(self) -> None:
+        """End the thread after the step in progress; what still runs is given up. Harmless when repeated."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self, deliver: Deliver) -> None:
+        try:
+            while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
+                self._read_inbox(wait=self._engine.idle and not self._draining)
+                if not self._stopping:
+                    self._step(deliver)
+        except Exception as error:
+            logger.exception("the engine stopped")
+            self._failure = error
+            deliver([])
+
+    def _read_inbox(self, *, wait: bool) -> None:
+        """Apply all messages that have arrived; with nothing to do, wait for the first."""
+        try:
+            message = self._inbox.get(block=wait)
+            while True:
+                if message is not None:
+                    message(self._engine)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _step(self, deliver: Deliver) -> None:
+        report = self._engine.step()
+        if report.outputs:
+            deliver(report.outputs)
+        if report.stats is not None or report.finished:
+            self._observe(report)

@@ -1,0 +1,76 @@
+"""From one forward's logits to what is accepted: the target's choice at every row, then the walk down each tree."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.ancestors import path_tokens
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from kernels import ops
+from service.engine.generation import Sequence
+from service.engine.rows import ForwardRows
+from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A verify result for the completing sequences (batch), and where its logits came from."""
+
+    tree: DraftTree
+    result: VerifyResult
+    logit_index: Tensor  # [batch, nodes + 1] int64, line of the logits after the root and after each node
+    failed: Tensor  # [batch] bool: a row of the sequence had no finite score to choose by
+
+    @property
+    def path_logits(self) -> Tensor:
+        """Lines of the logits that chose the emitted tokens; beyond the bonus token they mean nothing. # [batch, depth + 1]"""
+        places = torch.nn.functional.pad(self.result.path + 1, (1, 0))
+        return self.logit_index.gather(1, places)
+
+
+class VerifyStage:
+    """Chooses the target's tokens and accepts; keeps the batch's sampling parameters as tensors while it stays the same."""
+
+    def __init__(self) -> None:
+        self._batch: tuple[int, ...] = ()
+        self._table = SamplingTable(())
+
+    def verify(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Verified:
+        """`tree` holds one line per sequence of the forward; the result only the completing ones. # logits [logits, vocab]"""
+        tree = tree.take(rows.completing)
+        place = rows.attention.node[rows.logit_rows] + 1  # [logits], 0 = after the root
+        choice = choose_tokens(logits, self._sampling_rows(completing, rows, tree, place))
+        lines = (rows.logit_sequence, place)
+        target_tokens = torch.full((tree.batch, tree.width + 1), -1, dtype=torch.int64, device=logits.device)
+        target_tokens[lines] = choice.tokens
+        logit_index = torch.zeros_like(target_tokens)
+        logit_index[lines] = torch.arange(place.shape[0], device=logits.device)
+        bad = torch.zeros_like(target_tokens, dtype=torch.bool)
+        bad[lines] = choice.bad_rows
+        accepted = ops.accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
+        result = VerifyResult(accepted.path, accepted.num_accepted, accepted.bonus, target_tokens)
+        return Verified(tree, result, logit_index, bad.any(1))
+
+    def _sampling_rows(
+        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, place: Tensor
+    ) -> SamplingRows:
+        sequence, device = rows.logit_sequence, place.device
+        ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]
+        positions = rows.attention.positions[rows.logit_rows]
+        depth = positions - rows.attention.chain_end[rows.completing][sequence]
+        generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=device)
+        return SamplingRows(
+            table=self._table_of(completing),
+            sequence_idx=sequence,
+            positions=positions + 1,
+            num_generated=generated[sequence] + depth,
+            path_tokens=path_tokens(tree.tokens, ancestors, MAX_DEPTH)[sequence, place],
+        )
+
+    def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
+        batch = tuple(id(sequence) for sequence in completing)
+        if batch != self._batch:
+            self._batch, self._table = batch, SamplingTable.build([sequence.sampling for sequence in completing])
+        return self._table
