@@ -4,6 +4,7 @@ Legend: batch = sequences in the step, nodes = padded node count, depth = longes
 The root (the last committed token, depth 0) is not a node: a node whose parent is -1 hangs below the root.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +42,33 @@ class DraftTree:
 
     def take(self, lines: Tensor) -> "DraftTree":
         """The trees of some sequences. # lines [picked] int64"""
-        return DraftTree(
-            self.tokens[lines], self.parents[lines], self.depths[lines], self.survival[lines], self.num_nodes[lines]
-        )
+        return DraftTree(*(value[lines] for value in self._fields()))
 
     @property
     def valid(self) -> Tensor:
         """True for nodes, False for padding. # [batch, nodes]"""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """The same trees on another device."""
+        return DraftTree(*(value.to(device) for value in self._fields()))
+
+    @staticmethod
+    def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
+        """Trees without padding whose nodes all survive. # tokens, parents [batch, nodes] int64"""
+        depths = torch.ones_like(parents)
+        for _ in range(MAX_DEPTH):
+            depths = torch.where(parents < 0, 1, depths.gather(1, parents.clamp(min=0)) + 1)
+        num_nodes = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+        return DraftTree(tokens, parents, depths, torch.ones_like(tokens, dtype=torch.float32), num_nodes)
+
+    @staticmethod
+    def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
+        """One batch of several trees of equal width."""
+        return DraftTree(*(torch.cat(values) for values in zip(*(tree._fields() for tree in trees), strict=True)))
+
+    def _fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.parents, self.depths, self.survival, self.num_nodes
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":

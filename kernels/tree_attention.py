@@ -6,11 +6,11 @@ Every row's sums run over the same keys, in the same order, in the same grouping
 plain decoding, tree verification and any prompt chunking give equal bits. The layout that achieves this depends on a
 row's absolute position p alone:
 
-- keys before b(p) = max(0, floor((p - MAX_DEPTH) / SPAN) * SPAN) are committed whatever the tree: they form *chunks* of
-  WIDTH keys, aligned at multiples of WIDTH;
-- the rest is one *tail* of WIDTH columns: first the committed keys from b(p) on, by position, then the step's nodes, parents
-  before children, masked to the row's own path. Masked columns add exact zeros, and products with WIDTH columns are
-  summed strictly in column order, so the gaps between a path's nodes leave no trace.
+- keys before b(p) = max(0, floor((p - MAX_DEPTH) / SPAN) * SPAN) are committed whatever the tree: they form
+  *chunks* of WIDTH keys, aligned at multiples of WIDTH;
+- the rest is one *tail* of WIDTH columns: first the committed keys from b(p) on, by position, then the step's nodes,
+  parents before children, masked to the row's own path. Masked columns add exact zeros, and products with WIDTH
+  columns are summed strictly in column order, so the gaps between a path's nodes leave no trace.
 
 Legend: rows = tokens of the forward, segment = rows of one sequence that share b(p), item = one WIDTH-key product of a
 segment, members = query rows x query heads per key/value head in a segment (padded), heads = key/value heads.
@@ -50,8 +50,8 @@ NULL_SLOT = 0
 class AttentionRows:
     """What the layout needs to know of a forward's rows; rows of one sequence are adjacent.
 
-    A sequence's *chain* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the slot
-    table; its node rows hang below the last chain row.
+    A sequence's *chain* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the
+    slot table; its node rows hang below the last chain row.
     """
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
@@ -61,7 +61,7 @@ class AttentionRows:
     chain_end: Tensor  # [sequences] int64, position of the last chain row
     node_slots: Tensor  # [sequences, MAX_NODES] int64, NULL_SLOT padded
     node_depths: Tensor  # [sequences, MAX_NODES] int64
-    ancestors: Tensor  # [sequences, MAX_NODES, MAX_NODES] bool, [s, i, j]: node j is on the path to node i, itself included
+    ancestors: Tensor  # [sequences, MAX_NODES, MAX_NODES] bool, [s, i, j]: j is on the path to i, itself included
 
 
 @dataclass(slots=True)
@@ -119,8 +119,9 @@ def tree_attention(
 ) -> Tensor:
     """Attend all rows of a forward.
 
-    query [rows, query heads, head_dim] float32, already scaled; pool [2, slots, heads, head_dim] float32, one layer's keys and
-    values with this forward's rows written; returns [rows, query heads, head_dim] float32 (zero for rows in no bucket).
+    query [rows, query heads, head_dim] float32, already scaled; pool [2, slots, heads, head_dim] float32, one layer's
+    keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32, zero for rows in
+    no bucket (padding).
     `softcap` bounds scores to +-softcap by tanh (Gemma 2).
     """
     flat_query = query.reshape(-1, query.shape[-1])  # [rows * query heads, head_dim]
@@ -155,8 +156,11 @@ def _attend(
 
 
 def _sum_columns(weights: Tensor, chunks: int) -> Tensor:
-    """Softmax denominators per item. A tail's columns are summed by a product with ones, because only that runs strictly in
-    column order; a chunk's columns are the same keys in every step, so any fixed order will do."""
+    """Softmax denominators per item.
+
+    A tail's columns are summed by a product with ones, because only that runs strictly in column order; a chunk's
+    columns are the same keys in every step, so any fixed order will do.
+    """
     totals = weights.sum(-1, keepdim=True)
     tails = weights[chunks:]
     ones = torch.ones(WIDTH, MEMBER_MULTIPLE, dtype=weights.dtype, device=weights.device)
@@ -254,7 +258,9 @@ def _chunk_items(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return segment, ordinal * WIDTH, items.reshape(-1)
 
 
-def _chunk_keys(slot_table: Tensor, table_rows: Tensor, start: Tensor, boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_keys(
+    slot_table: Tensor, table_rows: Tensor, start: Tensor, boundary: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Slots [chunks, WIDTH], positions [chunks, WIDTH] and visibility [chunks, 1, WIDTH] of prefix chunks."""
     positions = start[:, None] + torch.arange(WIDTH, device=start.device)
     visible = positions < boundary[:, None]
@@ -288,7 +294,10 @@ def _query_indices(member_rows: Tensor, heads: _Heads) -> Tensor:
 
 
 def _key_indices(slots: Tensor, heads: _Heads) -> Tensor:
-    """Where each item's keys, then its values, stand in [2 * slots * heads]. # [items, WIDTH] -> [2 * items * heads * WIDTH]"""
+    """Where each item's keys, then its values, stand in [2 * slots * heads].
+
+    [items, WIDTH] -> [2 * items * heads * WIDTH]
+    """
     head = torch.arange(heads.kv_heads, device=slots.device)[:, None]
     keys = (slots[:, None] * heads.kv_heads + head).reshape(-1)
     return torch.cat([keys, keys + heads.num_slots * heads.kv_heads])

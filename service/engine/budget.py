@@ -53,7 +53,8 @@ class FixedBudget:
 class CostBudget:
     """The number of nodes that maximises expected tokens per second over the whole batch.
 
-    With candidates of all sequences sorted by survival, S(N) the sum of the first N, B sequences and R rows that run anyway:
+    With candidates of all sequences sorted by survival, S(N) the sum of the first N, B sequences and R rows that run
+    in any case:
 
         N* = argmax_N (B + S(N)) / T_verify(R + N, context)
 

@@ -1,27 +1,22 @@
-"""Assembling an engine: load, check numerics, measure cost, wire the stages. Takes plain values, no configuration."""
+"""Building the engine's parts and measuring what they cost on this machine. Takes plain values, no configuration."""
 
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from drafters.protocol import Drafter
 from drafters.registry import build_drafter
-from drafters.tree import MAX_DEPTH, MAX_NODES, DraftTree
+from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from service.engine import cost
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
-from service.engine.kv_pool import KVPool, slots_for
-from service.engine.numerics import Numerics, settle
+from service.engine.kv_pool import KVPool
 from service.engine.rehearsal import Rehearsal
 from service.engine.scheduler import Scheduler
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 _COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _COST_CONTEXTS = (128, 1024)
@@ -35,23 +30,12 @@ class EngineLimits:
     max_sequences: int
     prefill_chunk: int
     max_budget: int
-    kv_gib: float | None
-    kv_share: float | None
 
 
-def build_target(loaded: LoadedModel, limits: EngineLimits, *, tap_layers: tuple[int, ...] = ()) -> tuple[Target, Numerics]:
-    """A target with its key/value pool, and whether its numerics are exact on this machine."""
-    device = loaded.model.device
-    num_slots = slots_for(
-        loaded.kv_shape,
-        gib=limits.kv_gib,
-        share=limits.kv_share,
-        free_bytes=free_bytes(device),
-        max_model_len=limits.max_model_len,
-        reserve=MAX_NODES,
-    )
-    target = Target(loaded.model, KVPool(loaded.kv_shape, num_slots, device), row_multiple=1, tap_layers=tap_layers)
-    return target, settle(target)
+def build_target(loaded: LoadedModel, num_slots: int, *, tap_layers: tuple[int, ...] = ()) -> Target:
+    """A target with its key/value pool; its row multiple is still to be settled."""
+    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
+    return Target(loaded.model, pool, row_multiple=1, tap_layers=tap_layers)
 
 
 def build_engine(
@@ -83,11 +67,9 @@ def make_drafter(name: str, target: Target, limits: EngineLimits) -> Drafter:
     )
 
 
-def make_policy(name: str, target: Target, limits: EngineLimits) -> BudgetPolicy:
-    """The budget policy of that name; "cost" measures the machine first, which takes a few seconds."""
-    if name == "fixed":
-        return FixedBudget(limits.max_budget)
-    return CostBudget(measure_costs(target, limits))
+def make_policy(costs: cost.CostTable | None, limits: EngineLimits) -> BudgetPolicy:
+    """A budget by measured cost, or a fixed one where nothing was measured."""
+    return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs)
 
 
 def measure_costs(target: Target, limits: EngineLimits) -> cost.CostTable:
@@ -105,12 +87,10 @@ def measure_costs(target: Target, limits: EngineLimits) -> cost.CostTable:
 
 
 def _broad_tree(nodes: int, device: torch.device) -> DraftTree:
-    """A tree of so many nodes, eight below the root and eight below each first child."""
-    index = torch.arange(nodes, device=device)
-    depths = index // 8 + 1
-    parents = torch.where(depths > 1, (depths - 2) * 8, -1)
-    fields = (torch.zeros_like(index), parents, depths, torch.ones_like(index, dtype=torch.float32))
-    return DraftTree(*(values[None] for values in fields), torch.tensor([nodes], device=device))
+    """A tree of so many nodes, eight to a level, all of a level below the first of the one above."""
+    index = torch.arange(nodes)
+    parents = torch.where(index < 8, ROOT, (index // 8 - 1) * 8)
+    return DraftTree.of(torch.zeros_like(index)[None], parents[None]).to(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -122,8 +102,3 @@ def default_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the device computes it natively, else fp32."""
     native = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.bfloat16 if native else torch.float32
-
-
-def state_models(state_dir: Path) -> Path:
-    """Where unpacked models are cached."""
-    return state_dir / "cache"

@@ -30,9 +30,7 @@ def commit(
     sequence, depth = (result.path >= 0).nonzero(as_tuple=True)
     node, line = result.path[sequence, depth], rows.completing[sequence]
     node_slots = rows.attention.node_slots[rows.completing, : tree.width]
-    table.write(
-        rows.attention.table_rows[line], rows.attention.chain_end[line] + 1 + depth, node_slots[sequence, node]
-    )
+    table.write(rows.attention.table_rows[line], rows.attention.chain_end[line] + 1 + depth, node_slots[sequence, node])
     on_path = torch.zeros_like(tree.valid)
     on_path[sequence, node] = True
     slots.free(node_slots[tree.valid & ~on_path])

@@ -40,7 +40,9 @@ def measure(
     seems cheaper is noise, and believing it would cost every step."""
     seconds = torch.tensor([[_median_seconds(run, count, context, repeats) for count in rows] for context in contexts])
     return CostTable(
-        torch.tensor(rows, dtype=torch.float32), torch.tensor(contexts, dtype=torch.float32), seconds.cummax(dim=1).values
+        torch.tensor(rows, dtype=torch.float32),
+        torch.tensor(contexts, dtype=torch.float32),
+        seconds.cummax(dim=1).values,
     )
 
 

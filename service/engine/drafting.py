@@ -74,6 +74,4 @@ def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     def pad(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
-    return DraftTree(
-        pad(tree.tokens), pad(tree.parents), pad(tree.depths), pad(tree.survival), pad(tree.num_nodes)
-    )
+    return DraftTree(pad(tree.tokens), pad(tree.parents), pad(tree.depths), pad(tree.survival), pad(tree.num_nodes))

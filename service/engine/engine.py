@@ -26,7 +26,7 @@ from service.engine.slots import SlotPool, SlotTable
 from service.engine.stats import FinishStats, StepStats
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
-from service.engine.verify import Verified, VerifyStage
+from service.engine.verify import VerifyStage
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The engine's state of one running generation: its text so far, where its keys and values are, what speculation did."""
+"""The engine's state of one generation: its text so far, where its keys and values are, what speculation did."""
 
 import time
 from dataclasses import dataclass, field

@@ -45,19 +45,16 @@ class KVPool:
         layer[1].index_copy_(0, slots, values.to(self.dtype))
 
 
-def slots_for(
-    shape: KVShape, *, gib: float | None, share: float | None, free_bytes: int, max_model_len: int, reserve: int
-) -> int:
-    """Number of slots that the configured memory holds (`gib`, else `share` of `free_bytes`).
+def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int) -> int:
+    """Number of slots in so much memory.
 
     Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
     """
-    budget = gib * GIB if gib is not None else (share or 0.0) * free_bytes
-    num_slots = int(budget // shape.bytes_per_slot)
+    num_slots = pool_bytes // shape.bytes_per_slot
     needed = max_model_len + reserve + 1
     if num_slots < needed:
         raise StartupError(
-            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs {needed}: "
-            f"set kv_cache_gib to at least {needed * shape.bytes_per_slot / GIB:.2f} or lower max_model_len"
+            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
+            f"{needed}: set kv_cache_gib to at least {needed * shape.bytes_per_slot / GIB:.2f} or lower max_model_len"
         )
     return num_slots

@@ -21,6 +21,7 @@ ROW_MULTIPLES = (1, 2, 4, 8, 16)
 _CONTEXT = 150  # past the first tail, so that chunks and tails both take part
 _STEPS = 12
 _BRANCHES = 12
+_SHALLOW = 4  # branches hang below the first few nodes, so that no tree grows too deep
 
 
 def settle(target: Target) -> Numerics:
@@ -38,7 +39,7 @@ def settle(target: Target) -> Numerics:
 
 
 def rows_are_independent(target: Target, *, context: int = _CONTEXT, steps: int = _STEPS) -> bool:
-    """Compare one-row decoding with trees beside another sequence, after different prompt chunkings. Bits must agree."""
+    """Compare one-row decoding with trees beside another sequence, after other prompt chunkings: bits must agree."""
     rehearsal = Rehearsal(target, lines=3, max_length=context + 2 * steps + 2)
     tokens = rehearsal.random_tokens(context + steps)
     rehearsal.read(0, tokens[:context], chunk=context)
@@ -53,7 +54,7 @@ def _verified_paths(rehearsal: Rehearsal, tokens: Sequence[int], context: int, s
     """Logits along the true text when it is one path among random branches, for two sequences in one forward."""
     path = list(tokens[context + 1 : context + steps])
     trees = [_tree_around(path, rehearsal), _tree_around(path, rehearsal)]
-    tree = DraftTree(*(torch.cat([getattr(t, name) for t, _ in trees]) for name in DraftTree.__slots__))
+    tree = DraftTree.concatenated([t for t, _ in trees])
     logits = rehearsal.verify([1, 2], [tokens[context]] * 2, [context] * 2, tree)
     rows = logits.split(1 + tree.width)
     return [[part[0], *part[1 + places]] for part, (_, places) in zip(rows, trees, strict=True)]
@@ -61,19 +62,11 @@ def _verified_paths(rehearsal: Rehearsal, tokens: Sequence[int], context: int, s
 
 def _tree_around(path: Sequence[int], rehearsal: Rehearsal) -> tuple[DraftTree, Tensor]:
     """A tree that holds `path` and random branches in random order, parents first; and the path's node indices."""
-    device, generator = rehearsal.target.device, rehearsal.generator
-    nodes = len(path) + _BRANCHES
-    on_path = torch.zeros(nodes, dtype=torch.bool)
-    on_path[torch.randperm(nodes, generator=generator)[: len(path)]] = True
-    places = on_path.nonzero()[:, 0]
+    generator, nodes = rehearsal.generator, len(path) + _BRANCHES
+    places = torch.randperm(nodes, generator=generator)[: len(path)].sort().values
     tokens = torch.tensor(rehearsal.random_tokens(nodes))
     tokens[places] = torch.tensor(path)
-    parents, depths = [], []
-    last = ROOT
-    for node in range(nodes):
-        parents.append(last if on_path[node] else int(torch.randint(-1, max(node, 1), (1,), generator=generator)))
-        parents[-1] = min(parents[-1], node - 1)
-        depths.append(1 + (depths[parents[-1]] if parents[-1] >= 0 else 0))
-        last = node if on_path[node] else last
-    lines = [tokens, torch.tensor(parents), torch.tensor(depths), torch.ones(nodes)]
-    return DraftTree(*(line[None].to(device) for line in lines), torch.tensor([nodes], device=device)), places.to(device)
+    earlier = torch.arange(nodes).clamp(max=_SHALLOW) + 1
+    parents = (torch.rand(nodes, generator=generator) * earlier).long() + ROOT
+    parents[places] = torch.cat([torch.tensor([ROOT]), places[:-1]])
+    return DraftTree.of(tokens[None], parents[None]).to(rehearsal.target.device), places

@@ -100,8 +100,8 @@ class Scheduler:
             self._release(sequence)
 
     def _preempt_until_decoding_fits(self) -> None:
-        """Every decoding sequence needs one slot now; the oldest can always be served, because start-up checked that the
-        pool holds the longest sequence."""
+        """Every decoding sequence needs one slot now; the oldest can always be served, because start-up checked that
+        the pool holds the longest sequence."""
         while sum(sequence.num_pending == 1 for sequence in self.running) > self._slots.num_free:
             self.preempt(self.running[-1])
         if len(self.running) > 1 and self._slots.num_free == 0:

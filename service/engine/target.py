@@ -1,7 +1,7 @@
 """The target: any Hugging Face decoder, run on flattened rows with our own keys and values.
 
-It knows rows, slots and tapped layers; it does not know sequences, sampling or drafters. The model's own modules compute
-everything but attention, which reaches our slot-addressed pool through transformers' attention interface.
+It knows rows, slots and tapped layers; it does not know sequences, sampling or drafters. The model's own modules
+compute everything but attention, which reaches our slot-addressed pool through transformers' attention interface.
 """
 
 from collections.abc import Sequence
@@ -142,13 +142,17 @@ def slot_attention(
     return out.to(query.dtype)[None], None
 
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "logits_to_keep"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "logits_to_keep"}
+)
 
 
 def _refuse_unknown(arguments: dict[str, object]) -> None:
     unknown = [name for name, value in arguments.items() if value is not None and name not in _HARMLESS]
     if unknown:
-        raise TypeError(f"this model's attention passes {', '.join(sorted(unknown))}, which adaptree does not implement")
+        raise TypeError(
+            f"this model's attention passes {', '.join(sorted(unknown))}, which adaptree does not implement"
+        )
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -25,20 +25,26 @@ class Verified:
 
     @property
     def path_logits(self) -> Tensor:
-        """Lines of the logits that chose the emitted tokens; beyond the bonus token they mean nothing. # [batch, depth + 1]"""
+        """Lines of the logits that chose the emitted tokens; beyond the bonus token they mean nothing.
+
+        [batch, depth + 1] int64
+        """
         places = torch.nn.functional.pad(self.result.path + 1, (1, 0))
         return self.logit_index.gather(1, places)
 
 
 class VerifyStage:
-    """Chooses the target's tokens and accepts; keeps the batch's sampling parameters as tensors while it stays the same."""
+    """Chooses the target's tokens and accepts; keeps the sampling parameters as tensors while the batch is the same."""
 
     def __init__(self) -> None:
         self._batch: tuple[int, ...] = ()
         self._table = SamplingTable(())
 
     def verify(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Verified:
-        """`tree` holds one line per sequence of the forward; the result only the completing ones. # logits [logits, vocab]"""
+        """Verify the completing sequences; `tree` holds one line per sequence of the forward.
+
+        logits [logits, vocab], one per entry of `rows.logit_rows`
+        """
         tree = tree.take(rows.completing)
         place = rows.attention.node[rows.logit_rows] + 1  # [logits], 0 = after the root
         choice = choose_tokens(logits, self._sampling_rows(completing, rows, tree, place))

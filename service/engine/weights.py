@@ -146,7 +146,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise StartupError(f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run")
+        raise StartupError(
+            f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
+        )
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
@@ -165,7 +167,7 @@ def _rope_parameters(config: transformers.PretrainedConfig) -> list[dict[str, ob
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Keys and values per token. The pool is fp32 on CPU, where attention is computed in fp32, else the model's dtype."""
+    """Keys and values per token, kept in fp32: attention is computed in fp32, and casting at every read costs more."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     return KVShape(

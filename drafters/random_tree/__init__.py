@@ -1,0 +1,1 @@
+"""Random trees around a known answer: the adversary of the exactness checks."""

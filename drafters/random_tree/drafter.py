@@ -1,0 +1,102 @@
+"""Proposes random trees that follow a known answer here and there, so that accepted and rejected nodes come in
+scrambled order. For exactness checks, never for speed. The answer arrives as the sequence's `prediction`.
+
+Legend: batch, nodes as in drafters/tree.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drafters.ancestors import ancestor_matrix
+from drafters.protocol import Committed, DraftContext, Noise
+from drafters.random_tree.topology import random_depths, random_parents, random_tokens, sibling_ranks
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+
+
+class RandomTreeDrafter:
+    """Random topology; under each parent one child carries the answer's token with probability `hit_rate`."""
+
+    name = "random"
+    version = 0
+
+    def __init__(
+        self,
+        seed: int,
+        vocab_size: int,
+        max_nodes: int,
+        hit_rate: float,
+        *,
+        max_sequences: int,
+        max_length: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._vocab_size = vocab_size
+        self._max_nodes = max_nodes
+        self._hit_rate = hit_rate
+        self._answers = torch.full((max_sequences, max_length + MAX_DEPTH), -1, device=device)
+        self._generated = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        for context in contexts:
+            answer = torch.tensor(list(context.prediction[: self._answers.shape[1]]), dtype=torch.int64)
+            self._answers[context.row] = -1
+            self._answers[context.row, : len(answer)] = answer.to(self._answers.device)
+            self._generated[context.row] = context.num_generated
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        batch = rows.shape[0]
+        depths = random_depths(batch, self._max_nodes, self._generator)
+        parents = random_parents(depths, self._generator)
+        tokens = self._tokens(rows, depths, parents)
+        survival = self._survival(parents)
+        num_nodes = self._draw_int(self._max_nodes + 1, (batch,))
+        valid = torch.arange(self._max_nodes, device=rows.device) < num_nodes[:, None]
+        return DraftTree(tokens * valid, torch.where(valid, parents, ROOT), depths * valid, survival * valid, num_nodes)
+
+    def commit(self, committed: Committed) -> None:
+        self._generated[committed.rows] += committed.counts
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        for row in rows:
+            self._answers[row] = -1
+        return [0] * len(rows)
+
+    def trainable(self) -> nn.Module | None:
+        return None
+
+    def _tokens(self, rows: Tensor, depths: Tensor, parents: Tensor) -> Tensor:
+        ranks, siblings = sibling_ranks(parents)
+        tokens = random_tokens(parents, ranks, self._vocab_size, self._generator)
+        places = (self._generated[rows][:, None] + depths - 1).clamp(max=self._answers.shape[1] - 1)
+        answers = self._answers[rows].gather(1, places)
+        return _with_answers(tokens, answers, parents, self._chosen(parents, ranks, siblings) & (answers >= 0))
+
+    def _chosen(self, parents: Tensor, ranks: Tensor, siblings: Tensor) -> Tensor:
+        """At most one child of each parent, drawn per parent. # [batch, nodes] bool"""
+        batch, nodes = parents.shape
+        lot = self._draw_int(1 << 30, (batch, nodes + 1)).gather(1, parents + 1)
+        hit = torch.rand(batch, nodes + 1, generator=self._generator, device=parents.device) < self._hit_rate
+        return (lot % siblings == ranks) & hit.gather(1, parents + 1)
+
+    def _survival(self, parents: Tensor) -> Tensor:
+        draw = torch.rand(parents.shape, generator=self._generator, device=parents.device)
+        conditional = 0.1 + 0.85 * draw
+        return (ancestor_matrix(parents).float() @ conditional.log()[:, :, None]).squeeze(-1).exp()
+
+    def _draw_int(self, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(high, shape, generator=self._generator, device=self._generator.device)
+
+
+def _with_answers(tokens: Tensor, answers: Tensor, parents: Tensor, chosen: Tensor) -> Tensor:
+    """Chosen nodes take the answer's token; a sibling that had it takes theirs, so that siblings stay different."""
+    siblings = parents[:, :, None] == parents[:, None, :]  # [batch, nodes, nodes]
+    displaced = siblings & chosen[:, None, :] & (tokens[:, :, None] == answers[:, None, :])
+    swapped = torch.where(displaced, tokens[:, None, :], -1).amax(-1)
+    return torch.where(chosen, answers, torch.where(swapped >= 0, swapped, tokens))

@@ -1,0 +1,62 @@
+"""Assembles the HTTP application from its routes and layers. Whoever runs it brings the runtime and the settings."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from service import __version__
+from service.api.chat import chat_router
+from service.api.completions import completions_router
+from service.api.errors import install_error_handlers
+from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
+from service.api.middleware import AuthMiddleware, BodySizeMiddleware, RequestIdMiddleware
+from service.api.settings import ApiSettings, Server
+from service.api.sse import ClientGoneError, on_client_gone
+from service.runtime import Runtime
+
+
+def create_app(runtime: Runtime, settings: ApiSettings, *, render_metrics: RenderMetrics) -> FastAPI:
+    """The application; it starts the runtime when it starts, and stops it when it ends."""
+    server = Server(runtime, settings)
+    app = FastAPI(
+        title="adaptree",
+        version=__version__,
+        lifespan=_lifespan(runtime),
+        middleware=_middleware(settings),
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    install_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
+    app.include_router(chat_router(server))
+    app.include_router(completions_router(server))
+    app.include_router(models_router(server))
+    app.include_router(tokenizer_router(server))
+    app.include_router(probes_router(server, render_metrics))
+    return app
+
+
+def _lifespan(runtime: Runtime) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        await runtime.start()
+        yield
+        await runtime.stop()
+
+    return run
+
+
+def _middleware(settings: ApiSettings) -> list[Middleware]:
+    """Outermost first."""
+    return [
+        Middleware(RequestIdMiddleware),
+        Middleware(
+            AuthMiddleware,
+            api_keys=settings.api_keys,
+            admin_key=settings.admin_key,
+            open_metrics=settings.open_metrics,
+        ),
+        Middleware(BodySizeMiddleware, max_bytes=settings.max_request_bytes),
+    ]

@@ -1,0 +1,72 @@
+"""Every failure becomes OpenAI's error body here, and nowhere else."""
+
+import logging
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from service.errors import EngineFailure, InvalidRequest, RequestError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+
+
+def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def internal_error() -> EngineFailure:
+    """What a client learns of a bug of ours; the log has the rest."""
+    return EngineFailure("The server had an error while processing this request.", code="internal_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # The first element says whether the value stood in the body, the path or the query.
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return error_response(InvalidRequest(f"Invalid value for '{param}': {first['msg']}.", param=param))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message, code = _explain_status(request, error)
+    body = error_body(InvalidRequest(message, code=code))
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _explain_status(request: Request, error: HTTPException) -> tuple[str, str | None]:
+    if error.status_code == 404:
+        return f"Invalid URL ({request.method} {request.url.path})", "unknown_url"
+    if error.status_code == 405:
+        return f"Not allowed to {request.method} {request.url.path}", "method_not_allowed"
+    return str(error.detail), None
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    response = error_response(internal_error())
+    # This answer is sent from outside of our middleware, which would have added the header.
+    if (request_id := getattr(request.state, "request_id", None)) is not None:
+        response.headers[REQUEST_ID_HEADER] = request_id
+    return response

@@ -1,0 +1,153 @@
+"""What every form of an answer shares: its head, the numbers of its choices, and totals that grow with each output."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from pydantic import JsonValue
+
+from service.api.request_builder import Job
+from service.api.schemas import SamplingFields
+from service.engine.sequence import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
+from service.runtime import ModelCard
+
+Body = dict[str, JsonValue]
+
+
+class Reply:
+    """One answer in the making. Feed it each output with `count`, then ask for usage and metrics."""
+
+    def __init__(self, job: Job, body: SamplingFields, card: ModelCard) -> None:
+        options = body.stream_options
+        self._job = job
+        self._card = card
+        self._first_choice = {
+            request.request_id: position * job.choices_per_prompt for position, request in enumerate(job.requests)
+        }
+        self._completion_tokens = 0
+        self._cached_tokens: dict[str, int] = {}
+        self._speculation: list[SpeculationRecord] = []
+        self._timings: list[Timings] = []
+        self._detailed = body.speculation is not None and body.speculation.detailed is True
+        self.include_usage = options is not None and options.include_usage is True
+        self._continuous_usage = options is not None and options.continuous_usage_stats is True
+        self.return_token_ids = body.return_token_ids is True
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._job.requests) * self._job.choices_per_prompt
+
+    def prompt_of(self, choice: int) -> list[JsonValue]:
+        """Token ids of the prompt that a choice continues."""
+        return list(self._job.requests[choice // self._job.choices_per_prompt].prompt)
+
+    def count(self, output: SequenceOutput) -> int:
+        """Add an output to the totals; returns the number of the choice it belongs to."""
+        self._completion_tokens += len(output.token_ids)
+        self._cached_tokens[output.request_id] = max(
+            output.cached_tokens, self._cached_tokens.get(output.request_id, 0)
+        )
+        if output.speculation is not None:
+            self._speculation.append(output.speculation)
+        if output.timings is not None:
+            self._timings.append(output.timings)
+        return self._first_choice[output.request_id] + output.index
+
+    def head(self, object_name: str) -> Body:
+        return {
+            "id": self._job.id,
+            "object": object_name,
+            "created": self._job.created,
+            "model": self._job.model,
+            "system_fingerprint": self._card.system_fingerprint,
+            "seed": self._job.seed,
+        }
+
+    def chunk(self, object_name: str, choice: Body) -> Body:
+        """One streamed piece; it names `usage` only when the client asked for usage."""
+        chunk: Body = {**self.head(object_name), "choices": [choice]}
+        if self.include_usage:
+            chunk["usage"] = self.usage() if self._continuous_usage else None
+        return chunk
+
+    def usage_chunk(self, object_name: str) -> Body:
+        return {**self.head(object_name), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
+
+    def usage(self) -> Body:
+        prompt_tokens = self._job.num_prompt_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(record.accepted_prediction_tokens for record in self._speculation),
+                "rejected_prediction_tokens": sum(record.rejected_prediction_tokens for record in self._speculation),
+            },
+        }
+
+    def metrics(self) -> Body:
+        return {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
+
+    def _speculative_decoding(self) -> Body | None:
+        """vLLM's record of acceptance, over all choices, and which drafter it was."""
+        if not self._speculation:
+            return None
+        accepted = list(chain.from_iterable(record.accepted_per_step for record in self._speculation))
+        drafted = list(chain.from_iterable(record.drafted_per_step for record in self._speculation))
+        report: Body = {
+            "mean_acceptance_length": 1.0 + sum(accepted) / len(accepted) if accepted else 1.0,
+            "draft_acceptance_rate": sum(accepted) / sum(drafted) if any(drafted) else 0.0,
+            "acceptance_histogram": _histogram(accepted, self._card.num_spec_tokens),
+            "num_spec_steps": len(accepted),
+            "num_accepted_draft_tokens": sum(accepted),
+            "num_draft_tokens": sum(drafted),
+            "num_spec_tokens": self._card.num_spec_tokens,
+            "drafter": self._speculation[-1].drafter,
+            "drafter_version": self._speculation[-1].drafter_version,
+        }
+        if self._detailed:
+            report["per_step_accepted"] = list[JsonValue](accepted)
+            report["per_step_drafted"] = list[JsonValue](drafted)
+        return report
+
+    def _merged_timings(self) -> Body | None:
+        if not self._timings:
+            return None
+        return {
+            "queue_seconds": min(timings.queue_seconds for timings in self._timings),
+            "first_token_seconds": min(timings.first_token_seconds for timings in self._timings),
+            "total_seconds": max(timings.total_seconds for timings in self._timings),
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of an answer that is sent whole."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, output: SequenceOutput) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+def gather(outputs: Iterable[SequenceOutput], reply: Reply) -> list[Choice]:
+    choices = [Choice() for _ in range(reply.num_choices)]
+    for output in outputs:
+        choices[reply.count(output)].append(output)
+    return choices
+
+
+def _histogram(accepted: list[int], longest: int) -> list[JsonValue]:
+    """How many steps accepted 0, 1, ... `longest` tokens."""
+    counts: list[JsonValue] = [accepted.count(length) for length in range(longest + 1)]
+    return counts

@@ -1,0 +1,229 @@
+"""From a request body to the engine's records: defaults, and the checks that need the model or several fields."""
+
+import secrets
+import time
+import uuid
+from dataclasses import dataclass
+
+from service.api.refusals import refuse_unsupported
+from service.api.schemas import (
+    ChatCompletionRequest,
+    ChatTemplateFields,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    Speculation,
+    text_of,
+)
+from service.api.settings import Server
+from service.engine.sequence import GenerationRequest, SamplingParams, SpeculationParams
+from service.errors import InvalidRequest, NotFound
+from service.runtime import ModelCard
+from service.tokenizer import ChatTokenizer
+
+# Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
+_LOWEST_TEMPERATURE = 0.01
+_SEED_RANGE = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A body made ready to run: one engine request per prompt, all with the same number of choices."""
+
+    id: str
+    created: int  # seconds since the epoch
+    model: str
+    seed: int
+    choices_per_prompt: int
+    requests: tuple[GenerationRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+
+async def build_chat(body: ChatCompletionRequest, server: Server) -> Job:
+    server.runtime.check_ready()
+    _check_fields(body, server)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    tokenizer = server.runtime.tokenizer
+    prompt = await server.runtime.off_loop(lambda: render(body.messages, body, tokenizer))
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return await _build(body, [prompt], server, kind="chatcmpl", source="messages", num_logprobs=num_logprobs)
+
+
+async def build_completion(body: CompletionRequest, server: Server) -> Job:
+    server.runtime.check_ready()
+    _check_fields(body, server)
+    tokenizer = server.runtime.tokenizer
+    prompts = await server.runtime.off_loop(lambda: _encode_prompts(body, tokenizer))
+    return await _build(body, prompts, server, kind="cmpl", source="prompt", num_logprobs=body.logprobs)
+
+
+def check_model(model: str, server: Server) -> None:
+    if model not in server.settings.served_model_names:
+        raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
+
+
+def render(messages: list[Message], body: ChatTemplateFields, tokenizer: ChatTokenizer) -> list[int]:
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
+        raise InvalidRequest(message, param="continue_final_message")
+    return tokenizer.render_chat(
+        [_plain_message(message.role, text_of(message.content), message.name) for message in messages],
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _plain_message(role: str, content: str, name: str | None) -> dict[str, str]:
+    """A message as templates know it: 'developer' is OpenAI's newer word for 'system'."""
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    return message if name is None else {**message, "name": name}
+
+
+def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
+    for token_id in ids:
+        if token_id >= card.vocab_size:
+            raise InvalidRequest(
+                f"Invalid value for '{param}': token {token_id} is outside of the vocabulary "
+                f"of {card.vocab_size} tokens.",
+                param=param,
+            )
+
+
+def _check_fields(body: SamplingFields, server: Server) -> None:
+    check_model(body.model, server)
+    assert isinstance(body, ChatCompletionRequest | CompletionRequest)
+    refuse_unsupported(body, server.ignored_fields)
+    _check_best_of(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+    card = server.runtime.card
+    check_token_ids(body.stop_token_ids or [], card, param="stop_token_ids")
+    for token_id in body.logit_bias or {}:
+        if not 0 <= token_id < card.vocab_size:
+            message = f"Invalid value for 'logit_bias': token {token_id} is outside of the vocabulary."
+            raise InvalidRequest(message, param=f"logit_bias.{token_id}")
+
+
+def _check_best_of(body: SamplingFields) -> None:
+    best_of = (body.model_extra or {}).get("best_of")
+    if best_of is not None and best_of != (body.n or 1):
+        raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
+
+
+def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
+    add_special_tokens = body.add_special_tokens is not False
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    encoded: list[list[int]] = []
+    single: list[int] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded.append(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        elif isinstance(prompt, int):
+            single.append(prompt)
+        else:
+            encoded.append(prompt)
+    return encoded or [single]
+
+
+async def _build(
+    body: SamplingFields, prompts: list[list[int]], server: Server, *, kind: str, source: str, num_logprobs: int | None
+) -> Job:
+    card, n = server.runtime.card, body.n or 1
+    job_id = f"{kind}-{uuid.uuid4().hex}"
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    prediction = await _encode_prediction(body, server)
+    requests = []
+    for position, prompt in enumerate(prompts):
+        check_token_ids(prompt, card, param=source)
+        max_tokens = _max_tokens(body, len(prompt), server, source=source)
+        # A drawn seed moves on from prompt to prompt, a given one means the same for each.
+        prompt_seed = _wrap(seed + position * n) if body.seed is None else seed
+        requests.append(
+            GenerationRequest(
+                request_id=f"{job_id}-{position}",
+                prompt=tuple(prompt),
+                sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
+                n=n,
+                prediction=prediction,
+                speculation=_speculation(body.speculation),
+                store=body.store is not False,
+            )
+        )
+    return Job(job_id, int(time.time()), body.model, seed, n, tuple(requests))
+
+
+async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int, ...]:
+    if body.prediction is None:
+        return ()
+    text, tokenizer = text_of(body.prediction.content), server.runtime.tokenizer
+    return tuple(await server.runtime.off_loop(lambda: tokenizer.encode(text)))
+
+
+def _sampling(body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingParams(
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=max(temperature, _LOWEST_TEMPERATURE) if temperature > 0 else 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple(sorted((body.logit_bias or {}).items())),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        include_stop_in_output=body.include_stop_str_in_output is True,
+        ignore_eos=body.ignore_eos is True,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        num_logprobs=num_logprobs,
+    )
+
+
+def _speculation(wishes: Speculation | None) -> SpeculationParams:
+    if wishes is None:
+        return SpeculationParams()
+    return SpeculationParams(enabled=wishes.enabled is not False, max_budget=wishes.max_budget)
+
+
+def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, source: str) -> int:
+    """How many tokens may be generated: as asked for, otherwise the rest of the context up to the server's cap."""
+    context, cap = server.runtime.card.max_model_len, server.settings.max_output_tokens
+    room = context - prompt_tokens
+    if prompt_tokens == 0:
+        raise InvalidRequest(f"'{source}' must not be empty.", param=source)
+    if room < 1:
+        raise _too_long(context, f"your {source} resulted in {prompt_tokens} tokens", source)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    granted = min(room, cap) if asked is None else asked
+    if granted > cap:
+        message = f"'{name}' is too large: {granted}. This server allows at most {cap} completion tokens."
+        raise InvalidRequest(message, param=name)
+    if granted > room:
+        requested = f"you requested {prompt_tokens + granted} tokens ({prompt_tokens} in the {source}, {granted} in the"
+        raise _too_long(context, f"{requested} completion)", source)
+    if (body.min_tokens or 0) > granted:
+        raise InvalidRequest(f"'min_tokens' must not exceed the {granted} tokens allowed.", param="min_tokens")
+    return granted
+
+
+def _too_long(context: int, however: str, source: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"This model's maximum context length is {context} tokens. However, {however}. "
+        f"Please reduce the length of the {source}.",
+        param=source,
+        code="context_length_exceeded",
+    )
+
+
+def _wrap(seed: int) -> int:
+    """Into the 63 bits from which seeds are drawn, so that it can be sent back as one."""
+    return seed % (_SEED_RANGE // 2)

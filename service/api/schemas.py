@@ -1,0 +1,149 @@
+"""The request bodies, as strict as OpenAI is: no string for a number, no bool for an integer.
+
+Only types and ranges live here; what depends on the model or on several fields is checked by the request builder.
+Fields that are not declared stay reachable in `model_extra`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+MOST_CHOICES = 8
+MOST_PROMPTS = 256
+_MOST_STOPS = 16
+_LONGEST_STOP = 1024
+_MOST_LOGPROBS = 20
+_MOST_BIASED_TOKENS = 1024
+
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculation(_Body):
+    """A request's own wishes about speculation."""
+
+    enabled: bool | None = None
+    max_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    detailed: bool | None = None
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
+
+
+def text_of(content: Content) -> str:
+    """Content as one string; parts are joined by line breaks, so that no word can form across their border."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class Prediction(_Body):
+    type: Literal["content"]
+    content: Content
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+
+
+class ChatTemplateFields(_Body):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+
+class SamplingFields(_Body):
+    """What both completion routes understand."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASED_TOKENS)] | None
+    ) = None
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: Speculation | None = None
+    prediction: Prediction | None = None
+    store: bool | None = None
+    user: str | None = None
+    metadata: dict[str, JsonValue] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """`POST /tokenize`, of a prompt or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,46 @@
+"""What the HTTP side is told by whoever builds it, and what its routes share."""
+
+import logging
+from dataclasses import dataclass, field
+
+from service.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_MOST_REMEMBERED_FIELDS = 256
+_LONGEST_LOGGED_NAME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits and keys of the HTTP interface."""
+
+    api_keys: tuple[str, ...]
+    admin_key: str | None
+    open_metrics: bool
+    max_request_bytes: int
+    max_output_tokens: int
+    served_model_names: tuple[str, ...]
+
+
+class IgnoredFields:
+    """Names each unknown request field once in the log; remembers a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, name: str) -> None:
+        name = name[:_LONGEST_LOGGED_NAME]
+        if name in self._seen or len(self._seen) >= _MOST_REMEMBERED_FIELDS:
+            return
+        self._seen.add(name)
+        logger.warning("ignoring the unknown request field %r", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What every route works with."""
+
+    runtime: Runtime
+    settings: ApiSettings
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)

@@ -1,0 +1,145 @@
+"""Answers over time: server-sent events with pings, whole answers, and clients that go away in between.
+
+Knows nothing of what is sent. One task sends, so a client that reads slowly delays only itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
+
+import pydantic_core
+from fastapi.sse import KEEPALIVE_COMMENT
+from pydantic import JsonValue
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.errors import error_body, internal_error
+from service.engine.sequence import SequenceOutput
+from service.errors import RequestError
+from service.runtime import Generation
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+PING_SECONDS = 15.0
+_DONE = b"data: [DONE]\n\n"
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer."""
+
+
+class StreamForm(Protocol):
+    """How one route words its chunks."""
+
+    def chunks(self, output: SequenceOutput) -> Iterator[Mapping[str, JsonValue]]: ...
+
+    def trailer(self) -> Iterator[Mapping[str, JsonValue]]: ...
+
+
+async def events(generation: Generation, form: StreamForm) -> AsyncGenerator[bytes, None]:
+    """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
+    try:
+        async for output in generation:
+            for chunk in form.chunks(output):
+                yield _frame(chunk)
+        for chunk in form.trailer():
+            yield _frame(chunk)
+    except RequestError as error:
+        yield _frame(error_body(error))
+    except Exception:
+        logger.exception("a stream broke off")
+        yield _frame(error_body(internal_error()))
+    yield _DONE
+
+
+def _frame(payload: Mapping[str, Any]) -> bytes:
+    return b"data: " + pydantic_core.to_json(payload) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends frames as they come and a ping when none came for a while; closes the generation whatever happens."""
+
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], generation: Generation, *, ping_seconds: float = PING_SECONDS
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._frames = frames
+        self._generation = generation
+        self._ping_seconds = ping_seconds
+        self._sending = asyncio.Lock()
+        self._last_sent_seconds = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation, suppress(ClientGoneError, OSError):
+            await unless_client_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pinging = asyncio.create_task(self._ping(send))
+        try:
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await self._send_body(send, frame)
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_body(self, send: Send, frame: bytes) -> None:
+        async with self._sending:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        self._last_sent_seconds = asyncio.get_running_loop().time()
+
+    async def _ping(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent_seconds = loop.time()
+        while True:
+            await asyncio.sleep(self._last_sent_seconds + self._ping_seconds - loop.time())
+            if loop.time() - self._last_sent_seconds >= self._ping_seconds:
+                await self._send_body(send, KEEPALIVE_COMMENT)
+
+
+async def collect(request: Request, generation: Generation) -> list[SequenceOutput]:
+    """All outputs of a generation; it is closed whatever happens, at once when the client goes away."""
+    with generation:
+        return await unless_client_gone(request.receive, _all(generation))
+
+
+async def _all(generation: Generation) -> list[SequenceOutput]:
+    return [output async for output in generation]
+
+
+def whole(payload: Mapping[str, JsonValue]) -> Response:
+    return Response(pydantic_core.to_json(payload), media_type="application/json")
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this answer; the status is for the access log."""
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, but give it up with `ClientGoneError` as soon as the client closes its connection."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,139 @@
+"""From settings to a working engine: the one place where configuration is unpacked into the parts that do the work.
+
+The server, the benchmarks and the checks all start here, so that what is measured is what is served.
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from drafters.protocol import Drafter
+from drafters.tree import MAX_NODES
+from service import __version__
+from service.config import ServiceConfig
+from service.engine import build
+from service.engine.budget import BudgetPolicy
+from service.engine.build import EngineLimits
+from service.engine.cost import CostTable
+from service.engine.engine import Engine, Vocabulary
+from service.engine.kv_pool import slots_for
+from service.engine.numerics import Numerics, settle
+from service.engine.sequence import GenerationRequest
+from service.engine.target import Target
+from service.engine.text_stream import TextStream
+from service.engine.weights import LoadedModel, load_model
+from service.errors import StartupError
+from service.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded target with its tokenizer: everything an engine needs but drafter and budget."""
+
+    config: ServiceConfig
+    loaded: LoadedModel
+    target: Target
+    numerics: Numerics
+    tokenizer: ChatTokenizer
+    limits: EngineLimits
+    costs: CostTable | None  # None with a fixed budget
+
+    @property
+    def drafter_name(self) -> str:
+        return self.config.drafter if self.config.speculation else "none"
+
+    @property
+    def fingerprint(self) -> str:
+        """What makes two servers give equal text: weights, dtype and numerics, but no drafter."""
+        layout = f"{self.target.row_multiple} {torch.get_num_threads()} {self.target.device.type}"
+        parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
+        return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+    def drafter(self, name: str | None = None) -> Drafter:
+        """The configured drafter, or the one of that name."""
+        return build.make_drafter(name or self.drafter_name, self.target, self.limits)
+
+    def engine(
+        self, drafter: Drafter | None = None, policy: BudgetPolicy | None = None, limits: EngineLimits | None = None
+    ) -> Engine:
+        """An idle engine as configured, or with another drafter, budget policy or other limits."""
+        return build.build_engine(
+            self.target,
+            limits or self.limits,
+            Vocabulary(self.target.vocab_size, self.loaded.eos_token_ids, self._text_stream),
+            drafter or self.drafter(),
+            policy or build.make_policy(self.costs, self.limits),
+        )
+
+    def _text_stream(self, request: GenerationRequest) -> TextStream:
+        params = request.sampling
+        return TextStream(
+            self.tokenizer.detokenizer(params.skip_special_tokens),
+            stop=params.stop,
+            include_stop=params.include_stop_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def assemble(config: ServiceConfig) -> Assembly:
+    """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change."""
+    torch.set_num_threads(config.num_threads)
+    device = _device(config.device)
+    dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
+    cache = config.state_dir / "cache"
+    loaded = load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    limits = _limits(config, loaded.max_positions)
+    free = build.free_bytes(device)
+    num_slots = slots_for(
+        loaded.kv_shape, config.kv_cache_bytes(device.type, free), max_model_len=limits.max_model_len, reserve=MAX_NODES
+    )
+    target = build.build_target(loaded, num_slots)
+    logger.info("checking that rows do not depend on their company")
+    numerics = settle(target)
+    logger.info("measuring what a step costs on this machine")
+    costs = build.measure_costs(target, limits) if config.budget_policy == "cost" else None
+    assembly = Assembly(config, loaded, target, numerics, ChatTokenizer(loaded.tokenizer), limits, costs)
+    logger.info("%s", start_up_line(assembly))
+    return assembly
+
+
+def start_up_line(assembly: Assembly) -> str:
+    """Model, device, dtype, slots and numerics in one line."""
+    target = assembly.target
+    dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
+    return (
+        f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
+        f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, "
+        f"numerics: {assembly.numerics} (rows padded to {target.row_multiple}), drafter {assembly.drafter_name}"
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise StartupError(
+            f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; set device to cpu"
+        )
+    return device
+
+
+def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
+    length = config.max_model_len or model_positions
+    if length > model_positions:
+        raise StartupError(
+            f"max_model_len is {length}, but the model was made for {model_positions}: lower max_model_len"
+        )
+    return EngineLimits(
+        max_model_len=length,
+        max_sequences=config.max_sequences,
+        prefill_chunk=config.prefill_chunk,
+        max_budget=config.max_budget,
+    )

@@ -1,0 +1,347 @@
+"""Every knob of the server, written once: the command line, the environment, the file and the help all derive from it.
+
+The only module that reads the environment. It knows nothing of torch: what depends on the device found at start-up
+is computed from values handed in.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+import yaml
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from service.config_errors import explain, flag_name, refuse_unknown
+from service.errors import StartupError
+
+ENV_PREFIX = "ADAPTREE_"
+CONFIG_VARIABLE = "ADAPTREE_CONFIG"
+GIB = 1024**3
+
+_CPU_KV_CACHE_GIB = 1.0
+_CUDA_KV_CACHE_SHARE = 0.8
+
+
+def group(name: str) -> dict[str, Any]:
+    """Which panel of the help a setting stands in."""
+    return {"group": name}
+
+
+def _split_keys(value: object) -> object:
+    return tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
+
+
+def _default_state_dir() -> Path:
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "adaptree"
+
+
+class ServiceConfig(BaseSettings):
+    """What an operator may turn. Constructing it reads no file and no environment; `load_config` does."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    model: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        description="Target model: the embedded smollm2-135m, a Hugging Face id, a folder, or a .gguf file.",
+        json_schema_extra=group("Model"),
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of a Hugging Face id. Unset: its main branch.",
+        json_schema_extra=group("Model"),
+    )
+    load_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today.",
+        json_schema_extra=group("Model"),
+    )
+    device: str = Field(
+        default="auto",
+        description="Where the target runs: auto (a GPU if there is one), cpu, cuda or cuda:N.",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        json_schema_extra=group("Model"),
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="CPU threads for tensor work. Unset: one per physical core this process may use.",
+        json_schema_extra=group("Model"),
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=16,
+        description="Longest prompt plus answer, in tokens. Unset: what the model was made for.",
+        json_schema_extra=group("Model"),
+    )
+    kv_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Memory for keys and values, in GiB. Unset, and no share given: 1 GiB on a CPU.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    kv_cache_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=0.95,
+        description="The same as a share of the device memory that is free once the weights are loaded. "
+        "Unset, and no GiB given: 0.8 on a GPU.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    max_sequences: int = Field(
+        default=32,
+        ge=1,
+        le=1024,
+        description="Most sequences generated at the same time; more of them wait.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    prefill_chunk: int = Field(
+        default=256,
+        ge=1,
+        le=8192,
+        description="Most prompt tokens read in one step. Smaller: smoother streams. Larger: prompts are read sooner.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    max_waiting: int = Field(
+        default=256,
+        ge=0,
+        description="Most requests that may wait for a place; the next one is answered 429.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    speculation: bool = Field(
+        default=True,
+        description="Draft ahead and verify. It changes the speed of an answer, never its text.",
+        json_schema_extra=group("Speculation"),
+    )
+    drafter: Literal["lookup", "none"] = Field(
+        default="lookup",
+        description="Who drafts. lookup: continuations seen earlier in the same text.",
+        json_schema_extra=group("Speculation"),
+    )
+    budget_policy: Literal["cost", "fixed"] = Field(
+        default="cost",
+        description="How many nodes a step verifies. cost: as many as pay for themselves under the present load. "
+        "fixed: always max_budget, for measurements.",
+        json_schema_extra=group("Speculation"),
+    )
+    max_budget: int = Field(
+        default=48,
+        ge=0,
+        le=64,
+        description="Most nodes verified per sequence and step. 0 decodes plainly.",
+        json_schema_extra=group("Speculation"),
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on. 0.0.0.0 answers the whole network: set api_keys first.",
+        json_schema_extra=group("HTTP"),
+    )
+    port: int = Field(
+        default=8000,
+        ge=0,
+        le=65535,
+        description="Port to listen on. 0 takes a free one.",
+        json_schema_extra=group("HTTP"),
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name clients use for the model. Unset: the value of model.",
+        json_schema_extra=group("HTTP"),
+    )
+    max_request_bytes: int = Field(
+        default=4 * 1024 * 1024,
+        ge=1024,
+        description="Largest request body, in bytes; a larger one is answered 413.",
+        json_schema_extra=group("HTTP"),
+    )
+    max_output_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Longest answer, in tokens, for requests that ask for more or name no limit.",
+        json_schema_extra=group("HTTP"),
+    )
+    drain_seconds: float = Field(
+        default=30,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long running requests may take to finish after SIGTERM.",
+        json_schema_extra=group("HTTP"),
+    )
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys)] = Field(
+        default=(),
+        description="Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or "
+        "the file: a flag can be read in the process list.",
+        json_schema_extra=group("Access"),
+    )
+    admin_key: SecretStr | None = Field(
+        default=None,
+        description="Key of the administration routes. Unset: they are closed.",
+        json_schema_extra=group("Access"),
+    )
+    open_metrics: bool = Field(
+        default=True,
+        description="Whether /metrics answers without a key.",
+        json_schema_extra=group("Access"),
+    )
+    vllm_metric_names: bool = Field(
+        default=False,
+        description="Also export the speculation counters under the vllm: names that other tools read.",
+        json_schema_extra=group("Operation"),
+    )
+    state_dir: Path = Field(
+        default_factory=_default_state_dir,
+        description="Folder for converted weights and measured costs. It can be deleted at any time.",
+        json_schema_extra=group("Operation"),
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info",
+        description="Least important messages to log.",
+        json_schema_extra=group("Operation"),
+    )
+    log_json: bool = Field(
+        default=False,
+        description="Log one JSON object per line instead of text.",
+        json_schema_extra=group("Operation"),
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # load_config reads the sources itself, to know which one each value came from.
+        return (init_settings,)
+
+    @field_validator("kv_cache_share")
+    @classmethod
+    def _one_memory_setting(cls, share: float | None, info: ValidationInfo) -> float | None:
+        gib = info.data.get("kv_cache_gib")
+        if share is not None and gib is not None:
+            raise ValueError(f"kv_cache_gib is set too, to {gib:g}; keep one of the two")
+        return share
+
+    @field_validator("api_keys", "admin_key")
+    @classmethod
+    def _sendable_keys(
+        cls, value: tuple[SecretStr, ...] | SecretStr | None
+    ) -> tuple[SecretStr, ...] | SecretStr | None:
+        keys = value if isinstance(value, tuple) else (value,) if value else ()
+        if not all(key.get_secret_value().isascii() and key.get_secret_value().isprintable() for key in keys):
+            raise ValueError("a key must be printable ASCII, or no client can send it in a header")
+        if any(not key.get_secret_value() or " " in key.get_secret_value() for key in keys):
+            raise ValueError("a key must not be empty or contain spaces")
+        return value
+
+    @field_validator("state_dir")
+    @classmethod
+    def _home_expanded(cls, path: Path) -> Path:
+        return path.expanduser()
+
+    @property
+    def public_model_name(self) -> str:
+        """What clients put into `model`."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        is_path = self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
+        return Path(self.model).name.removesuffix(".gguf") if is_path else self.model
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads for tensor work; fixed for the whole run, because sums depend on how they are split."""
+        if self.threads is not None:
+            return self.threads
+        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
+        return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+
+    def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
+        """Memory for keys and values on a device of this type with so much free memory."""
+        if self.kv_cache_gib is not None:
+            return int(self.kv_cache_gib * GIB)
+        if self.kv_cache_share is not None:
+            return int(self.kv_cache_share * free_bytes)
+        return int(_CPU_KV_CACHE_GIB * GIB) if device_type == "cpu" else int(_CUDA_KV_CACHE_SHARE * free_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """The values in force, and for each the words that say where it was set."""
+
+    config: ServiceConfig
+    origin: Mapping[str, str]
+
+
+def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Defaults, then the file, then the environment, then the flags: each overrides the one before.
+
+    `flags` holds the ones that were given, by field name, and `config` for the path of the file.
+    """
+    environ = os.environ if environ is None else environ
+    settings = {name: value for name, value in flags.items() if name != "config"}
+    file = flags.get("config") or environ.get(CONFIG_VARIABLE)
+    layers = [
+        _file_layer(Path(str(file)).expanduser()) if file else [],
+        _environment_layer(environ),
+        [(name, value, f"flag {flag_name(name)}") for name, value in settings.items()],
+    ]
+    values: dict[str, object] = {}
+    origin = dict.fromkeys(ServiceConfig.model_fields, "default")
+    for name, value, source in (entry for layer in layers for entry in layer):
+        values[name], origin[name] = value, source
+    try:
+        return LoadedConfig(ServiceConfig.model_validate(values), origin)
+    except ValidationError as error:
+        raise StartupError(explain(error, ServiceConfig.model_fields, values, origin)) from None
+
+
+_Entry = tuple[str, object, str]  # field name, value, where it was set
+
+
+def _file_layer(path: Path) -> list[_Entry]:
+    if not path.is_file():
+        raise StartupError(f"the configuration file {path} does not exist; check --config and {CONFIG_VARIABLE}")
+    try:
+        values = YamlConfigSettingsSource(ServiceConfig, yaml_file=path)()
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StartupError(f"the configuration file {path} is not valid YAML: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StartupError(f"the configuration file {path} must hold `setting: value` lines") from error
+    for key in values:
+        refuse_unknown(str(key), ServiceConfig.model_fields, f"the configuration file {path} sets")
+    return [(name, value, f"file {path}") for name, value in values.items()]
+
+
+def _environment_layer(environ: Mapping[str, str]) -> list[_Entry]:
+    ours = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+    for name in ours.keys() - {CONFIG_VARIABLE}:
+        known = [field.upper() for field in ServiceConfig.model_fields]
+        refuse_unknown(name.removeprefix(ENV_PREFIX), known, "the environment sets", prefix=ENV_PREFIX)
+    source = EnvSettingsSource(ServiceConfig)
+    # An empty variable counts as unset: compose files pass those for settings that were left out.
+    source.env_vars = {name.lower(): value for name, value in ours.items() if value}
+    return [(name, value, f"environment {ENV_PREFIX}{name.upper()}") for name, value in source().items()]

@@ -1,0 +1,302 @@
+"""From the target's logits to the target's tokens: penalties, filters and position-keyed noise, row by row.
+
+A row's token is a function of its own logits and its own sequence, bit for bit: rows of one step may stand in any
+order and any company. What a sequence did not ask for is not computed for it. Knows nothing of trees beyond the
+tokens on a row's path, nor of stop conditions.
+
+Legend: rows = logits of one step that choose a token, batch = sequences in the step, vocab = token ids,
+depth = padded length of a row's path, width = padded length of a list of ids.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.filters import keep_top_k, likeliest, narrow_to_nucleus
+from kernels.gumbel import gumbel_noise
+from service.engine.penalties import PenaltyTable, TokenHistory
+from service.engine.sequence import SamplingParams
+
+_NEVER = float("-inf")
+
+
+class Choice(NamedTuple):
+    """The target's token for each row."""
+
+    tokens: Tensor  # [rows] int64
+    bad_rows: Tensor  # [rows] bool: no finite score to choose by (NaN, overflow, or every token forbidden); token is 0
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the target's unprocessed distribution."""
+
+    logprob: Tensor  # [rows] float32
+    rank: Tensor  # [rows] int64, 1 = the likeliest token
+    top_ids: Tensor  # [rows, k] int64, likeliest first, lower id first among equals
+    top_logprobs: Tensor  # [rows, k] float32
+
+
+class SamplingState:
+    """How one sequence samples. Lives as long as the sequence; `extend` after each commit keeps it current."""
+
+    __slots__ = ("device", "forbidden_at_first", "history", "params", "vocab")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        *,
+        eos_ids: frozenset[int],
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.vocab = vocab
+        self.device = device
+        self.forbidden_at_first = tuple(sorted(i for i in eos_ids | params.stop_token_ids if i < vocab))
+        self.history = TokenHistory(prompt, vocab, device) if params.has_penalties else None
+        self.extend(generated)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hear of tokens that were committed."""
+        if self.history is not None and tokens:
+            self.history.extend(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What `choose_tokens` must know of each row of logits."""
+
+    table: "SamplingTable"
+    sequence_idx: Tensor  # [rows] int64, place of the row's sequence in the table
+    positions: Tensor  # [rows] int64, absolute position of the token to be chosen
+    num_generated: Tensor  # [rows] int64, tokens generated before that one, drafted ones on the path included
+    path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, -1 padded
+
+    def select(self, idx: Tensor) -> "SamplingRows":
+        """The rows of these indices. # idx [picked] int64"""
+        return SamplingRows(
+            self.table, self.sequence_idx[idx], self.positions[idx], self.num_generated[idx], self.path_tokens[idx]
+        )
+
+
+Transform = Callable[[Tensor, SamplingRows], None]
+"""Changes scores [rows, vocab] float32 in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A transform and the sequences of the batch that asked for it; the rows of others are not touched."""
+
+    transform: Transform
+    members: Tensor | None  # [batch] bool, None = the whole batch
+
+    def apply(self, scores: Tensor, rows: SamplingRows) -> None:
+        """Transform the members' rows in place. # scores [rows, vocab] float32"""
+        if self.members is None:
+            self.transform(scores, rows)
+            return
+        idx = self.members[rows.sequence_idx].nonzero().squeeze(1)
+        part = scores[idx]
+        self.transform(part, rows.select(idx))
+        scores[idx] = part
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTable:
+    """The batch's sampling as a list of stages, empty for plain greedy decoding. Built anew only when a sequence
+    joins or leaves; penalties read the states' histories, which `SamplingState.extend` keeps current."""
+
+    stages: tuple[Stage, ...]
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "SamplingTable":
+        """The stages these sequences need, in the order in which vLLM applies them."""
+        return SamplingTable(
+            _stages(
+                states,
+                (
+                    (lambda p: bool(p.logit_bias), _LogitBias.build),
+                    (lambda p: p.min_tokens > 0, _MinTokens.build),
+                    (lambda p: p.has_penalties, _Penalties.build),
+                    (lambda p: p.temperature > 0, _Sampled.build),
+                ),
+            )
+        )
+
+
+def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
+    """The target's token for each row of logits; argmax with the lowest id first among equals."""
+    # logits [rows, vocab], any float dtype, left as they are
+    stages = rows.table.stages
+    scores = logits.to(torch.float32, copy=True) if stages else logits
+    for stage in stages:
+        stage.apply(scores, rows)
+    best = scores.max(dim=-1)  # finds a NaN, if there is one
+    bad_rows = ~best.values.isfinite()
+    return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows)
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
+    """Log-probability and rank of each row's token, and the k likeliest tokens."""
+    # logits [rows, vocab]; token_ids [rows] int64
+    scores = logits.float()
+    normed = scores.log_softmax(-1)
+    chosen = token_ids[:, None]
+    rank = (scores > scores.gather(1, chosen)).sum(-1) + 1
+    top_ids = likeliest(scores, k)
+    return Logprobs(normed.gather(1, chosen).squeeze(1), rank, top_ids, normed.gather(1, top_ids))
+
+
+_Asks = Callable[[SamplingParams], bool]
+_Build = Callable[[Sequence[SamplingState]], Transform]
+
+
+def _stages(states: Sequence[SamplingState], plan: Sequence[tuple[_Asks, _Build]]) -> tuple[Stage, ...]:
+    """The transforms of the plan that at least one sequence asks for."""
+    stages = []
+    for asks, build in plan:
+        members = [asks(state.params) for state in states]
+        if any(members):
+            subset = None if all(members) else torch.tensor(members, device=states[0].device)
+            stages.append(Stage(build(states), subset))
+    return tuple(stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _LogitBias:
+    ids: Tensor  # [batch, width] int64, 0 padded
+    bias: Tensor  # [batch, width] float32, 0 padded
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_LogitBias":
+        device = states[0].device
+        ids = _padded([[i for i, _ in s.params.logit_bias] for s in states], torch.int64, device)
+        bias = _padded([[b for _, b in s.params.logit_bias] for s in states], torch.float32, device)
+        return _LogitBias(ids, bias)
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        scores.scatter_add_(1, self.ids[rows.sequence_idx], self.bias[rows.sequence_idx])
+
+
+@dataclass(frozen=True, slots=True)
+class _MinTokens:
+    ids: Tensor  # [batch, width] int64, 0 padded
+    bias: Tensor  # [batch, width] float32, -inf for an id that must wait, 0 padded
+    min_tokens: Tensor  # [batch] int64
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_MinTokens":
+        device = states[0].device
+        ids = _padded([s.forbidden_at_first for s in states], torch.int64, device)
+        bias = _padded([[_NEVER] * len(s.forbidden_at_first) for s in states], torch.float32, device)
+        return _MinTokens(ids, bias, torch.tensor([s.params.min_tokens for s in states], device=device))
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        enough = rows.num_generated >= self.min_tokens[rows.sequence_idx]
+        bias = self.bias[rows.sequence_idx].masked_fill(enough[:, None], 0.0)
+        scores.scatter_add_(1, self.ids[rows.sequence_idx], bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalties:
+    table: PenaltyTable
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_Penalties":
+        return _Penalties(PenaltyTable.build([s.params for s in states], [s.history for s in states]))
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        self.table.penalise(scores, rows.sequence_idx, rows.path_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """argmax_v (z[v] / T + g(s, p, v)), with -inf for what the filters drop: the Gumbel-max form of sampling."""
+
+    seeds: Tensor  # [batch] int64
+    temperatures: Tensor  # [batch] float32
+    top_p: Tensor  # [batch] float64, 1 = off
+    filters: tuple[Stage, ...]
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_Sampled":
+        device = states[0].device
+        filters = _stages(
+            states,
+            (
+                (lambda p: p.temperature > 0 and p.min_p > 0, _MinP.build),
+                (lambda p: p.temperature > 0 and p.top_k > 0, _TopK.build),
+            ),
+        )
+        return _Sampled(
+            torch.tensor([_signed64(s.params.seed) for s in states], device=device),
+            _floats([s.params.temperature for s in states], device),
+            torch.tensor([s.params.top_p for s in states], dtype=torch.float64, device=device),
+            filters,
+        )
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        # with the maximum at 0 no temperature, however small, makes two scores infinite
+        scores.sub_(scores.amax(-1, keepdim=True)).div_(self.temperatures[rows.sequence_idx, None])
+        for stage in self.filters:
+            stage.apply(scores, rows)
+        noise = self._noise(rows, scores.shape[1])
+        narrow_to_nucleus(scores, noise, self.top_p[rows.sequence_idx])
+        scores.add_(noise)
+
+    def _noise(self, rows: SamplingRows, vocab: int) -> Tensor:
+        """Noise of each row, computed once for all rows of a sequence that choose for the same position."""
+        # -> [rows, vocab]
+        keys, row_key = torch.unique((rows.sequence_idx << 32) | rows.positions, return_inverse=True)
+        return gumbel_noise(self.seeds[keys >> 32], keys & 0xFFFFFFFF, vocab)[row_key]
+
+
+@dataclass(frozen=True, slots=True)
+class _MinP:
+    """Drops tokens less likely than min_p times the likeliest one, compared as logarithms: no exponential needed."""
+
+    log_min_p: Tensor  # [batch] float32
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_MinP":
+        logs = [math.log(s.params.min_p) if s.params.min_p > 0 else _NEVER for s in states]
+        return _MinP(_floats(logs, states[0].device))
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        scores.masked_fill_(scores < self.log_min_p[rows.sequence_idx, None], _NEVER)
+
+
+@dataclass(frozen=True, slots=True)
+class _TopK:
+    """Keeps the k likeliest tokens; among equals at the border the lower ids."""
+
+    last: Tensor  # [batch] int64, k - 1
+    largest: int
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_TopK":
+        counts = [min(max(s.params.top_k, 1), s.vocab) for s in states]
+        return _TopK(torch.tensor(counts, device=states[0].device) - 1, max(counts))
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+        keep_top_k(scores, self.last[rows.sequence_idx], self.largest)
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """# [batch, width], 0 padded"""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype, device=device) for row in rows], batch_first=True)
+
+
+def _floats(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _signed64(seed: int) -> int:
+    """The seed's low 64 bits as torch's int64."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,41 @@
+"""What one engine step, and one finished sequence, report about themselves.
+
+Plain records without tensors: the engine fills them, `service/metrics.py` exports them, and neither knows the other.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One engine step, all sequences together."""
+
+    num_running: int
+    num_waiting: int
+    slots_used: int
+    slots_total: int
+    prompt_tokens: int  # prompt tokens read in this step
+    emitted_tokens: int
+    drafts: int  # sequences that had at least one drafted node verified
+    drafted_nodes: int
+    accepted_tokens: int
+    accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
+    budget: int  # nodes the whole step was allowed
+    budget_reason: str
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    preemptions: int
+    itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishStats:
+    """One sequence, when it ends."""
+
+    finish_reason: str
+    queue_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+    prompt_tokens: int
+    output_tokens: int

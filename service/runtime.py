@@ -1,0 +1,300 @@
+"""The async bridge: requests go to the engine's thread, its outputs come back to whoever waits for them.
+
+Knows neither HTTP nor tensors. One `call_soon_threadsafe` per engine step serves all requests; the event loop never
+waits for a lock that the engine holds, and a consumer that stops reading delays nobody.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.errors import EngineFailure, NotReady, QueueFull, RequestError
+from service.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "draining", "failed"]
+Result = TypeVar("Result")
+
+_LOOP_WATCH_SECONDS = 0.005
+_LOADING_RETRY_SECONDS = 5
+_LONGEST_RETRY_SECONDS = 30
+
+
+class EngineHandle(Protocol):
+    """What the bridge asks of an engine; everything may be called from any thread."""
+
+    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+        """Begin to run; `deliver` is called from the engine's thread, once per step."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
+        ...
+
+    def drain(self) -> None:
+        """Finish what runs."""
+        ...
+
+    def stop(self) -> None:
+        """End the thread; what still runs is given up. Harmless when repeated."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine's thread ended by itself."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What clients may know of the model that is served."""
+
+    name: str
+    created: int  # seconds since the epoch
+    max_model_len: int
+    system_fingerprint: str
+    drafter: str
+    numerics: str
+    vocab_size: int
+    num_spec_tokens: int  # longest path that a step can accept
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What loading brings about."""
+
+    engine: EngineHandle
+    tokenizer: ChatTokenizer
+    card: ModelCard
+
+
+class Generation:
+    """The outputs of some requests, in the order in which the engine delivers them.
+
+    Whoever holds one closes it (`with generation:`): closing early aborts what is unfinished. The outputs of each
+    sequence end with one that has a `finish_reason`; an error of the engine is raised instead.
+    """
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], *, abort: Callable[[str], None], release: Callable[[str], None]
+    ) -> None:
+        self._unfinished = {request.request_id: request.n for request in requests}
+        self._request_ids = tuple(self._unfinished)
+        self._abort = abort
+        self._release = release
+        self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, RequestError):
+            raise item
+        self._raise_if_given_up(item)
+        if item.finish_reason is not None:
+            self._count_down(item.request_id)
+        return item
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put(self, item: SequenceOutput | RequestError) -> None:
+        self._queue.put_nowait(item)
+
+    def close(self) -> None:
+        """Take nothing more; harmless when repeated."""
+        for request_id in self._request_ids:
+            self._release(request_id)
+        for request_id in self._unfinished:
+            self._abort(request_id)
+        self._unfinished = {}
+        self._request_ids = ()
+
+    def _count_down(self, request_id: str) -> None:
+        self._unfinished[request_id] -= 1
+        if self._unfinished[request_id] == 0:
+            del self._unfinished[request_id]
+
+    @staticmethod
+    def _raise_if_given_up(output: SequenceOutput) -> None:
+        if output.finish_reason == "error":
+            raise EngineFailure(output.error or "The engine could not finish this request.", code="engine_error")
+        if output.finish_reason == "abort":
+            raise _not_ready("The server gave this request up because it is shutting down.")
+
+
+class Runtime:
+    """Loads in the background, admits requests, hands their outputs out, drains and stops."""
+
+    def __init__(self, load: Callable[[], Served], *, max_waiting: int, tokenizer_threads: int = 2) -> None:
+        self._load_served = load
+        self._max_waiting = max_waiting
+        self._tokenizer_threads = tokenizer_threads
+        self._served: Served | None = None
+        self._state: State = "loading"
+        self._generations: dict[str, Generation] = {}
+        self._max_lag_seconds = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to load; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._limiter = anyio.CapacityLimiter(self._tokenizer_threads)
+        self._loading = self._loop.create_task(self._load())
+        self._tasks = [self._loading, self._loop.create_task(self._watch())]
+
+    async def wait_until_loaded(self) -> None:
+        """Return once the model is loaded, or raise what prevented it."""
+        await asyncio.shield(self._loading)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def card(self) -> ModelCard:
+        return self._loaded().card
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self._loaded().tokenizer
+
+    def check_ready(self) -> None:
+        """Raise what a new request would meet with."""
+        if self._state == "loading":
+            raise _not_ready("The model is still loading.")
+        if self._state == "draining":
+            raise _not_ready("The server is shutting down.")
+        if self._state == "failed":
+            raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
+
+    def generate(self, *requests: GenerationRequest) -> Generation:
+        """Submit requests and return their outputs. To be called on the event loop; raises before anything runs."""
+        self.check_ready()
+        engine = self._loaded().engine
+        self._check_queue(engine)
+        generation = Generation(requests, abort=engine.abort, release=self._release)
+        try:
+            for request in requests:
+                assert request.request_id not in self._generations, "request ids must be unique"
+                self._generations[request.request_id] = generation
+                engine.submit(request)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def off_loop(self, call: Callable[[], Result]) -> Result:
+        """Run blocking work, such as tokenization, beside the event loop."""
+        return await anyio.to_thread.run_sync(call, limiter=self._limiter)
+
+    def max_loop_lag_seconds(self) -> float:
+        """How late the event loop was at worst since this was last asked."""
+        lag, self._max_lag_seconds = self._max_lag_seconds, 0.0
+        return lag
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Refuse new requests, let the running ones end, then stop."""
+        self._state = "draining"
+        if self._served is not None:
+            with anyio.move_on_after(timeout_seconds):
+                await anyio.to_thread.run_sync(self._served.engine.drain, abandon_on_cancel=True)
+                while self._generations:
+                    await asyncio.sleep(_LOOP_WATCH_SECONDS)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop at once: what still runs is answered with an error."""
+        self._state = "draining"
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._served is not None:
+            await anyio.to_thread.run_sync(self._served.engine.stop)
+        self._give_up(_not_ready("The server is shutting down."))
+
+    def _loaded(self) -> Served:
+        if self._served is None:
+            self.check_ready()
+        assert self._served is not None, "ready without a model"
+        return self._served
+
+    def _check_queue(self, engine: EngineHandle) -> None:
+        waiting = engine.num_waiting
+        if waiting >= self._max_waiting:
+            raise QueueFull(
+                f"{waiting} requests are waiting already; try again later.",
+                code="queue_full",
+                retry_after_seconds=min(_LONGEST_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
+            )
+
+    def _release(self, request_id: str) -> None:
+        self._generations.pop(request_id, None)
+
+    async def _load(self) -> None:
+        try:
+            served = await anyio.to_thread.run_sync(self._load_served, abandon_on_cancel=True)
+            served.engine.start(self._deliver)
+        except Exception:
+            logger.exception("the model could not be loaded")
+            self._state = "failed"
+            raise
+        self._served = served
+        self._state = "ready"
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            # A request that was aborted while its outputs were on their way has no taker any more.
+            if (generation := self._generations.get(output.request_id)) is not None:
+                generation.put(output)
+
+    async def _watch(self) -> None:
+        while True:
+            due = self._loop.time() + _LOOP_WATCH_SECONDS
+            await asyncio.sleep(_LOOP_WATCH_SECONDS)
+            self._max_lag_seconds = max(self._max_lag_seconds, self._loop.time() - due)
+            self._notice_engine_failure()
+
+    def _notice_engine_failure(self) -> None:
+        if self._state == "failed" or self._served is None or (failure := self._served.engine.failure) is None:
+            return
+        logger.error("the engine stopped", exc_info=failure)
+        self._state = "failed"
+        self._give_up(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
+
+    def _give_up(self, error: RequestError) -> None:
+        for generation in set(self._generations.values()):
+            generation.put(error)
+
+
+def _not_ready(message: str) -> NotReady:
+    return NotReady(message, code="not_ready", retry_after_seconds=_LOADING_RETRY_SECONDS)

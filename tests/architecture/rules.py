@@ -1,0 +1,131 @@
+"""The rules of the house as functions from source text to complaints, so that each can be shown to be able to fail.
+
+They read syntax trees only: nothing of the project is imported.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("service", "adaptation", "drafters", "kernels")
+PLANNED_TRANSFER = "# planned transfer"
+
+
+def modules(*folders: str) -> list[Path]:
+    """Every Python file below these folders of the repository."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def imported_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, at any depth, also by importlib with a literal name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{a.name}") for a in node.names)
+        elif isinstance(node, ast.Call) and _called_name(node) in {"import_module", "__import__"}:
+            yield from ((node.lineno, ast.literal_eval(arg)) for arg in node.args[:1] if _is_text(arg))
+
+
+def imports_of(source: str, packages: Sequence[str]) -> list[str]:
+    """Imports of any of these packages, however they are spelt."""
+    found = imported_names(source)
+    return [f"line {line}: {name}" for line, name in found if any(is_below(name, package) for package in packages)]
+
+
+def imports_upwards(source: str, module: str, allowed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Imports of our own packages that the layer of `module` does not allow; relative ones are never allowed."""
+    layer = max((name for name in allowed if is_below(module, name)), key=len, default=None)
+    if layer is None:
+        return [f"{module} stands in no layer"]
+    return [
+        f"line {line}: {name}"
+        for line, name in imported_names(source)
+        if name.startswith(".")
+        or (name.split(".")[0] in PACKAGES and not any(is_below(name, package) for package in allowed[layer]))
+    ]
+
+
+def environment_reads(source: str) -> list[str]:
+    """Uses of os.environ and its kin, under any alias."""
+    homes = {"environ", "environb", "getenv", "putenv"}
+    attributes = [
+        (node.lineno, node.attr)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in homes
+    ]
+    names = [(line, name) for line, name in imported_names(source) if name in {f"os.{home}" for home in homes}]
+    return [f"line {line}: {name}" for line, name in attributes + names]
+
+
+def device_transfers(source: str) -> list[str]:
+    """Calls that wait for the device, unless a line of the call carries the planned-transfer comment."""
+    lines = source.splitlines()
+    return [
+        f"line {node.lineno}: {_called_name(node)}()"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"item", "tolist", "cpu", "synchronize"}
+        and not any(PLANNED_TRANSFER in line for line in lines[node.lineno - 1 : node.end_lineno])
+    ]
+
+
+def long_functions(source: str, ceiling: int) -> list[str]:
+    functions = [
+        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [f"{name} has {length} lines" for name, length in functions if length > ceiling]
+
+
+def has_docstring(source: str) -> bool:
+    return ast.get_docstring(ast.parse(source)) is not None
+
+
+def statements_beside_version(source: str) -> list[str]:
+    """What a module holds other than its docstring and a literal `__version__`."""
+    first, *rest = ast.parse(source).body or [ast.Pass()]
+    extra = [] if isinstance(first, ast.Expr) and _is_text(first.value) else [first]
+    return [ast.unparse(node) for node in (*extra, *rest) if not ast.unparse(node).startswith("__version__ = '")]
+
+
+# Character classes keep these patterns from matching themselves.
+_FOREIGN = re.compile(
+    r"(?<![\w.])/(?:[h]ome|[r]oot|[U]sers|[w]ork|[m]nt|[t]mp)/\w[\w./-]*"  # a path of somebody's machine
+    r"|\b(?:sub-?[a]gents?|co[w]orkers?|[w]orkplace|[c]hatbot that wrote|as an [A]I)\b"  # how the text came to be
+    r"|\b(?:this|last|next|previous|earlier) [s]ession\b"
+    r"|file://+\w",
+    re.IGNORECASE,
+)
+
+
+def foreign_words(text: str) -> list[str]:
+    """Paths and words that mean something only where the text was written."""
+    return [
+        f"line {number}: {match.group()}"
+        for number, line in enumerate(text.splitlines(), start=1)
+        for match in _FOREIGN.finditer(line)
+    ]
+
+
+def _called_name(node: ast.Call) -> str:
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

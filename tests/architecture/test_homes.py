@@ -1,0 +1,70 @@
+"""One home each: the environment, Prometheus, Redis; and the name `kernels`, which others probe for."""
+
+from pathlib import Path
+
+import pytest
+
+import service
+from tests.architecture.rules import (
+    PACKAGES,
+    ROOT,
+    environment_reads,
+    imports_of,
+    module_name,
+    modules,
+    statements_beside_version,
+)
+
+HOMES = {"prometheus_client": "service.metrics", "redis": "adaptation.store"}
+
+
+@pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
+def test_only_the_configuration_reads_the_environment(path: Path) -> None:
+    assert module_name(path) == "service.config" or environment_reads(path.read_text()) == []
+
+
+@pytest.mark.parametrize(("library", "home"), HOMES.items())
+def test_a_library_stays_in_its_home(library: str, home: str) -> None:
+    strangers = {module_name(path) for path in modules(*PACKAGES) if imports_of(path.read_text(), [library])}
+    assert strangers <= {home}
+
+
+def test_the_name_kernels_holds_a_docstring_and_a_version() -> None:
+    source = (ROOT / "kernels" / "__init__.py").read_text()
+    assert statements_beside_version(source) == []
+    assert '__version__ = "0.1.0"' in source
+
+
+def test_the_distribution_stays_below_what_transformers_takes_for_its_kernels_package() -> None:
+    assert tuple(int(part) for part in service.__version__.split(".")) < (0, 9)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nx = os.environ['A']",
+        "import os as system\nx = system.getenv('A')",
+        "from os import environ",
+        "from os import getenv as read",
+        "import os\ndef f(): return os.environ.get('A')",
+    ],
+)
+def test_a_read_of_the_environment_is_seen(source: str) -> None:
+    assert environment_reads(source) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import prometheus_client as p",
+        "from prometheus_client.core import Metric",
+        "def f():\n    import prometheus_client",
+    ],
+)
+def test_a_library_away_from_home_is_seen(source: str) -> None:
+    assert len(imports_of(source, ["prometheus_client"])) == 1
+
+
+@pytest.mark.parametrize("source", ["import torch", '"""Text."""\n__version__ = make()', '"""Text."""\n"""More."""'])
+def test_more_than_a_version_is_seen(source: str) -> None:
+    assert len(statements_beside_version(source)) == 1

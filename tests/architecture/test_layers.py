@@ -1,0 +1,84 @@
+"""Imports only go down: HTTP, runtime, engine beside adaptation, drafters, kernels."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.rules import PACKAGES, imports_of, imports_upwards, module_name, modules
+
+LEAVES = (
+    "service.__version__",
+    "service.errors",
+    "service.config",
+    "service.config_errors",
+    "service.logging",
+    "service.metrics",
+    "service.tokenizer",
+)
+RECORDS = ("service.engine.sequence", "service.engine.stats")
+
+ALLOWED = {
+    "kernels": ("kernels",),
+    "drafters": ("drafters", "kernels"),
+    "adaptation": ("adaptation", "drafters", "kernels"),
+    "service": LEAVES + RECORDS,  # the leaves themselves
+    "service.engine": ("service.engine", *LEAVES, "drafters", "kernels"),
+    "service.api": ("service.api", "service.runtime", *LEAVES, *RECORDS),
+    # The composition root and the command line build and start everything.
+    "service.runtime": PACKAGES,
+    "service.cli": PACKAGES,
+    "service.bench": PACKAGES,
+}
+
+# Torch costs seconds to import and has no business on the event loop.
+WITHOUT_TORCH = (
+    *modules("service/api"),
+    *(path for path in modules("service") if module_name(path) in {*LEAVES, *RECORDS} - {"service.tokenizer"}),
+)
+
+
+@pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
+def test_imports_go_down(path: Path) -> None:
+    assert imports_upwards(path.read_text(), module_name(path), ALLOWED) == []
+
+
+@pytest.mark.parametrize("path", WITHOUT_TORCH, ids=module_name)
+def test_no_torch_on_the_http_side(path: Path) -> None:
+    assert imports_of(path.read_text(), ["torch"]) == []
+
+
+@pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
+def test_nobody_imports_deploy_or_tests(path: Path) -> None:
+    assert imports_of(path.read_text(), ["deploy", "tests"]) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kernels.ops", "import drafters.tree"),
+        ("drafters.lookup.index", "def late():\n    from service.errors import StartupError"),
+        ("drafters.tree", "from adaptation import pair"),
+        ("service.engine.step", "import adaptation.pair as pair"),
+        ("service.engine.step", "from service import runtime"),
+        ("adaptation.pair", "from service.engine.sequence import SequenceOutput"),
+        ("service.api.app", "from service.engine.scheduler import Scheduler"),
+        ("service.api.app", "from service import bench"),
+        ("service.errors", "from service.api import app"),
+        ("service.errors", "import importlib\nimportlib.import_module('drafters.tree')"),
+        ("service.engine.step", "from . import sequence"),
+        ("stray.module", ""),
+    ],
+)
+def test_an_import_upwards_is_seen(module: str, source: str) -> None:
+    assert len(imports_upwards(source, module, ALLOWED)) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch", "import torch.nn as t", "from torch import Tensor", "import torch as x"]
+)
+def test_an_import_of_torch_is_seen(source: str) -> None:
+    assert len(imports_of(source, ["torch"])) == 1
+
+
+def test_a_similar_name_is_no_import_of_torch() -> None:
+    assert imports_of("import torchlike\nfrom mine import torch", ["torch"]) == []

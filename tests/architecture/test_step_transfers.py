@@ -1,0 +1,64 @@
+"""A step neither synchronises with the device nor copies from it, except where a line says so."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.rules import ROOT, device_transfers, module_name, modules
+
+# Start-up and measurement, which may wait for the device.
+OUTSIDE_THE_STEP = frozenset(
+    {
+        "service.engine.build",  # puts the engine together
+        "service.engine.cost",  # measures the cost table
+        "service.engine.numerics",  # the self-check
+        "service.engine.rehearsal",  # the forwards those two make
+        "service.engine.weights",  # loads the target
+    }
+)
+TRAINING = ("training", "checkpoint.py")
+
+
+def in_the_step(path: Path) -> bool:
+    if module_name(path) in OUTSIDE_THE_STEP:
+        return False
+    return not set(TRAINING) & set(path.relative_to(ROOT).parts)
+
+
+STEP_MODULES = [path for path in modules("kernels", "drafters", "service/engine") if in_the_step(path)]
+
+
+@pytest.mark.parametrize("path", STEP_MODULES, ids=module_name)
+def test_no_unplanned_transfer(path: Path) -> None:
+    assert device_transfers(path.read_text()) == []
+
+
+def test_the_exceptions_exist() -> None:
+    assert {module_name(path) for path in modules("service/engine")} >= OUTSIDE_THE_STEP
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "n = mask.sum().item()",
+        "rows = [t for t in tokens.tolist()]",
+        "x = y.cpu()",
+        "import torch\ntorch.cuda.synchronize()",
+        "import torch.cuda as c\nc.synchronize(0)",
+        "# planned transfer\nx = y.cpu()",
+    ],
+)
+def test_a_transfer_is_seen(source: str) -> None:
+    assert len(device_transfers(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = y.cpu()  # planned transfer: emitted tokens",
+        "x = (\n    y.tolist()  # planned transfer\n)",
+        "item = row.items()",
+    ],
+)
+def test_a_planned_transfer_passes(source: str) -> None:
+    assert device_transfers(source) == []

@@ -1,0 +1,27 @@
+"""What every test starts from: the same random numbers, the same examples, no variable of ours set."""
+
+import os
+import random
+
+import pytest
+from hypothesis import settings
+
+# A time limit per example would fail on a busy machine and say nothing about the code.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ADAPTREE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    random.seed(0)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

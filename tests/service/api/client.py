@@ -1,0 +1,100 @@
+"""An application around a scripted engine, and a client that speaks to it without a network."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+from fastapi import FastAPI
+
+from service.api.app import create_app
+from service.api.settings import ApiSettings
+from service.runtime import Runtime
+from tests.service.scripted import ScriptedEngine, runtime_of
+
+SETTINGS = ApiSettings(
+    api_keys=(),
+    admin_key=None,
+    open_metrics=True,
+    max_request_bytes=200_000,
+    max_output_tokens=40,
+    served_model_names=("tiny", "org/tiny"),
+)
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+Body = dict[str, Any]
+
+
+def app_of(runtime: Runtime, **changes: Any) -> FastAPI:
+    return create_app(runtime, replace(SETTINGS, **changes), render_metrics=lambda: (b"lag 1\n", "text/plain"))
+
+
+@asynccontextmanager
+async def client_of(engine: ScriptedEngine, **changes: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    runtime = runtime_of(engine, max_waiting=4)
+    app = app_of(runtime, **changes)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        yield client
+
+
+def client_for(app: FastAPI) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://test")
+
+
+def events_of(response: httpx2.Response) -> list[Body]:
+    """The JSON events of a stream that ended as it should."""
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def error_of(response: httpx2.Response) -> Body:
+    """The error of an answer, which always has exactly these four keys."""
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    error: Body = body["error"]
+    return error
+
+
+Message = MutableMapping[str, Any]
+
+
+async def call_raw(
+    app: FastAPI, path: str, body: Body, receive_later: Callable[[], Awaitable[Message]], sent: list[Message]
+) -> None:
+    """A POST at the level of ASGI; once the body is read, `receive_later` says what the client does."""
+    raw, delivered = json.dumps(body).encode(), False
+
+    async def receive() -> Message:
+        nonlocal delivered
+        if delivered:
+            return await receive_later()
+        delivered = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"test")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("test", 1),
+        "server": ("test", 80),
+    }
+    await app(scope, receive, send)

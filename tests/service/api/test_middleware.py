@@ -1,0 +1,177 @@
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
+from tests.service.scripted import ScriptedEngine, runtime_of, say
+
+pytestmark = pytest.mark.anyio
+
+PATHS = ("/v1/models", "/version", "/tokenize", "/v1/chat/completions", "/docs", "/nowhere", "/livez/", "//livez")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "offered", [{}, bearer("wrong"), bearer(""), bearer("key-on"), {"authorization": "Basic key-one"}]
+)
+async def test_without_a_valid_key_only_the_probes_answer(offered: dict[str, str]) -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key-one",)) as client:
+        for path in PATHS:
+            response = await client.get(path, headers=offered)
+            assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key"), path
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
+            assert (await client.get(path, headers=offered)).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["key-one", "schlüssel"])
+async def test_every_valid_key_opens(key: str) -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key-one", "schlüssel")) as client:
+        response = await client.get("/v1/models", headers={b"authorization": b"Bearer " + key.encode()})
+    assert response.status_code == 200
+
+
+async def test_metrics_can_be_closed() -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key",), open_metrics=False) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/metrics", headers=bearer("key"))).content == b"lag 1\n"
+
+
+@pytest.mark.parametrize(("admin_key", "offered", "status"), [("a", "a", 404), ("a", "key", 401), (None, "key", 401)])
+async def test_admin_has_a_key_of_its_own(admin_key: str | None, offered: str, status: int) -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key",), admin_key=admin_key) as client:
+        for path in ("/admin", "/admin/x"):
+            assert (await client.get(path, headers=bearer(offered))).status_code == status
+
+
+async def test_the_host_header_has_no_say_in_who_is_let_in() -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key",)) as client:
+        for host in ("test/livez", "test/livez?", "livez"):
+            assert (await client.get("/v1/models", headers={"host": host})).status_code == 401
+
+
+async def test_websockets_are_closed() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": "/v1/models", "headers": [], "query_string": b""}
+    await app_of(runtime_of(ScriptedEngine(say("x"))), api_keys=("key",))(scope, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize(
+    ("offered", "kept"), [("abc-1", True), ("a" * 129, False), ("a b", False), ("é", False), (None, False)]
+)
+async def test_request_ids(offered: str | None, kept: bool) -> None:
+    headers = {} if offered is None else {b"x-request-id": offered.encode("latin-1")}
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key",)) as client:
+        for path in ("/livez", "/v1/models", "/nowhere"):
+            response = await client.get(path, headers=headers)
+            answered = response.headers["x-request-id"]
+            assert (answered == offered) is kept
+            assert kept or answered.startswith("req-")
+
+
+async def test_a_request_id_comes_with_streams_and_with_our_own_bugs() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        response = await client.post(
+            "/v1/chat/completions", json={**ASK, "stream": True}, headers={"x-request-id": "a"}
+        )
+        assert response.headers["x-request-id"] == "a"
+    app = app_of(runtime_of(ScriptedEngine(say("x"))))
+
+    @app.get("/broken")
+    async def break_down() -> None:
+        raise RuntimeError("bug")
+
+    async with client_for(app) as client:
+        response = await client.get("/broken", headers={"x-request-id": "a"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "a")
+    assert error_of(response)["message"] == "The server had an error while processing this request."
+
+
+async def test_a_body_over_the_limit_is_refused_with_and_without_a_length() -> None:
+    async def trickle() -> Any:
+        for _ in range(30):
+            yield b"x" * 100
+
+    headers = {"content-type": "application/json"}
+    async with client_of(ScriptedEngine(say("x")), max_request_bytes=1000) as client:
+        for content in (b"x" * 1001, trickle()):
+            response = await client.post("/v1/chat/completions", content=content, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+        huge = {**headers, "content-length": "9" * 400}
+        assert (await client.post("/tokenize", content=b"", headers=huge)).status_code == 413
+        assert (await client.post("/tokenize", content=b"x" * 1000, headers=headers)).status_code == 400
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+async def test_only_json_is_taken(media_type: str) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        response = await client.post("/tokenize", content=b"{}", headers={"content-type": media_type})
+        assert (response.status_code, "Content-Type" in error_of(response)["message"]) == (400, True)
+
+
+async def test_unknown_routes_and_methods() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        response = await client.get("/nowhere")
+        assert (response.status_code, error_of(response)["message"]) == (404, "Invalid URL (GET /nowhere)")
+        response = await client.get("/v1/chat/completions")
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+        assert error_of(response)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"5", b'{"a": "\\ud800"}', b"\xff", b'{"n": ' + b"9" * 5000 + b"}"])
+async def test_bodies_that_are_not_what_they_should_be(raw: bytes) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        headers = {"content-type": "application/json; charset=utf-8"}
+        response = await client.post("/v1/chat/completions", content=raw, headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+async def test_large_bodies_are_read_as_well() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        response = await client.post("/tokenize", json={"prompt": "a" * 150_000})
+        assert response.json()["count"] == 150_001
+        response = await client.post("/tokenize", json={"prompt": 5, "x": "a" * 150_000})
+        assert error_of(response)["param"] == "prompt"
+
+
+async def test_a_full_queue_and_a_loading_model_say_when_to_come_back() -> None:
+    engine = ScriptedEngine(say("x"))
+    engine.num_waiting = 4
+    async with client_of(engine) as client:
+        for stream in (False, True):
+            response = await client.post("/v1/chat/completions", json={**ASK, "stream": stream})
+            assert (response.status_code, response.headers["retry-after"]) == (429, "5")
+            assert error_of(response)["type"] == "rate_limit_error"
+    async with client_for(app_of(runtime_of(engine))) as client:
+        await _expect_loading(client)
+
+
+async def _expect_loading(client: httpx2.AsyncClient) -> None:
+    assert (await client.get("/livez")).status_code == 200
+    for path in ("/readyz", "/health", "/v1/models"):
+        response = await client.get(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    response = await client.post("/v1/chat/completions", json=ASK)
+    assert (response.status_code, error_of(response)["message"]) == (503, "The model is still loading.")
+
+
+async def test_raw_calls_see_the_same_answers() -> None:
+    sent: list[Message] = []
+
+    async def never() -> Message:
+        raise AssertionError("nothing is left to receive")
+
+    await call_raw(app_of(runtime_of(ScriptedEngine(say("x")))), "/nowhere", {}, never, sent)
+    assert [message.get("status") for message in sent] == [404, None]

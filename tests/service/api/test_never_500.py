@@ -1,0 +1,77 @@
+"""Whatever a client sends, the answer is never our fault."""
+
+import json
+from typing import Any
+
+import anyio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from service.api.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.service.api.client import ASK, client_of
+from tests.service.scripted import ScriptedEngine, say
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+values = st.recursive(
+    scalars | st.sampled_from(["text", "content", "user", "<|im_end|>", "tiny"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+parts = st.lists(
+    st.fixed_dictionaries({"type": st.just("text") | values, "text": st.text(max_size=5) | values}), max_size=2
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+            "content": st.text(max_size=5) | parts | values,
+        },
+        optional={"name": values, "tool_calls": values},
+    ),
+    max_size=3,
+)
+GOOD: dict[str, Any] = {
+    "model": st.just("tiny"),
+    "messages": messages,
+    "prompt": st.text(max_size=5)
+    | st.lists(st.integers(-1, 300), max_size=4)
+    | st.lists(st.text(max_size=3), max_size=3),
+    "tokens": st.lists(st.integers(-1, 300), max_size=5),
+    "n": st.integers(0, 9),
+    "stream": st.booleans(),
+    "seed": st.integers(-(2**64), 2**64),
+    "logit_bias": st.dictionaries(st.integers(-5, 300).map(str), st.floats(-200, 200), max_size=3),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=8) | st.just("greeting"), values, max_size=2),
+}
+ROUTES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A route with a body whose fields are mostly sensible, sometimes anything, sometimes unknown."""
+    path = draw(st.sampled_from(sorted(ROUTES)))
+    names = sorted(ROUTES[path].model_fields)
+    body = dict(ASK) if path != "/tokenize" and draw(st.booleans()) else {}
+    for name in draw(st.lists(st.sampled_from([*names, "tools", "echo", "best_of", "unknown"]), max_size=6)):
+        body[name] = draw(st.one_of(GOOD.get(name, values), GOOD.get(name, values), values))
+    return path, json.dumps(body).encode()
+
+
+@settings(max_examples=150)
+@given(st.lists(requests(), min_size=5, max_size=5) | st.just([("/tokenize", b"nonsense")]))
+def test_random_bodies_never_cause_a_5xx(calls: list[tuple[str, bytes]]) -> None:
+    async def post_all() -> None:
+        async with client_of(ScriptedEngine(say("he", "llo"))) as client:
+            for path, body in calls:
+                response = await client.post(path, content=body, headers={"content-type": "application/json"})
+                assert response.status_code in (200, 400, 404), (path, body, response.text)
+                assert "server_error" not in response.text, (path, body, response.text)
+
+    anyio.run(post_all)

@@ -1,0 +1,235 @@
+import logging
+from typing import Any
+
+import pytest
+
+from tests.service.api.client import ASK, client_of, error_of
+from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
+ROOM = CARD.max_model_len - len(PROMPT)
+TEXT = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+
+
+async def post(engine: ScriptedEngine, **fields: Any) -> Any:
+    async with client_of(engine) as client:
+        return await client.post("/v1/chat/completions", json={**ASK, **fields})
+
+
+async def built(**fields: Any) -> Any:
+    """The engine's request for a body."""
+    engine = ScriptedEngine(say("x"))
+    response = await post(engine, **fields)
+    assert response.status_code == 200, response.text
+    return engine.submitted[0]
+
+
+async def test_defaults() -> None:
+    request = await built()
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (min(ROOM, 40), (), None)
+    assert (request.n, request.store, request.prediction) == (1, True, ())
+    assert 0 <= sampling.seed < 2**63
+
+
+async def test_every_field_arrives() -> None:
+    request = await built(
+        temperature=0.5,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.25,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={"3": -100, "1": 5.5},
+        seed=-(2**63),
+        n=8,
+        max_completion_tokens=9,
+        max_tokens=3,
+        min_tokens=2,
+        stop=["a", "b"],
+        stop_token_ids=[5],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logprobs=True,
+        prediction={"type": "content", "content": [{"type": "text", "text": "the"}]},
+        speculation={"enabled": False, "max_budget": 0},
+        store=False,
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.5, 7, 0.25)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
+    assert sampling.logit_bias == ((1, 5.5), (3, -100))
+    assert (sampling.seed, request.n, sampling.max_tokens, sampling.min_tokens) == (-(2**63), 8, 9, 2)
+    assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), frozenset({5}))
+    assert (sampling.include_stop_in_output, sampling.ignore_eos, sampling.skip_special_tokens) == (True, True, False)
+    assert sampling.num_logprobs == 0
+    assert list(request.prediction) == TOKENIZER.encode("the")
+    assert (request.speculation.enabled, request.speculation.max_budget) == (False, 0)
+    assert request.store is False
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+async def test_both_ways_to_switch_top_k_off(top_k: int) -> None:
+    assert (await built(top_k=top_k)).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(("asked", "used"), [(0, 0.0), (1e-300, 0.01), (0.02, 0.02)])
+async def test_temperatures_stay_within_what_the_sampler_can_count_with(asked: float, used: float) -> None:
+    assert (await built(temperature=asked)).sampling.temperature == used
+
+
+async def test_null_means_absent() -> None:
+    fields = ("temperature", "top_p", "n", "stop", "max_tokens", "tools", "response_format", "store", "stream", "audio")
+    assert (await built(**dict.fromkeys(fields))).sampling.temperature == 1.0
+
+
+async def test_messages_reach_the_template_as_text() -> None:
+    request = await built(
+        messages=[
+            {"role": "developer", "content": "the"},
+            {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}], "name": "w"},
+            {"role": "assistant", "content": "w", "refusal": None, "tool_calls": [], "audio": None},
+        ],
+        add_generation_prompt=False,
+    )
+    said = [("system", "the"), ("user", "he\nllo"), ("assistant", "w")]
+    shown = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
+    assert TOKENIZER.decode(request.prompt) == shown
+
+
+async def test_continue_final_message_and_template_variables() -> None:
+    request = await built(continue_final_message=True, chat_template_kwargs={"greeting": "unused when cut"})
+    assert TOKENIZER.decode(request.prompt) == "<|im_start|>user\nhello"
+
+
+async def test_harmless_values_are_accepted() -> None:
+    await built(
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        parallel_tool_calls=True,
+        echo=False,
+        reasoning_effort="none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias.1000000"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["a", 1]}, "stop.1"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 41}, "max_tokens"),
+        ({"max_completion_tokens": 41}, "max_completion_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": "true"}, "stream"),
+        ({"speculation": {"max_budget": -1}}, "speculation.max_budget"),
+        ({"prediction": {"type": "x", "content": "y"}}, "prediction.type"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [TEXT, IMAGE]}]},
+            "messages.0.content.1.type",
+        ),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": "hello"}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"model": 5}, "model"),
+    ],
+)
+async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
+    engine = ScriptedEngine(say("x"))
+    response = await post(engine, **fields)
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert engine.submitted == []
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    response = await post(ScriptedEngine(say("x")), model="gpt-9")
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+async def test_missing_fields(field: str) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        body = {key: value for key, value in ASK.items() if key != field}
+        error = error_of(await client.post("/v1/chat/completions", json=body))
+    assert error["message"] == f"Missing required parameter: '{field}'."
+
+
+async def test_a_prompt_longer_than_the_context() -> None:
+    long = [{"role": "user", "content": "x" * 100}]
+    tokens = len(TOKENIZER.render_chat(long))
+    error = error_of(await post(ScriptedEngine(say("x")), messages=long))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["message"] == (
+        f"This model's maximum context length is 64 tokens. However, your messages resulted in {tokens} tokens. "
+        "Please reduce the length of the messages."
+    )
+
+
+async def test_an_answer_longer_than_the_context() -> None:
+    async with client_of(ScriptedEngine(say("x")), max_output_tokens=64) as client:
+        fits, exceeds = [
+            await client.post("/v1/chat/completions", json={**ASK, "max_tokens": tokens}) for tokens in (ROOM, ROOM + 1)
+        ]
+    assert fits.status_code == 200
+    error = error_of(exceeds)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["message"].startswith("This model's maximum context length is 64 tokens. However, you requested 65")
+
+
+async def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        with caplog.at_level(logging.WARNING, logger="service.api"):
+            for _ in range(2):
+                response = await client.post("/v1/chat/completions", json={**ASK, "sparkle": 1})
+                assert response.status_code == 200
+    assert [record.getMessage() for record in caplog.records] == ["ignoring the unknown request field 'sparkle'"]

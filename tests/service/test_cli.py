@@ -1,0 +1,118 @@
+"""The command: options derived from the settings, quick help, errors as messages."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from service import __version__
+from service.cli import app
+from service.config import ServiceConfig
+from service.config_errors import flag_name
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def run_command(*arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from service.cli import main; main()"
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**WIDE, **(environ or {})})
+
+
+def shown(*arguments: str, environ: Mapping[str, str] | None = None) -> dict[str, dict[str, object]]:
+    result = CliRunner(env={**WIDE, **(environ or {})}).invoke(app, ["config", "show", "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    settings: dict[str, dict[str, object]] = json.loads(result.output)
+    return settings
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"adaptree {__version__}\n")
+
+
+def test_help_has_every_setting_with_its_description_and_group() -> None:
+    result = CliRunner(env=WIDE | {"COLUMNS": "400"}).invoke(app, ["serve", "--help"])
+    assert result.exit_code == 0
+    for name, field in ServiceConfig.model_fields.items():
+        assert flag_name(name) in result.output
+        assert str(field.description) in result.output
+        assert isinstance(field.json_schema_extra, dict)
+        assert str(field.json_schema_extra["group"]) in result.output
+    assert "Default: 8000." in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["config", "show", "--json"]])
+def test_looking_costs_no_import_of_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom service.cli import app\n"
+        f"try: app({arguments!r})\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'fastapi', 'prometheus_client'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=WIDE)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_show_tells_value_and_origin(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("max_waiting: 3\n")
+    environ = {"ADAPTREE_DRAIN_SECONDS": "5"}
+    settings = shown("--config", str(file), "--port", "9000", "--no-speculation", environ=environ)
+    assert list(settings) == list(ServiceConfig.model_fields)
+    assert settings["port"] == {"value": 9000, "origin": "flag --port"}
+    assert settings["speculation"] == {"value": False, "origin": "flag --speculation"}
+    assert settings["drain_seconds"] == {"value": 5.0, "origin": "environment ADAPTREE_DRAIN_SECONDS"}
+    assert settings["max_waiting"] == {"value": 3, "origin": f"file {file}"}
+    assert settings["model"] == {"value": "smollm2-135m", "origin": "default"}
+
+
+def test_show_masks_secrets() -> None:
+    environ = WIDE | {"ADAPTREE_API_KEYS": "s3cret,other", "ADAPTREE_ADMIN_KEY": "s3cret"}
+    for arguments in (["config", "show"], ["config", "show", "--json"]):
+        result = CliRunner(env=environ).invoke(app, arguments)
+        assert result.exit_code == 0
+        assert "s3cret" not in result.output
+        assert "***" in result.output
+
+
+def test_the_table_has_a_row_per_setting() -> None:
+    result = CliRunner(env=WIDE).invoke(app, ["config", "show", "--host", "::1"])
+    rows = {cells[1].strip(): cells for cells in (line.split("│") for line in result.output.splitlines()) if cells[1:]}
+    assert set(rows) == set(ServiceConfig.model_fields)
+    assert [cell.strip() for cell in rows["host"][2:4]] == ["::1", "flag --host"]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["config", "show"]])
+def test_a_bad_setting_is_a_message_and_exit_code_two(command: list[str]) -> None:
+    result = run_command(*command, "--port", "70000")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("adaptree cannot start: port = '70000', from flag --port, is impossible:")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_misspelt_variable_stops_the_start() -> None:
+    result = run_command("serve", environ={"ADAPTREE_MODLE": "x"})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "did you mean ADAPTREE_MODEL?" in result.stderr
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    result = run_command("serve", "--prot", "1")
+    assert result.returncode == 2
+    assert "--prot" in result.stderr
+
+
+def test_serve_hands_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServiceConfig] = []
+    runtime = type(sys)("service.runtime")
+    monkeypatch.setattr(runtime, "serve", served.append, raising=False)
+    monkeypatch.setitem(sys.modules, "service.runtime", runtime)
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", "some/model"])
+    assert result.exit_code == 0, result.output
+    assert served == [ServiceConfig(port=0, model="some/model")]

@@ -1,0 +1,230 @@
+"""Where settings come from, which source wins, and how an impossible one is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from service.config import GIB, LoadedConfig, ServiceConfig, load_config
+from service.errors import StartupError
+from tests.architecture.rules import ROOT
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "adaptree.yaml"
+    path.write_text(text)
+    return path
+
+
+def refusal(flags: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(StartupError) as caught:
+        load_config(flags or {}, environ or {})
+    return str(caught.value)
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    loaded = load_config({}, {})
+    assert loaded == LoadedConfig(ServiceConfig(), dict.fromkeys(ServiceConfig.model_fields, "default"))
+    assert (loaded.config.model, loaded.config.port, loaded.config.max_budget) == ("smollm2-135m", 8000, 48)
+
+
+def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 1\nmax_budget: 1\nmax_sequences: 1\n")
+    environ = {"ADAPTREE_CONFIG": str(file), "ADAPTREE_PORT": "2", "ADAPTREE_MAX_BUDGET": "2"}
+    loaded = load_config({"port": "3"}, environ)
+    assert (loaded.config.port, loaded.config.max_budget, loaded.config.max_sequences) == (3, 2, 1)
+    assert loaded.origin["port"] == "flag --port"
+    assert loaded.origin["max_budget"] == "environment ADAPTREE_MAX_BUDGET"
+    assert loaded.origin["max_sequences"] == f"file {file}"
+    assert loaded.origin["host"] == "default"
+
+
+def test_the_flag_names_the_file_before_the_variable_does(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 1\n")
+    assert load_config({"config": file}, {"ADAPTREE_CONFIG": "elsewhere.yaml"}).config.port == 1
+
+
+def test_constructing_it_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAPTREE_PORT", "9")
+    assert ServiceConfig().port == 8000
+    assert load_config({}).config.port == 9
+    assert load_config({}, {}).config.port == 8000
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    loaded = load_config({}, {"ADAPTREE_ADMIN_KEY": "", "ADAPTREE_API_KEYS": ""})
+    assert loaded.config.admin_key is None
+    assert loaded.origin["api_keys"] == "default"
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load_config({"config": written(tmp_path, "# nothing\n")}, {}).config == ServiceConfig()
+
+
+@pytest.mark.parametrize("text", ["true", "1", "yes", "on"])
+def test_switches_understand_the_usual_words(text: str) -> None:
+    assert load_config({}, {"ADAPTREE_LOG_JSON": text}).config.log_json is True
+
+
+def test_keys_come_as_text_or_as_a_list(tmp_path: Path) -> None:
+    from_environment = load_config({}, {"ADAPTREE_API_KEYS": "one, two,"}).config
+    from_file = load_config({"config": written(tmp_path, "api_keys: [one, two]\n")}, {}).config
+    assert [key.get_secret_value() for key in from_environment.api_keys] == ["one", "two"]
+    assert from_environment == from_file
+
+
+def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
+    file = written(tmp_path, "max_sequence: 8\n")
+    message = refusal({"config": file})
+    assert (
+        message == f"the configuration file {file} sets max_sequence, which is no setting; did you mean max_sequences?"
+    )
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    message = refusal(environ={"ADAPTREE_PROT": "1"})
+    assert message == "the environment sets ADAPTREE_PROT, which is no setting; did you mean ADAPTREE_PORT?"
+
+
+def test_a_name_like_no_other_points_to_the_list() -> None:
+    assert "`adaptree config show` lists" in refusal(environ={"ADAPTREE_XQZ": "1"})
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    assert load_config({}, {"PORT": "1", "OTHER_PORT": "2"}).config.port == 8000
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert str(tmp_path / "absent.yaml") in refusal({"config": tmp_path / "absent.yaml"})
+
+
+@pytest.mark.parametrize("text", ["port: [", "- port\n- host\n", "just words\n", "port: 1\n\tx: 2\n"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = written(tmp_path, text)
+    assert str(file) in refusal({"config": file})
+
+
+def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 70000\n")
+    assert refusal({"config": file}) == (
+        f"port = 70000, from file {file}, is impossible: input should be less than or equal to 65535. "
+        f"Fix: change `port` in {file}; it takes at least 0 and at most 65535."
+    )
+    assert refusal(environ={"ADAPTREE_DRAFTER": "magic"}) == (
+        "drafter = 'magic', from environment ADAPTREE_DRAFTER, is impossible: input should be 'lookup' or 'none'. "
+        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of lookup, none."
+    )
+
+
+def test_all_impossible_values_are_told_at_once() -> None:
+    lines = refusal({"port": "x", "max_budget": "65"}, {"ADAPTREE_SPECULATION": "perhaps"}).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["speculation", "max_budget", "port"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", ""),
+        ("device", "tpu"),
+        ("device", "cuda:"),
+        ("threads", "0"),
+        ("max_model_len", "1"),
+        ("kv_cache_gib", "0"),
+        ("kv_cache_gib", "nan"),
+        ("kv_cache_gib", "inf"),
+        ("kv_cache_share", "1"),
+        ("max_sequences", "0"),
+        ("prefill_chunk", "0"),
+        ("max_waiting", "-1"),
+        ("budget_policy", "free"),
+        ("max_budget", "65"),
+        ("port", "65536"),
+        ("max_request_bytes", "1"),
+        ("max_output_tokens", "0"),
+        ("drain_seconds", "-1"),
+        ("drain_seconds", "inf"),
+        ("admin_key", "a b"),
+        ("api_keys", "ä"),
+        ("log_level", "loud"),
+    ],
+)
+def test_impossible_values_stop_the_start(name: str, value: str) -> None:
+    assert f"change or drop --{name.replace('_', '-')}" in refusal({name: value})
+
+
+def test_memory_is_set_one_way_or_the_other() -> None:
+    message = refusal({"kv_cache_gib": "2"}, {"ADAPTREE_KV_CACHE_SHARE": "0.5"})
+    assert "kv_cache_gib is set too, to 2; keep one of the two" in message
+
+
+def test_a_refused_secret_is_not_shown() -> None:
+    assert "hunter two" not in refusal({"admin_key": "hunter two"})
+
+
+def test_secrets_are_masked_wherever_the_configuration_is_printed() -> None:
+    config = ServiceConfig.model_validate({"api_keys": "s3cret", "admin_key": "s3cret"})
+    assert "s3cret" not in f"{config!r} {config} {config.model_dump(mode='json')} {config.model_dump_json()}"
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        ServiceConfig().port = 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "on_cuda"),
+    [
+        ({}, GIB, 8 * GIB),
+        ({"kv_cache_gib": 2.5}, int(2.5 * GIB), int(2.5 * GIB)),
+        ({"kv_cache_share": 0.5}, 5 * GIB, 5 * GIB),
+    ],
+)
+def test_memory_for_keys_and_values(settings: dict[str, float], on_cpu: int, on_cuda: int) -> None:
+    config = ServiceConfig.model_validate(settings)
+    assert config.kv_cache_bytes("cpu", 10 * GIB) == on_cpu
+    assert config.kv_cache_bytes("cuda", 10 * GIB) == on_cuda
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "smollm2-135m"),
+        ({"model": "org/name"}, "org/name"),
+        ({"model": "/models/Some-Model"}, "Some-Model"),
+        ({"model": "some.Q4_1.gguf"}, "some.Q4_1"),
+        ({"model": "org/name", "served_model_name": "mine"}, "mine"),
+    ],
+)
+def test_the_name_clients_use(settings: dict[str, str], name: str) -> None:
+    assert ServiceConfig.model_validate(settings).public_model_name == name
+
+
+def test_threads_are_counted_when_not_set() -> None:
+    assert ServiceConfig(threads=3).num_threads == 3
+    assert ServiceConfig().num_threads >= 1
+
+
+def test_a_home_folder_is_expanded() -> None:
+    assert "~" not in str(load_config({"state_dir": "~/state"}, {}).config.state_dir)
+
+
+def test_every_setting_teaches() -> None:
+    for field in ServiceConfig.model_fields.values():
+        assert field.description
+        assert field.description.endswith(".")
+        assert isinstance(field.json_schema_extra, dict)
+        assert field.json_schema_extra["group"]
+
+
+def test_the_example_file_holds_every_setting_and_sets_none() -> None:
+    text = (ROOT / "deploy" / "config" / "example.yaml").read_text()
+    assert yaml.safe_load(text) is None
+    uncommented = yaml.safe_load("\n".join(line[2:] for line in text.splitlines() if _is_setting(line)))
+    assert set(uncommented) == set(ServiceConfig.model_fields)
+    del uncommented["kv_cache_share"]  # the other way to say kv_cache_gib
+    assert load_config(uncommented, {}).config.max_budget == ServiceConfig().max_budget
+
+
+def _is_setting(line: str) -> bool:
+    return line.startswith("# ") and line[2:].split(":")[0] in ServiceConfig.model_fields

@@ -1,0 +1,188 @@
+"""What the metrics page says after known steps, and that its label sets are closed."""
+
+import dataclasses
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from drafters.tree import MAX_DEPTH
+from service.engine.stats import FinishStats, StepStats
+from service.metrics import FINISH_REASONS, PHASES, Metrics
+
+REASONS = ("load", "gain", "off")
+
+STEP = StepStats(
+    num_running=3,
+    num_waiting=2,
+    slots_used=25,
+    slots_total=100,
+    prompt_tokens=7,
+    emitted_tokens=6,
+    drafts=3,
+    drafted_nodes=20,
+    accepted_tokens=4,
+    accepted_per_sequence=(3, 1, 0),
+    budget=24,
+    budget_reason="gain",
+    draft_seconds=0.25,
+    verify_seconds=0.5,
+    other_seconds=0.125,
+    preemptions=1,
+    itl_seconds=(0.004, 0.3),
+)
+FINISH = FinishStats(
+    finish_reason="stop",
+    queue_seconds=0.5,
+    first_token_seconds=0.75,
+    total_seconds=4.0,
+    prompt_tokens=7,
+    output_tokens=6,
+)
+
+
+def made(*, vllm_names: bool = False) -> Metrics:
+    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, vllm_names=vllm_names)
+
+
+def series(metrics: Metrics) -> dict[str, float]:
+    """Every series of the page as `name{label}`; the labels here have one name each."""
+    page, _ = metrics.render()
+    samples = [sample for family in text_string_to_metric_families(page.decode()) for sample in family.samples]
+    return {f"{s.name}{{{''.join(s.labels.values())}}}" if s.labels else s.name: s.value for s in samples}
+
+
+def test_a_step_is_exported() -> None:
+    metrics = made()
+    metrics.observe_step(STEP)
+    found = series(metrics)
+    expected = {
+        "adaptree_num_requests_running": 3,
+        "adaptree_num_requests_waiting": 2,
+        "adaptree_kv_cache_usage_perc": 0.25,
+        "adaptree_prompt_tokens_total": 7,
+        "adaptree_generation_tokens_total": 6,
+        "adaptree_spec_decode_num_drafts_total": 3,
+        "adaptree_spec_decode_num_draft_tokens_total": 20,
+        "adaptree_spec_decode_num_accepted_tokens_total": 4,
+        "adaptree_spec_decode_num_accepted_tokens_per_pos_total{0}": 2,
+        "adaptree_spec_decode_num_accepted_tokens_per_pos_total{1}": 1,
+        "adaptree_spec_decode_num_accepted_tokens_per_pos_total{2}": 1,
+        "adaptree_spec_decode_num_accepted_tokens_per_pos_total{3}": 0,
+        "adaptree_accepted_length_tokens_bucket{0.0}": 1,
+        "adaptree_accepted_length_tokens_bucket{1.0}": 2,
+        "adaptree_accepted_length_tokens_bucket{2.0}": 2,
+        "adaptree_accepted_length_tokens_bucket{3.0}": 3,
+        "adaptree_accepted_length_tokens_sum": 4,
+        "adaptree_budget_nodes": 24,
+        "adaptree_budget_decisions_total{gain}": 1,
+        "adaptree_budget_decisions_total{load}": 0,
+        "adaptree_step_seconds_total{draft}": 0.25,
+        "adaptree_step_seconds_total{verify}": 0.5,
+        "adaptree_step_seconds_total{other}": 0.125,
+        "adaptree_preemptions_total": 1,
+        "adaptree_inter_token_latency_seconds_count": 2,
+        "adaptree_inter_token_latency_seconds_bucket{0.005}": 1,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_counters_add_up_and_gauges_follow() -> None:
+    metrics = made()
+    metrics.observe_step(STEP)
+    metrics.observe_step(dataclasses.replace(STEP, num_running=1, slots_used=0, budget=0, budget_reason="load"))
+    found = series(metrics)
+    assert found["adaptree_generation_tokens_total"] == 12
+    assert found["adaptree_num_requests_running"] == 1
+    assert found["adaptree_kv_cache_usage_perc"] == 0
+    assert found["adaptree_budget_decisions_total{load}"] == 1
+
+
+def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
+    metrics = made()
+    deep = dataclasses.replace(STEP, accepted_per_sequence=(MAX_DEPTH, 2, 0), accepted_tokens=MAX_DEPTH + 2)
+    metrics.observe_step(deep)
+    found = series(metrics)
+    per_position = [value for name, value in found.items() if "_per_pos_total" in name]
+    assert len(per_position) == MAX_DEPTH
+    assert sum(per_position) == found["adaptree_spec_decode_num_accepted_tokens_total"]
+
+
+def test_a_finish_is_exported() -> None:
+    metrics = made()
+    metrics.observe_finish(FINISH)
+    found = series(metrics)
+    expected = {
+        "adaptree_request_success_total{stop}": 1,
+        "adaptree_request_success_total{length}": 0,
+        "adaptree_request_queue_time_seconds_sum": 0.5,
+        "adaptree_time_to_first_token_seconds_sum": 0.75,
+        "adaptree_time_to_first_token_seconds_count": 1,
+        "adaptree_e2e_request_latency_seconds_sum": 4,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_sequence_without_a_token_has_no_first_one() -> None:
+    metrics = made()
+    metrics.observe_finish(dataclasses.replace(FINISH, finish_reason="abort", output_tokens=0, first_token_seconds=0.0))
+    found = series(metrics)
+    assert found["adaptree_time_to_first_token_seconds_count"] == 0
+    assert found["adaptree_request_success_total{abort}"] == 1
+
+
+def test_the_event_loop_is_asked_at_each_scrape() -> None:
+    metrics = made()
+    lags = iter((0.01, 0.02))
+    metrics.watch_event_loop(lambda: next(lags))
+    assert series(metrics)["adaptree_event_loop_lag_seconds"] == 0.01
+    assert series(metrics)["adaptree_event_loop_lag_seconds"] == 0.02
+
+
+@pytest.mark.parametrize("vllm_names", [False, True])
+def test_the_page_is_closed_and_small(vllm_names: bool) -> None:
+    metrics = made(vllm_names=vllm_names)
+    at_start = set(series(metrics))
+    for reason in REASONS:
+        metrics.observe_step(dataclasses.replace(STEP, budget_reason=reason, accepted_per_sequence=(MAX_DEPTH,)))
+    for reason in FINISH_REASONS:
+        metrics.observe_finish(dataclasses.replace(FINISH, finish_reason=reason))
+    assert set(series(metrics)) == at_start
+    assert len(at_start) <= 300
+
+
+def test_an_unknown_label_is_refused() -> None:
+    with pytest.raises(KeyError):
+        made().observe_step(dataclasses.replace(STEP, budget_reason="whim"))
+    with pytest.raises(KeyError):
+        made().observe_finish(dataclasses.replace(FINISH, finish_reason="whim"))
+
+
+def test_names_are_ours_unless_asked() -> None:
+    assert all(name.startswith("adaptree_") for name in series(made()))
+
+
+def test_the_vllm_names_show_the_same_values() -> None:
+    metrics = made(vllm_names=True)
+    metrics.observe_step(STEP)
+    found = series(metrics)
+    aliases = {name: value for name, value in found.items() if name.startswith("vllm:")}
+    assert aliases == {
+        name.replace("adaptree_", "vllm:"): value
+        for name, value in found.items()
+        if "spec_decode" in name and ":" not in name
+    }
+    assert aliases["vllm:spec_decode_num_drafts_total"] == 3
+    assert aliases["vllm:spec_decode_num_accepted_tokens_per_pos_total{0}"] == 2
+
+
+def test_two_instances_do_not_meet() -> None:
+    first, second = made(), made()
+    first.observe_step(STEP)
+    assert series(second)["adaptree_generation_tokens_total"] == 0
+
+
+def test_the_page_has_a_prometheus_content_type() -> None:
+    page, content_type = made().render()
+    assert content_type.startswith("text/plain")
+    assert page.endswith(b"\n")
+    assert len(PHASES) == page.count(b"adaptree_step_seconds_total{")

@@ -1,0 +1,241 @@
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+from service.errors import EngineFailure, NotReady, QueueFull, StartupError
+from service.runtime import Runtime, Served
+from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say, step
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
+    sampling = SamplingParams(seed=0, max_tokens=8)
+    return GenerationRequest(request_id=request_id, prompt=(1, 2), sampling=sampling, n=n)
+
+
+@asynccontextmanager
+async def running(engine: ScriptedEngine, *, max_waiting: int = 4) -> AsyncIterator[Runtime]:
+    runtime = runtime_of(engine, max_waiting=max_waiting)
+    await runtime.start()
+    await runtime.wait_until_loaded()
+    yield runtime
+    await runtime.stop()
+
+
+class Gate:
+    """A script that says one piece, waits until it is opened, and says the last."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
+        yield [step(request, 0, "the")]
+        assert self.opened.wait(10)
+        yield [step(request, 0, "w", "stop")]
+
+
+async def test_outputs_come_in_order_and_end_with_the_last_sequence() -> None:
+    async with running(ScriptedEngine(say("he", "llo"))) as runtime:
+        with runtime.generate(ask(n=2)) as generation:
+            outputs = [(output.index, output.text, output.finish_reason) async for output in generation]
+    assert outputs == [(0, "he", None), (1, "he", None), (0, "llo", "stop"), (1, "llo", "stop")]
+
+
+async def test_several_requests_share_one_generation() -> None:
+    engine = ScriptedEngine(say("he", "llo"))
+    async with running(engine) as runtime:
+        with runtime.generate(ask("a"), ask("b")) as generation:
+            texts = {"a": "", "b": ""}
+            async for output in generation:
+                texts[output.request_id] += output.text
+    assert texts == {"a": "hello", "b": "hello"}
+    assert engine.aborted == []
+
+
+async def test_one_wakeup_serves_all_requests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(say("x"))
+    async with running(engine) as runtime:
+        loop, calls = asyncio.get_running_loop(), 0
+        original = loop.call_soon_threadsafe
+
+        def counting(*args, **kwargs):  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += getattr(args[0], "__name__", "") == "_dispatch"
+            return original(*args, **kwargs)
+
+        engine.script = lambda request: []
+        with runtime.generate(ask("a"), ask("b"), ask("c")) as generation:
+            monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+            engine.deliver([step(request, 0, "x", "stop") for request in engine.submitted])
+            assert [output.request_id async for output in generation] == ["a", "b", "c"]
+        assert calls == 1
+
+
+async def test_closing_early_aborts_and_drops_what_is_on_its_way() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate.script)
+    async with running(engine) as runtime:
+        with runtime.generate(ask("a")) as generation:
+            assert (await anext(generation)).text == "the"
+        assert engine.aborted == ["a"]
+        gate.opened.set()
+        with pytest.raises(StopAsyncIteration):
+            await anext(generation)
+
+
+async def test_cancelling_the_consumer_aborts() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate.script)
+
+    async def consume(runtime: Runtime) -> None:
+        with runtime.generate(ask("a")) as generation:
+            async for _ in generation:
+                pass
+
+    async with running(engine) as runtime:
+        task = asyncio.create_task(consume(runtime))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.aborted == ["a"]
+        gate.opened.set()
+
+
+async def test_a_consumer_that_does_not_read_delays_nobody() -> None:
+    async with running(ScriptedEngine(say(*["x"] * 50))) as runtime:
+        with runtime.generate(ask("slow")) as slow:
+            with runtime.generate(ask("quick")) as quick:
+                assert len([output async for output in quick]) == 50
+            assert len([output async for output in slow]) == 50
+
+
+async def test_a_full_queue_refuses() -> None:
+    engine = ScriptedEngine(say("x"))
+    async with running(engine, max_waiting=4) as runtime:
+        engine.num_waiting = 4
+        with pytest.raises(QueueFull) as caught:
+            runtime.generate(ask())
+        assert caught.value.retry_after_seconds == 5
+        assert engine.submitted == []
+
+
+async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> None:
+    release = threading.Event()
+
+    def load() -> Served:
+        assert release.wait(10)
+        return Served(ScriptedEngine(say("x")), TOKENIZER, CARD)
+
+    runtime = Runtime(load, max_waiting=4)
+    await runtime.start()
+    states: list[str] = [runtime.state]
+    with pytest.raises(NotReady, match="loading"):
+        runtime.generate(ask())
+    with pytest.raises(NotReady, match="loading"):
+        _ = runtime.card
+    release.set()
+    await runtime.wait_until_loaded()
+    states.append(runtime.state)
+    assert states == ["loading", "ready"]
+    assert runtime.card == CARD
+    await runtime.stop()
+
+
+async def test_a_failed_load_is_told_to_whoever_waits() -> None:
+    def load() -> Served:
+        raise StartupError("no such model")
+
+    runtime = Runtime(load, max_waiting=4)
+    await runtime.start()
+    with pytest.raises(StartupError, match="no such model"):
+        await runtime.wait_until_loaded()
+    assert runtime.state == "failed"
+    with pytest.raises(EngineFailure):
+        runtime.generate(ask())
+    await runtime.stop()
+
+
+async def test_stopping_while_loading_does_not_wait_for_the_load() -> None:
+    release = threading.Event()
+
+    def load() -> Served:
+        assert release.wait(10)
+        return Served(ScriptedEngine(say("x")), TOKENIZER, CARD)
+
+    runtime = Runtime(load, max_waiting=4)
+    await runtime.start()
+    await asyncio.sleep(0.02)
+    began = time.monotonic()
+    await runtime.drain(5)
+    assert time.monotonic() - began < 1
+    assert runtime.state == "draining"
+    release.set()
+
+
+async def test_a_dead_engine_fails_every_generation() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate.script)
+    async with running(engine) as runtime:
+        with runtime.generate(ask()) as generation:
+            await anext(generation)
+            engine.failure = RuntimeError("out of memory")
+            with pytest.raises(EngineFailure, match="internal error"):
+                await anext(generation)
+        assert runtime.state == "failed"
+        gate.opened.set()
+
+
+@pytest.mark.parametrize(("finish", "error"), [("error", EngineFailure), ("abort", NotReady)])
+async def test_a_sequence_given_up_by_the_engine_is_an_error(finish: str, error: type[Exception]) -> None:
+    async with running(ScriptedEngine(say("x", "y", finish=finish))) as runtime:
+        with runtime.generate(ask()) as generation:
+            await anext(generation)
+            with pytest.raises(error):
+                await anext(generation)
+
+
+async def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
+    gate = Gate()
+    async with running(ScriptedEngine(gate.script)) as runtime:
+        generation = runtime.generate(ask())
+        draining = asyncio.create_task(runtime.drain(10))
+        await asyncio.sleep(0.02)
+        with pytest.raises(NotReady, match="shutting down"):
+            runtime.generate(ask("b"))
+        gate.opened.set()
+        with generation:
+            assert [output.text async for output in generation] == ["the", "w"]
+        await draining
+
+
+async def test_drain_gives_up_after_its_time() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate.script)
+    engine.stop = gate.opened.set  # type: ignore[method-assign]
+    engine.abort = lambda request_id: gate.opened.set()  # type: ignore[method-assign]
+    async with running(engine) as runtime:
+        with runtime.generate(ask()) as generation:
+            await anext(generation)
+            await runtime.drain(0.05)
+            assert gate.opened.is_set()
+        engine.drain()
+
+
+async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:
+    async with running(ScriptedEngine(say("x"))) as runtime:
+        await asyncio.sleep(0.03)
+        time.sleep(0.1)
+        await asyncio.sleep(0.02)
+        assert 0.08 < runtime.max_loop_lag_seconds() < 10
+        assert runtime.max_loop_lag_seconds() == 0.0
+
+
+async def test_blocking_work_runs_beside_the_loop() -> None:
+    async with running(ScriptedEngine(say("x"))) as runtime:
+        assert await runtime.off_loop(threading.get_ident) != threading.get_ident()
