@@ -18,6 +18,8 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     parents [batch, nodes] -> [batch, nodes, nodes] bool
     """
     batch, nodes = parents.shape
+    if nodes == 0:
+        return parents.new_zeros(batch, 0, 0, dtype=torch.bool)
     root = torch.full((batch, 1), nodes, dtype=parents.dtype, device=parents.device)
     # The root becomes the last row, its own parent and nobody's ancestor, so that every jump is defined.
     jump = torch.cat([torch.where(parents < 0, nodes, parents), root], dim=1)  # [batch, nodes + 1]

@@ -17,7 +17,9 @@ def select(candidates: Candidates, num_keep: Tensor, width: int | None = None) -
     num_keep [batch]; `width` pads the result to that many nodes and must be at least num_keep's maximum (default:
     as wide as the candidates, for callers who do not know the maximum on the host).
     """
-    width = candidates.tokens.shape[1] if width is None else min(width, candidates.tokens.shape[1])
+    width = candidates.width if width is None else min(width, candidates.width)
+    if width == 0:
+        return DraftTree.empty(candidates.batch, candidates.tokens.device)
     num_nodes = torch.minimum(num_keep, candidates.num_nodes)
     order = _topological(candidates, num_nodes)  # [batch, nodes]
     kept = order[:, :width]

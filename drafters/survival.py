@@ -14,16 +14,24 @@ class AcceptanceTable:
     """Conditional acceptance (node accepted, given that its parent was) for flat bucket indices.
 
     The prior counts as `prior_accepted` of `prior_tried` observations per bucket and never fades; what is observed
-    weighs `decay` times less with every later call of `observe`.
+    weighs `decay` times less with every later call of `observe`. Rates stay within `limits`.
     """
 
-    def __init__(self, prior_accepted: Tensor, prior_tried: Tensor, *, decay: float) -> None:
+    def __init__(
+        self,
+        prior_accepted: Tensor,
+        prior_tried: Tensor,
+        *,
+        decay: float,
+        limits: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
         self._prior_accepted = prior_accepted.float()  # [buckets]
         self._prior_tried = prior_tried.float()  # [buckets]
         self._decay = decay
+        self._limits = limits
         self._accepted = torch.zeros_like(self._prior_accepted)
         self._tried = torch.zeros_like(self._prior_tried)
-        self._rates = self._prior_accepted / self._prior_tried
+        self._rates = self._estimate()
 
     def rate(self, buckets: Tensor) -> Tensor:
         """Estimated conditional acceptance. # buckets [...] int64 -> [...] float32"""
@@ -35,7 +43,11 @@ class AcceptanceTable:
         tried = mask.flatten().float()
         self._tried.mul_(self._decay).index_add_(0, flat, tried)
         self._accepted.mul_(self._decay).index_add_(0, flat, tried * accepted.flatten())
-        self._rates = (self._prior_accepted + self._accepted) / (self._prior_tried + self._tried)
+        self._rates = self._estimate()
+
+    def _estimate(self) -> Tensor:
+        accepted = self._prior_accepted + self._accepted
+        return accepted.div_(self._prior_tried + self._tried).clamp_(*self._limits)
 
 
 def tried_and_accepted(tree: DraftTree, result: VerifyResult) -> tuple[Tensor, Tensor]:

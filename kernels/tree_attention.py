@@ -17,9 +17,15 @@ segment, members = query rows x query heads per key/value head in a segment (pad
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 MAX_DEPTH = 16
 """Deepest tree node a row may be."""
@@ -48,10 +54,10 @@ NULL_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """What the layout needs to know of a forward's rows; rows of one sequence are adjacent.
+    """What the layout needs to know of a forward's rows.
 
     A sequence's *chain* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the
-    slot table; its node rows hang below the last chain row.
+    slot table; its node rows hang below the last chain row. Parents come before children.
     """
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
@@ -73,8 +79,6 @@ class AttentionBucket:
     item_keys: Tensor  # [2 * items * heads * WIDTH] int64 into the layer's flattened [2 * slots * heads]
     item_segment: Tensor  # [items] int64
     segment_items: Tensor  # [segments * (most items of a segment)] int64, absent ones name the segment's tail
-    out_rows: Tensor  # [rows of the bucket * query heads] int64 into flattened [rows * query heads]
-    out_members: Tensor  # [same] int64 into flattened [segments * heads * members]
     query_positions: Tensor  # [segments, members] int64
     key_positions: Tensor  # [items, WIDTH] int64
     visible_chunks: Tensor  # [chunks, 1, WIDTH] bool
@@ -97,6 +101,7 @@ class AttentionPlan:
     """How one forward's rows attend: a bucket for decoding rows and one for prompt chunks, as far as present."""
 
     buckets: tuple[AttentionBucket, ...]
+    out_members: Tensor  # [rows * query heads] int64 into the buckets' flattened results, one after the other
 
 
 def plan_attention(
@@ -105,13 +110,19 @@ def plan_attention(
     """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the chain rows.
 
     Rows of prompt chunks are planned apart from decoding rows: their segments have many members, and padding a single
-    decoding row to that size would cost more than the rest of its step.
+    decoding row to that size would cost more than the rest of its step. The layout is computed on the host, where
+    hundreds of small integer operations cost a tenth of what they cost as tensor operations.
     """
-    chain_rows = torch.bincount(rows.sequence[rows.node < 0], minlength=rows.table_rows.shape[0])
-    chunked = (chain_rows > 1)[rows.sequence]
-    parts = [part for part in (~chunked, chunked) if bool(part.any())]
-    heads = _Heads(query_heads, kv_heads, num_slots)
-    return AttentionPlan(tuple(_plan_bucket(rows, part.nonzero()[:, 0], slot_table, heads) for part in parts))
+    host, heads = _HostRows.of(rows, slot_table), _Heads(query_heads, kv_heads, num_slots)
+    chunked = host.in_chunks()
+    parts = [part.nonzero()[0] for part in (~chunked, chunked) if part.any()]
+    buckets, outs, offset = [], np.empty((len(host.sequence), query_heads), np.int64), 0
+    for part in parts:
+        segments = _segment(host, part, heads.group)
+        buckets.append(_plan_bucket(host, segments, heads, slot_table.device))
+        outs[part] = offset + _out_members(segments, heads)
+        offset += segments.member_rows.size * kv_heads
+    return AttentionPlan(tuple(buckets), torch.from_numpy(outs.reshape(-1)).to(slot_table.device))
 
 
 def tree_attention(
@@ -120,17 +131,14 @@ def tree_attention(
     """Attend all rows of a forward.
 
     query [rows, query heads, head_dim] float32, already scaled; pool [2, slots, heads, head_dim] float32, one layer's
-    keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32, zero for rows in
-    no bucket (padding).
+    keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32.
     `softcap` bounds scores to +-softcap by tanh (Gemma 2).
     """
     flat_query = query.reshape(-1, query.shape[-1])  # [rows * query heads, head_dim]
     flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
-    out = torch.zeros_like(flat_query)
-    for bucket in plan.buckets:
-        attended = _attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap)
-        out.index_copy_(0, bucket.out_rows, attended.index_select(0, bucket.out_members))
-    return out.view(query.shape)
+    parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in plan.buckets]
+    attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return attended.index_select(0, plan.out_members).view(query.shape)
 
 
 def _attend(
@@ -192,124 +200,159 @@ class _Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class _HostRows:
+    """`AttentionRows` and the slot table as host arrays, same shapes."""
+
+    sequence: Ints
+    positions: Ints
+    node: Ints
+    table_rows: Ints
+    chain_end: Ints
+    node_slots: Ints
+    node_depths: Ints
+    ancestors: Bools
+    slot_table: Ints
+
+    @staticmethod
+    def of(rows: AttentionRows, slot_table: Tensor) -> "_HostRows":
+        return _HostRows(
+            sequence=_host(rows.sequence),
+            positions=_host(rows.positions),
+            node=_host(rows.node),
+            table_rows=_host(rows.table_rows),
+            chain_end=_host(rows.chain_end),
+            node_slots=_host(rows.node_slots),
+            node_depths=_host(rows.node_depths),
+            ancestors=_host(rows.ancestors),
+            slot_table=_host(slot_table),
+        )
+
+    def in_chunks(self) -> Bools:
+        """Rows whose sequence has more than one chain row. # -> [rows]"""
+        chain_rows = np.bincount(self.sequence[self.node < 0], minlength=len(self.table_rows))
+        chunked: Bools = (chain_rows > 1)[self.sequence]
+        return chunked
+
+    def slots(self, sequence: Ints, positions: Ints) -> Ints:
+        """Slots at some positions; beyond the table's end any slot, for the caller to mask."""
+        slots: Ints = self.slot_table[self.table_rows[sequence], np.minimum(positions, self.slot_table.shape[1] - 1)]
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
 class _Segments:
     """Rows of one bucket gathered by sequence and boundary."""
 
-    sequence: Tensor  # [segments]
-    boundary: Tensor  # [segments], first position of the tail
-    of_row: Tensor  # [bucket rows], each row's segment
-    place: Tensor  # [bucket rows, group], each row's members within its segment
-    member_rows: Tensor  # [segments, members], the row behind each member; padding repeats row 0
+    sequence: Ints  # [segments]
+    boundary: Ints  # [segments], first position of the tail
+    of_row: Ints  # [bucket rows], each row's segment
+    place: Ints  # [bucket rows, group], each row's members within its segment
+    member_rows: Ints  # [segments, members], the row behind each member; padding repeats row 0
 
 
-def _plan_bucket(rows: AttentionRows, bucket_rows: Tensor, slot_table: Tensor, heads: _Heads) -> AttentionBucket:
-    """Segments, items and index tensors for the given rows. # bucket_rows [bucket rows] int64"""
-    segments = _segment(rows, bucket_rows, heads.group)
-    chunk_segment, chunk_start, segment_items = _chunk_items(segments.boundary)
-    chunk_slots, chunk_positions, visible_chunks = _chunk_keys(
-        slot_table, rows.table_rows[segments.sequence[chunk_segment]], chunk_start, segments.boundary[chunk_segment]
+def _segment(rows: _HostRows, bucket_rows: Ints, group: int) -> _Segments:
+    span = np.maximum(rows.positions[bucket_rows] - MAX_DEPTH, 0) // SPAN
+    sequences = len(rows.table_rows)
+    key, of_row, counts = np.unique(
+        span * sequences + rows.sequence[bucket_rows], return_inverse=True, return_counts=True
     )
-    tail_slots, tail_positions, visible_tails = _tail_keys(rows, slot_table, segments)
-    item_segment = torch.cat([chunk_segment, torch.arange(segments.boundary.shape[0], device=slot_table.device)])
-    out_rows, out_members = _out_indices(bucket_rows, segments, heads)
-    return AttentionBucket(
-        num_chunks=chunk_segment.shape[0],
-        item_queries=_query_indices(segments.member_rows, heads)[item_segment].reshape(-1),
-        item_keys=_key_indices(torch.cat([chunk_slots, tail_slots]), heads),
-        item_segment=item_segment,
-        segment_items=segment_items,
-        out_rows=out_rows,
-        out_members=out_members,
-        query_positions=rows.positions[segments.member_rows],
-        key_positions=torch.cat([chunk_positions, tail_positions]),
-        visible_chunks=visible_chunks,
-        visible_tails=visible_tails,
-    )
-
-
-def _segment(rows: AttentionRows, bucket_rows: Tensor, group: int) -> _Segments:
-    positions, sequence = rows.positions[bucket_rows], rows.sequence[bucket_rows]
-    span = (positions - MAX_DEPTH).clamp(min=0) // SPAN
-    sequences = rows.table_rows.shape[0]
-    key, of_row, counts = torch.unique(span * sequences + sequence, return_inverse=True, return_counts=True)
-    order = torch.argsort(of_row, stable=True)
-    first = counts.cumsum(0) - counts
-    rank = torch.empty_like(of_row)
-    rank[order] = torch.arange(of_row.shape[0], device=rank.device) - first[of_row[order]]
+    order = np.argsort(of_row, kind="stable")
+    rank = np.empty_like(of_row)
+    rank[order] = np.arange(len(of_row)) - np.repeat(counts.cumsum() - counts, counts)
     members = -(-int(counts.max()) * group // MEMBER_MULTIPLE) * MEMBER_MULTIPLE
-    place = rank[:, None] * group + torch.arange(group, device=rank.device)
-    member_rows = torch.zeros(key.shape[0], members, dtype=torch.int64, device=rank.device)
+    place = rank[:, None] * group + np.arange(group)
+    member_rows = np.zeros((len(key), members), np.int64)
     member_rows[of_row[:, None], place] = bucket_rows[:, None]
     return _Segments(key % sequences, key // sequences * SPAN, of_row, place, member_rows)
 
 
-def _chunk_items(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plan_bucket(rows: _HostRows, segments: _Segments, heads: _Heads, device: torch.device) -> AttentionBucket:
+    chunk_segment, chunk_start, segment_items = _chunk_items(segments.boundary)
+    chunk_slots, chunk_positions, visible_chunks = _chunk_keys(rows, segments, chunk_segment, chunk_start)
+    tail_slots, tail_positions, visible_tails = _tail_keys(rows, segments)
+    item_segment = np.concatenate([chunk_segment, np.arange(len(segments.boundary))])
+
+    def tensor(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return AttentionBucket(
+        num_chunks=len(chunk_segment),
+        item_queries=tensor(_query_indices(segments.member_rows, heads)[item_segment].reshape(-1)),
+        item_keys=tensor(_key_indices(np.concatenate([chunk_slots, tail_slots]), heads)),
+        item_segment=tensor(item_segment),
+        segment_items=tensor(segment_items),
+        query_positions=tensor(rows.positions[segments.member_rows]),
+        key_positions=tensor(np.concatenate([chunk_positions, tail_positions])),
+        visible_chunks=tensor(visible_chunks),
+        visible_tails=tensor(visible_tails),
+    )
+
+
+def _chunk_items(boundary: Ints) -> tuple[Ints, Ints, Ints]:
     """Which chunks each segment sums over.
 
     Returns each chunk's segment [chunks], its first position [chunks], and each segment's items [segments * most].
     """
     counts = -(-boundary // WIDTH)  # [segments]
-    segment = torch.repeat_interleave(counts)
-    first = counts.cumsum(0) - counts  # [segments]
-    ordinal = torch.arange(segment.shape[0], device=boundary.device) - first[segment]
-    tail = segment.shape[0] + torch.arange(boundary.shape[0], device=boundary.device)
-    column = torch.arange(int(counts.max()) + 1, device=boundary.device)
-    items = torch.where(column < counts[:, None], first[:, None] + column, tail[:, None])
-    return segment, ordinal * WIDTH, items.reshape(-1)
+    first = counts.cumsum() - counts  # [segments]
+    segment = np.repeat(np.arange(len(boundary)), counts)
+    start = (np.arange(len(segment)) - first[segment]) * WIDTH
+    column = np.arange(counts.max() + 1)
+    tail = len(segment) + np.arange(len(boundary))
+    items = np.where(column < counts[:, None], first[:, None] + column, tail[:, None])
+    return segment, start, items.reshape(-1)
 
 
-def _chunk_keys(
-    slot_table: Tensor, table_rows: Tensor, start: Tensor, boundary: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_keys(rows: _HostRows, segments: _Segments, segment: Ints, start: Ints) -> tuple[Ints, Ints, Bools]:
     """Slots [chunks, WIDTH], positions [chunks, WIDTH] and visibility [chunks, 1, WIDTH] of prefix chunks."""
-    positions = start[:, None] + torch.arange(WIDTH, device=start.device)
-    visible = positions < boundary[:, None]
-    slots = slot_table[table_rows[:, None], positions.clamp(max=slot_table.shape[1] - 1)]
-    return slots.masked_fill(~visible, NULL_SLOT), positions, visible[:, None]
+    positions = start[:, None] + np.arange(WIDTH)
+    visible = positions < segments.boundary[segment][:, None]
+    slots = rows.slots(segments.sequence[segment][:, None], positions)
+    return np.where(visible, slots, NULL_SLOT), positions, visible[:, None]
 
 
-def _tail_keys(rows: AttentionRows, slot_table: Tensor, segments: _Segments) -> tuple[Tensor, Tensor, Tensor]:
+def _tail_keys(rows: _HostRows, segments: _Segments) -> tuple[Ints, Ints, Bools]:
     """Slots [segments, WIDTH], positions [segments, WIDTH] and visibility [segments, members, WIDTH] of tails."""
-    sequence, chain_end = segments.sequence, rows.chain_end[segments.sequence]
-    committed = segments.boundary[:, None] + torch.arange(COMMITTED, device=slot_table.device)  # [segments, COMMITTED]
-    present = committed <= chain_end[:, None]
-    table_rows = rows.table_rows[sequence][:, None]
-    slots = slot_table[table_rows, committed.clamp(max=slot_table.shape[1] - 1)].masked_fill(~present, NULL_SLOT)
-    query_positions, query_nodes = rows.positions[segments.member_rows], rows.node[segments.member_rows]
-    on_chain = present[:, None] & (committed[:, None] <= query_positions[:, :, None])
-    on_path = rows.ancestors[sequence[:, None], query_nodes.clamp(min=0)] & (query_nodes >= 0)[:, :, None]
-    node_positions = chain_end[:, None] + rows.node_depths[sequence]
+    sequence, chain_end = segments.sequence, rows.chain_end[segments.sequence][:, None]
+    committed = segments.boundary[:, None] + np.arange(COMMITTED)  # [segments, COMMITTED]
+    present = committed <= chain_end
+    slots = np.where(present, rows.slots(sequence[:, None], committed), NULL_SLOT)
+    positions, nodes = rows.positions[segments.member_rows], rows.node[segments.member_rows]  # [segments, members]
+    on_chain = present[:, None] & (committed[:, None] <= positions[:, :, None])
+    on_path = rows.ancestors[sequence[:, None], np.maximum(nodes, 0)] & (nodes >= 0)[:, :, None]
     return (
-        torch.cat([slots, rows.node_slots[sequence]], dim=1),
-        torch.cat([committed, node_positions], dim=1),
-        torch.cat([on_chain, on_path], dim=2),
+        np.concatenate([slots, rows.node_slots[sequence]], axis=1),
+        np.concatenate([committed, chain_end + rows.node_depths[sequence]], axis=1),
+        np.concatenate([on_chain, on_path], axis=2),
     )
 
 
-def _query_indices(member_rows: Tensor, heads: _Heads) -> Tensor:
+def _query_indices(member_rows: Ints, heads: _Heads) -> Ints:
     """Where each member's query stands in [rows * query heads]. # -> [segments, heads, members]"""
-    head = torch.arange(heads.kv_heads, device=member_rows.device)[:, None] * heads.group
-    within = torch.arange(member_rows.shape[1], device=member_rows.device) % heads.group
+    head = np.arange(heads.kv_heads)[:, None] * heads.group
+    within = np.arange(member_rows.shape[1]) % heads.group
     return member_rows[:, None] * heads.query_heads + head + within
 
 
-def _key_indices(slots: Tensor, heads: _Heads) -> Tensor:
+def _key_indices(slots: Ints, heads: _Heads) -> Ints:
     """Where each item's keys, then its values, stand in [2 * slots * heads].
 
     [items, WIDTH] -> [2 * items * heads * WIDTH]
     """
-    head = torch.arange(heads.kv_heads, device=slots.device)[:, None]
-    keys = (slots[:, None] * heads.kv_heads + head).reshape(-1)
-    return torch.cat([keys, keys + heads.num_slots * heads.kv_heads])
+    keys = (slots[:, None] * heads.kv_heads + np.arange(heads.kv_heads)[:, None]).reshape(-1)
+    return np.concatenate([keys, keys + heads.num_slots * heads.kv_heads])
 
 
-def _out_indices(bucket_rows: Tensor, segments: _Segments, heads: _Heads) -> tuple[Tensor, Tensor]:
-    """Pairs of places in [rows * query heads] and in [segments * heads * members] that hold the same result."""
-    head = torch.arange(heads.kv_heads, device=bucket_rows.device)[:, None]
-    within = torch.arange(heads.group, device=bucket_rows.device)
-    rows = bucket_rows[:, None, None] * heads.query_heads + head * heads.group + within
-    members = (segments.of_row[:, None, None] * heads.kv_heads + head) * segments.member_rows.shape[1]
-    return rows.reshape(-1), (members + segments.place[:, None]).reshape(-1)
+def _out_members(segments: _Segments, heads: _Heads) -> Ints:
+    """Where each row's results stand in [segments * heads * members]. # -> [bucket rows, query heads]"""
+    base = (segments.of_row[:, None] * heads.kv_heads + np.arange(heads.kv_heads)) * segments.member_rows.shape[1]
+    members: Ints = (base[:, :, None] + segments.place[:, None]).reshape(len(segments.of_row), -1)
+    return members
+
+
+def _host(values: Tensor) -> NDArray[Any]:
+    host: NDArray[Any] = values.cpu().numpy()  # planned transfer: none on a CPU
+    return host
 
 
 def _additive(visible: Tensor) -> Tensor:

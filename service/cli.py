@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service import __version__
+from service.bench.commands import bench_app, check_app
 from service.config import CONFIG_VARIABLE, LoadedConfig, ServiceConfig, load_config
 from service.config_errors import allowed_values, flag_name
 from service.errors import StartupError
@@ -147,3 +148,7 @@ def _show(
 def _shown_settings(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
     values = loaded.config.model_dump(mode="json")  # secrets come out masked
     return {name: {"value": value, "origin": loaded.origin[name]} for name, value in values.items()}
+
+
+app.add_typer(bench_app(with_settings), name="bench")
+app.add_typer(check_app(with_settings), name="check")

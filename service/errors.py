@@ -1,15 +1,15 @@
 """Everything a caller can cause, as one tree of exceptions.
 
-    AdaptreeError
-    ├── StartupError            the server cannot start as configured; the message names the setting and the fix
-    └── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
-        ├── InvalidRequest      400, `param` names the field
-        ├── Unauthorized        401
-        ├── NotFound            404
-        ├── RequestTooLarge     413
-        ├── QueueFull           429 with Retry-After
-        ├── EngineFailure       500
-        └── NotReady            503 with Retry-After, while loading or draining
+AdaptreeError
+├── StartupError            the server cannot start as configured; the message names the setting and the fix
+└── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
+    ├── InvalidRequest      400, `param` names the field
+    ├── Unauthorized        401
+    ├── NotFound            404
+    ├── RequestTooLarge     413
+    ├── QueueFull           429 with Retry-After
+    ├── EngineFailure       500
+    └── NotReady            503 with Retry-After, while loading or draining
 """
 
 from typing import ClassVar

@@ -2,7 +2,8 @@
 the client predicted, and proposes several such continuations as one tree.
 
 It learns how far each kind of copy can be trusted, from every committed token: the fate of a continuation is known
-as soon as the text goes on, whether or not it was verified. Deterministic; temperature and seed do not matter to it.
+as soon as the text goes on, whether or not it was verified. The text alone decides what is proposed; a temperature
+only lowers the odds.
 Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
 """
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from drafters.lookup.history import SEPARATOR, History
-from drafters.lookup.matching import Matcher, Matches
-from drafters.lookup.merging import MergedTree, Merger
-from drafters.lookup.odds import LookupOdds
+from drafters.lookup.matching import PREDICTED, Matcher, Matches
+from drafters.lookup.merging import Merger
+from drafters.lookup.odds import ABSENT, LookupOdds
 from drafters.protocol import Committed, DraftContext, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
@@ -36,13 +37,14 @@ class LookupDrafter:
         self._history = History(max_sequences, max_length, device)
         self._matcher = Matcher(self._history, _MAX_MATCHES, device=device)
         self._merger = Merger(_MAX_MATCHES, device=device)
-        self._odds = LookupOdds(_MAX_MATCHES, device=device)
+        self._odds = LookupOdds(device=device)
         self._ranks = torch.arange(min(max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
-        shape = (max_sequences, MAX_DEPTH, _MAX_MATCHES)
-        self._proposed = torch.full(shape, SEPARATOR, dtype=torch.int32, device=device)
-        self._buckets = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._is_node = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._predicted = torch.zeros(max_sequences, _MAX_MATCHES, dtype=torch.bool, device=device)
+        self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
+        self._depth_of = (self._ahead[:-1] + 1).expand(-1, _MAX_MATCHES).flatten()
+        shape = (max_sequences, MAX_DEPTH + 1, _MAX_MATCHES)
+        self._proposed = torch.full(shape, SEPARATOR, dtype=torch.int64, device=device)
+        self._buckets = torch.full_like(self._proposed[:, :-1], ABSENT)
+        self._strengths = torch.zeros(max_sequences, _MAX_MATCHES, dtype=torch.int64, device=device)
         self._foretold = torch.zeros(max_sequences, dtype=torch.int64, device=device)
 
     @property
@@ -51,7 +53,7 @@ class LookupDrafter:
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)
-        rows = torch.tensor([context.row for context in contexts], device=self._foretold.device)
+        rows = torch.tensor([context.row for context in contexts], dtype=torch.int64, device=self._foretold.device)
         self._drop_proposals(rows)
         self._foretold[rows] = 0
 
@@ -60,10 +62,10 @@ class LookupDrafter:
         if self._history.has_predictions:
             self._follow_prediction(rows, matches)
         tree = self._merger.merge(matches)
-        buckets = self._odds.buckets(matches, tree)
-        self._remember(rows, matches, tree, buckets)
-        survival = self._odds.rate(buckets).cumprod_(1).mul_(tree.exists)
-        return self._likeliest(matches.continuations, tree.parents, survival)
+        buckets = self._odds.buckets(matches, tree, noise.temperatures)
+        survival = self._odds.rate(buckets).cumprod(1).masked_fill_(tree.absent, 0.0)
+        self._remember(rows, matches, buckets.masked_fill_(tree.absent, ABSENT))
+        return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
 
     def commit(self, committed: Committed) -> None:
         self._learn(committed)
@@ -71,64 +73,62 @@ class LookupDrafter:
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._history.finish(rows)
-        foretold: list[int] = self._foretold[list(rows)].tolist()
+        foretold: list[int] = self._foretold[list(rows)].tolist()  # planned transfer
         return foretold
 
     def trainable(self) -> nn.Module | None:
         return None
 
     def _follow_prediction(self, rows: Tensor, matches: Matches) -> None:
-        sure = matches.predicted[:, 0] & (matches.lengths[:, 0] >= _SURE)
+        sure = matches.strengths[:, 0] >= PREDICTED + _SURE
         self._history.follow(rows, matches.columns[:, 0], sure)
 
-    def _remember(self, rows: Tensor, matches: Matches, tree: MergedTree, buckets: Tensor) -> None:
-        self._proposed[rows] = matches.continuations
-        self._predicted[rows] = matches.predicted
-        self._buckets[rows] = buckets
-        self._is_node[rows] = tree.exists
+    def _remember(self, rows: Tensor, matches: Matches, buckets: Tensor) -> None:
+        self._proposed.index_copy_(0, rows, matches.continuations)
+        self._buckets.index_copy_(0, rows, buckets)
+        self._strengths.index_copy_(0, rows, matches.strengths)
 
     def _learn(self, committed: Committed) -> None:
         rows = committed.rows
-        depth = min(MAX_DEPTH, committed.tokens.shape[1])
-        proposed = self._proposed[rows, :depth]  # [batch, depth, matches]
-        # The padding of what was committed equals that of the proposals: it comes true, but is no node.
-        came_true = (proposed == committed.tokens[:, :depth, None]).cumprod(1).bool()
-        known = self._ranks_below(depth, committed.counts)
-        tried = self._is_node[rows, :depth] & known
-        tried[:, 1:] &= came_true[:, :-1]
-        self._odds.observe(self._buckets[rows, :depth], came_true, tried)
-        foretold = came_true & known & self._predicted[rows][:, None]
+        depth = committed.tokens.shape[1]
+        known = self._ahead[:depth] < committed.counts[:, None, None]  # [batch, depth + 1, 1]
+        # Where both are padding they are equal, but nothing is known there.
+        came_true = (self._proposed[rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
+        foretold = came_true & known & (self._strengths[rows] >= PREDICTED)[:, None]
         self._foretold[rows] += foretold.any(2).sum(1)
+        self._observe(rows, came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH])
         self._drop_proposals(rows)
+
+    def _observe(self, rows: Tensor, came_true: Tensor, known: Tensor) -> None:
+        tried = known.expand_as(came_true).clone()
+        tried[:, 1:] &= came_true[:, :-1]
+        self._odds.observe(self._buckets[rows, : tried.shape[1]], came_true, tried)
 
     def _drop_proposals(self, rows: Tensor) -> None:
         """Without drafting in between, what the next step commits must not be taken for the fate of old proposals."""
-        self._is_node[rows] = False
-        self._predicted[rows] = False
+        self._buckets[rows] = ABSENT
+        self._strengths[rows] = 0
 
     def _likeliest(self, tokens: Tensor, parents: Tensor, survival: Tensor) -> Candidates:
         """The likeliest nodes, by falling survival: strictly so along a path, hence parents come first.
 
         All three [batch, depth, matches].
         """
-        best = survival.flatten(1).topk(len(self._ranks), dim=1)
-        num_nodes = (best.values >= _MIN_SURVIVAL).sum(1)
-        valid = self._ranks < num_nodes[:, None]
+        # Many nodes share a bucket and hence their odds: a stable sort puts the stronger match first.
+        order = survival.flatten(1).sort(dim=1, descending=True, stable=True)
+        survival, chosen = (ordered[:, : len(self._ranks)] for ordered in order)
+        num_nodes = (survival >= _MIN_SURVIVAL).sum(1)
+        padding = self._ranks >= num_nodes[:, None]
         return DraftTree(
-            tokens=tokens.flatten(1).gather(1, best.indices).long() * valid,
-            parents=self._renumbered(parents.flatten(1), best.indices).masked_fill_(~valid, ROOT),
-            depths=(best.indices // _MAX_MATCHES + 1) * valid,
-            survival=best.values * valid,
+            tokens=tokens.flatten(1).gather(1, chosen).masked_fill_(padding, 0),
+            parents=self._renumbered(parents.flatten(1), chosen).masked_fill_(padding, ROOT),
+            depths=self._depth_of[chosen].masked_fill_(padding, 0),
+            survival=survival.masked_fill_(padding, 0.0),
             num_nodes=num_nodes,
         )
 
     def _renumbered(self, parents: Tensor, chosen: Tensor) -> Tensor:
         """Parents of the chosen nodes in the new numbers. # parents [batch, depth * matches], chosen [batch, nodes]"""
-        # The extra first column stands for the root, whose index is -1.
         numbers = parents.new_full((parents.shape[0], parents.shape[1] + 1), ROOT)
         numbers.scatter_(1, chosen + 1, self._ranks.expand_as(chosen))
-        return numbers.gather(1, parents.gather(1, chosen) + 1)
-
-    def _ranks_below(self, depth: int, counts: Tensor) -> Tensor:
-        ahead = torch.arange(depth, device=counts.device)
-        return (ahead < counts[:, None])[:, :, None]  # [batch, depth, 1]
+        return numbers.gather(1, parents.gather(1, chosen))

@@ -1,7 +1,8 @@
 """What a copied node is worth: buckets of evidence, and how often nodes of each bucket come true.
 
 The evidence is where the copy was found, how long the longest match behind it is, how many matches vote for it,
-which share of its parent's weight it carries, and how deep it stands. Knows neither tokens nor sequences.
+which share of its parent's weight it carries, how deep it stands, and whether tokens are sampled. Knows neither
+tokens nor sequences.
 Legend: batch, matches, depth as in drafters/lookup/matching.py.
 """
 
@@ -27,9 +28,14 @@ _VOTE_LOGITS = (-0.93, -0.13, 0.56, 1.27)
 _DEPTH_LOGITS = (-0.38, -0.09, 0.36, 0.90)
 # A client that sends a prediction knows more than a text that happens to repeat itself; the table corrects it soon.
 _PREDICTED_LOGIT = 2.0
+_SAMPLED_LOGIT = -0.6  # at a temperature above 0 texts repeat themselves less
 
 _SHARE_STRIDE = len(_VOTE_LOGITS) * len(_DEPTH_LOGITS)
-_PREDICTED_STRIDE = len(_SUPPORT_LOGITS) * len(_SHARE_LOGITS) * _SHARE_STRIDE
+
+_SAMPLED_STRIDE = 2 * len(_SUPPORT_LOGITS) * len(_SHARE_LOGITS) * _SHARE_STRIDE
+
+ABSENT = 2 * _SAMPLED_STRIDE
+"""Bucket of what is no node; what it learns means nothing."""
 
 _PRIOR_WEIGHT = 20.0  # labels
 _DECAY = 0.998  # per step: memory of about 500 steps
@@ -40,26 +46,27 @@ _LIMITS = (0.01, 0.98)
 class LookupOdds:
     """The acceptance table of copied nodes."""
 
-    def __init__(self, max_matches: int, *, device: torch.device | str) -> None:
+    def __init__(self, *, device: torch.device | str) -> None:
         logits = _prior_logits()
         tried = torch.full_like(logits, _PRIOR_WEIGHT)
-        self._table = AcceptanceTable((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY)
+        self._table = AcceptanceTable(
+            (logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS
+        )
         self._share_edges = torch.tensor(_SHARE_EDGES, device=device)
-        # Places in the table, by evidence that takes few values; the share alone is looked up among edges.
-        self._support_part = _part(CONTEXT + 1, _SUPPORT_EDGES, _SHARE_STRIDE * len(_SHARE_LOGITS)).to(device)
-        self._vote_part = _part(max_matches + 1, _VOTE_EDGES, len(_DEPTH_LOGITS)).to(device)
-        self._depth_part = _part(MAX_DEPTH, _DEPTH_EDGES, 1)[:, None].to(device)
+        self._vote_edges = torch.tensor(_VOTE_EDGES, device=device)
+        self._strength_part = _strength_part().to(device)
+        self._depth_part = _bucket_of(MAX_DEPTH, _DEPTH_EDGES)[:, None].to(device)
 
-    def buckets(self, matches: Matches, tree: MergedTree) -> Tensor:
-        """Flat bucket of each node. # [batch, depth, matches] int64"""
-        place = self._support_part[matches.lengths] + _PREDICTED_STRIDE * matches.predicted  # [batch, matches]
-        place = place[:, None] + self._depth_part
-        share = torch.bucketize(tree.share, self._share_edges)
-        return place + share * _SHARE_STRIDE + self._vote_part[tree.votes.long()]
+    def buckets(self, matches: Matches, tree: MergedTree, temperatures: Tensor) -> Tensor:
+        """Flat bucket of each node. # temperatures [batch] -> [batch, depth, matches] int64"""
+        matched = self._strength_part[matches.strengths] + _SAMPLED_STRIDE * (temperatures > 0)[:, None]
+        places = matched[:, None] + self._depth_part
+        places.add_(torch.bucketize(tree.share, self._share_edges), alpha=_SHARE_STRIDE)
+        return places.add_(torch.bucketize(tree.votes, self._vote_edges), alpha=len(_DEPTH_LOGITS))
 
     def rate(self, buckets: Tensor) -> Tensor:
         """Odds that a node is accepted when its parent is. # [...] float32"""
-        return self._table.rate(buckets).clamp(*_LIMITS)
+        return self._table.rate(buckets)
 
     def observe(self, buckets: Tensor, accepted: Tensor, mask: Tensor) -> None:
         """Learn from nodes whose fate is known."""
@@ -67,13 +74,25 @@ class LookupOdds:
 
 
 def _prior_logits() -> Tensor:
-    evidence = ((0.0, _PREDICTED_LOGIT), _SUPPORT_LOGITS, _SHARE_LOGITS, _VOTE_LOGITS, _DEPTH_LOGITS)
+    evidence = (
+        (0.0, _SAMPLED_LOGIT),
+        (0.0, _PREDICTED_LOGIT),
+        _SUPPORT_LOGITS,
+        _SHARE_LOGITS,
+        _VOTE_LOGITS,
+        _DEPTH_LOGITS,
+    )
     logits = torch.zeros(1)
     for weights in evidence:
         logits = (logits[:, None] + torch.tensor(weights)).flatten()
-    return logits
+    return torch.cat([logits, torch.zeros(1)])  # the last one is ABSENT's
 
 
-def _part(values: int, edges: tuple[float, ...], stride: int) -> Tensor:
-    """The part of a flat bucket that each value 0, 1, ... of one kind of evidence decides."""
-    return torch.bucketize(torch.arange(float(values)), torch.tensor(edges)) * stride
+def _strength_part() -> Tensor:
+    """What a match's strength contributes to the bucket. # [NUM_STRENGTHS] int64"""
+    support = _bucket_of(CONTEXT + 1, _SUPPORT_EDGES)
+    return torch.cat([support, support + len(_SUPPORT_LOGITS)]) * len(_SHARE_LOGITS) * _SHARE_STRIDE
+
+
+def _bucket_of(values: int, edges: tuple[float, ...]) -> Tensor:
+    return torch.bucketize(torch.arange(float(values)), torch.tensor(edges))

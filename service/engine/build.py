@@ -13,6 +13,7 @@ from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.rehearsal import Rehearsal
+from service.engine.rows import Chain
 from service.engine.scheduler import Scheduler
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
@@ -30,6 +31,7 @@ class EngineLimits:
     max_sequences: int
     prefill_chunk: int
     max_budget: int
+    num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
 
 
 def build_target(loaded: LoadedModel, num_slots: int, *, tap_layers: tuple[int, ...] = ()) -> Target:
@@ -42,7 +44,7 @@ def build_engine(
     target: Target, limits: EngineLimits, vocabulary: Vocabulary, drafter: Drafter, policy: BudgetPolicy
 ) -> Engine:
     """An idle engine around a target."""
-    slots = SlotPool(target.pool.num_slots, target.device)
+    slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     return Engine(
         target,
@@ -74,14 +76,16 @@ def make_policy(costs: cost.CostTable | None, limits: EngineLimits) -> BudgetPol
 
 def measure_costs(target: Target, limits: EngineLimits) -> cost.CostTable:
     """Seconds of a verify by rows and context length, on this machine with this model."""
-    longest = min(limits.max_model_len, target.pool.num_slots - 2 * MAX_NODES) - MAX_DEPTH - 1
+    spare = target.pool.num_slots - 1 - MAX_NODES - _COST_CONTEXTS[0]
+    longest = max(1, min(limits.max_model_len - MAX_DEPTH - 1, spare))
     contexts = sorted({min(context, longest) for context in _COST_CONTEXTS})
     rehearsal = Rehearsal(target, lines=len(contexts), max_length=longest + MAX_DEPTH + 1)
     for line, context in enumerate(contexts):
-        rehearsal.read(line, rehearsal.random_tokens(context), start=0, chunk=limits.prefill_chunk)
+        rehearsal.read(line, rehearsal.random_tokens(context), chunk=limits.prefill_chunk)
 
     def run(rows: int, context: int) -> None:
-        rehearsal.verify([contexts.index(context)], [0], [context], _broad_tree(rows - 1, target.device))
+        root = Chain(contexts.index(context), context, [0], completes=True)
+        rehearsal.verify([root], _broad_tree(rows - 1, target.device))
 
     return cost.measure(run, _COST_ROWS, contexts)
 

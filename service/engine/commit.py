@@ -16,7 +16,7 @@ def lay_out(chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotT
     """Rows of the step in fresh slots; chain rows are committed at once, for nothing can reject them."""
     num_rows = sum(len(chain.tokens) for chain in chains) + int(tree.num_nodes.sum())
     rows = flatten(chains, tree, slots.allocate(num_rows))
-    on_chain = rows.attention.node < 0
+    on_chain = slice(rows.num_chain_rows)
     lines = rows.attention.table_rows[rows.attention.sequence[on_chain]]
     table.write(lines, rows.attention.positions[on_chain], rows.slots[on_chain])
     return rows

@@ -27,6 +27,9 @@ class CostTable:
 
 def _bracket(points: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The grid points around each value and how far along it lies between them (above 1 beyond the last)."""
+    if points.shape[0] == 1:
+        only = torch.zeros_like(values, dtype=torch.int64)
+        return only, only, torch.zeros_like(values)
     above = torch.searchsorted(points, values).clamp(1, points.shape[0] - 1)
     below = above - 1
     share = (values - points[below]) / (points[above] - points[below])
@@ -36,13 +39,13 @@ def _bracket(points: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def measure(
     run: Callable[[int, int], None], rows: Sequence[int], contexts: Sequence[int], *, repeats: int = 3
 ) -> CostTable:
-    """Time `run(rows, context)` over a grid. The median of a few repeats, made monotonic in rows: a larger forward that
+    """Time `run(rows, context)` over a grid. The median of a few repeats, made monotonic: a larger forward that
     seems cheaper is noise, and believing it would cost every step."""
     seconds = torch.tensor([[_median_seconds(run, count, context, repeats) for count in rows] for context in contexts])
     return CostTable(
         torch.tensor(rows, dtype=torch.float32),
         torch.tensor(contexts, dtype=torch.float32),
-        seconds.cummax(dim=1).values,
+        seconds.cummax(dim=1).values.cummax(dim=0).values,
     )
 
 

@@ -26,7 +26,13 @@ class DraftStage:
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
         if sequences:
-            self._drafter.start([DraftContext(s.table_row, s.tokens, s.request.prediction) for s in sequences])
+            self._drafter.start(
+                [DraftContext(s.table_row, s.tokens, s.request.prediction, s.num_generated) for s in sequences]
+            )
+
+    def stop(self, sequence: Sequence) -> None:
+        """Tell the drafter of a sequence that no longer runs, and keep count of the prediction that came true."""
+        sequence.foretold_tokens += self._drafter.finish([sequence.table_row])[0]
 
     def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and the decision behind their size."""

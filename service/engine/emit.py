@@ -4,6 +4,7 @@ Tokens behind a stop were accepted by the target but are not part of the answer;
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -34,8 +35,15 @@ class EmitStage:
         self._drafter = drafter
         self._eos_ids = eos_ids
 
-    def emit(self, completing: Items[Sequence], committed: Committed, verified: Verified, logits: Tensor) -> Emission:
-        """Outputs of all completing sequences. # logits [logits, vocab]"""
+    def emit(
+        self,
+        completing: Items[Sequence],
+        committed: Committed,
+        verified: Verified,
+        logits: Tensor,
+        remove: Callable[[Sequence], None],
+    ) -> Emission:
+        """Outputs of all completing sequences; `remove` is told of those that end. # logits [logits, vocab]"""
         tokens, failed, drafted = _transfer(committed, verified)
         emission = Emission([], [], ())
         gaps = []
@@ -44,22 +52,21 @@ class EmitStage:
             gap = sequence.mark_emitted(time.monotonic(), len(tokens[line]) - 1, drafted[line])
             gaps += [] if gap is None else [gap]
             shown = _shown_logprobs(sequence, kept, logits, verified.path_logits[line])
-            emission.outputs.append(self._output(sequence, kept, shown, finish))
             if finish is not None:
+                remove(sequence)
                 emission.ended.append((sequence, finish))
+            emission.outputs.append(self.output(sequence, kept, shown, finish))
         return Emission(emission.outputs, emission.ended, tuple(gaps))
 
-    def abort(self, sequence: Sequence) -> SequenceOutput:
-        """The last output of a sequence that its client gave up."""
-        return self._output(sequence, [], None, Finish("abort"))
-
-    def _output(
+    def output(
         self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None
     ) -> SequenceOutput:
+        """What one sequence sends out; the last of them carries its totals."""
         request = sequence.request
         if finish is None:
             sequence.sampling.extend(kept)
             return SequenceOutput(request.request_id, sequence.index, tuple(kept), sequence.text.take(), shown)
+        self._leave(sequence)
         return SequenceOutput(
             request.request_id,
             sequence.index,
@@ -72,6 +79,14 @@ class EmitStage:
             speculation=sequence.speculation(self._drafter.name, self._drafter.version),
             timings=sequence.timings(time.monotonic()),
         )
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Have the drafter forget the sequence; it alone knows how much of the prediction came true."""
+        if sequence.row is not None:
+            (foretold,) = self._drafter.finish([sequence.row])
+            sequence.accepted_prediction_tokens = min(foretold, sequence.num_generated)
+        unused = len(sequence.request.prediction) - sequence.accepted_prediction_tokens
+        sequence.rejected_prediction_tokens = max(0, unused)
 
 
 def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:

@@ -137,8 +137,6 @@ class Engine:
         )
 
     def _remove(self, sequence: Sequence, finish: Finish) -> FinishStats:
-        if sequence.row is not None:
-            self.drafter.finish([sequence.row])
         self.scheduler.remove(sequence)
         timings = sequence.timings(time.monotonic())
         return FinishStats(

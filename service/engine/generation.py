@@ -31,8 +31,7 @@ class Sequence:
     last_emit_seconds: float | None = None
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
+    foretold_tokens: int = 0  # tokens that the client's prediction foretold
 
     @property
     def table_row(self) -> int:
@@ -84,8 +83,8 @@ class Sequence:
         return SpeculationRecord(
             accepted_per_step=tuple(self.accepted_per_step),
             drafted_per_step=tuple(self.drafted_per_step),
-            accepted_prediction_tokens=self.accepted_prediction_tokens,
-            rejected_prediction_tokens=self.rejected_prediction_tokens,
+            accepted_prediction_tokens=self.foretold_tokens,
+            rejected_prediction_tokens=max(0, len(self.request.prediction) - self.foretold_tokens),
             drafter=drafter,
             drafter_version=version,
         )

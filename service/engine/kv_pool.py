@@ -34,6 +34,16 @@ class KVPool:
         size = (shape.num_layers, 2, num_slots, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
 
+    def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
+        """Raise StartupError unless keys and values look as the configuration said. # [1, kv_heads, rows, head_dim]"""
+        expected = (self.kv_heads, self.storage.shape[-1])
+        found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
+        if found != {expected}:
+            raise StartupError(
+                f"this model's keys and values are {sorted(found)} heads by dimensions, its configuration promises "
+                f"{expected}; adaptree cannot run it"
+            )
+
     def layer(self, index: int) -> Tensor:
         """One layer's keys and values. # [2, slots, kv_heads, head_dim]"""
         return self.storage[index]

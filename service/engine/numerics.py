@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
 from service.engine.rehearsal import Rehearsal
+from service.engine.rows import Chain
 from service.engine.target import Target
 
 Numerics = Literal["exact", "tolerant"]
@@ -30,9 +31,10 @@ def settle(target: Target) -> Numerics:
     When none does, rows are left unpadded and the answer is "tolerant": text may then differ between runs in rare
     near-ties, as it does in other servers.
     """
+    context = min(_CONTEXT, (target.pool.num_slots - 1 - _STEPS - 2 * (_STEPS + _BRANCHES)) // 3)
     for multiple in ROW_MULTIPLES:
         target.row_multiple = multiple
-        if rows_are_independent(target):
+        if rows_are_independent(target, context=context):
             return "exact"
     target.row_multiple = 1
     return "tolerant"
@@ -55,9 +57,9 @@ def _verified_paths(rehearsal: Rehearsal, tokens: Sequence[int], context: int, s
     path = list(tokens[context + 1 : context + steps])
     trees = [_tree_around(path, rehearsal), _tree_around(path, rehearsal)]
     tree = DraftTree.concatenated([t for t, _ in trees])
-    logits = rehearsal.verify([1, 2], [tokens[context]] * 2, [context] * 2, tree)
-    rows = logits.split(1 + tree.width)
-    return [[part[0], *part[1 + places]] for part, (_, places) in zip(rows, trees, strict=True)]
+    roots = [Chain(line, context, [tokens[context]], completes=True) for line in (1, 2)]
+    logits = rehearsal.verify(roots, tree)
+    return [[part[0], *part[1 + places]] for part, (_, places) in zip(logits, trees, strict=True)]
 
 
 def _tree_around(path: Sequence[int], rehearsal: Rehearsal) -> tuple[DraftTree, Tensor]:

@@ -24,29 +24,28 @@ class Rehearsal:
         tokens: list[int] = torch.randint(self.target.vocab_size, (count,), generator=self.generator).tolist()
         return tokens
 
-    def read(self, line: int, tokens: list[int], *, start: int = 0, chunk: int) -> None:
-        """Compute keys and values of `tokens` from position `start` on, in chunks."""
+    def read(self, line: int, tokens: list[int], *, chunk: int) -> None:
+        """Compute keys and values of a text from its beginning, in chunks."""
         for first in range(0, len(tokens), chunk):
-            self._run([Chain(line, start + first, tokens[first : first + chunk], completes=False)], DraftTree.empty(1))
+            chain = Chain(line, first, tokens[first : first + chunk], completes=False)
+            self.target.forward(lay_out([chain], DraftTree.empty(1), self._slots, self._table), self._table)
 
     def decode(self, line: int, token: int, position: int) -> Tensor:
         """Logits after one more token. # -> [vocab]"""
-        return self._run([Chain(line, position, [token], completes=True)], DraftTree.empty(1))[0]
+        root = Chain(line, position, [token], completes=True)
+        return self.target.forward(lay_out([root], DraftTree.empty(1), self._slots, self._table), self._table).logits[0]
 
-    def verify(self, lines: list[int], roots: list[int], positions: list[int], tree: DraftTree) -> Tensor:
-        """Logits after each root and each node of its tree, whose slots are freed again. # -> [rows, vocab]"""
-        chains = [
-            Chain(line, position, [root], completes=True)
-            for line, root, position in zip(lines, roots, positions, strict=True)
-        ]
-        return self._run(chains, tree, keep_nodes=False)
+    def verify(self, roots: list[Chain], tree: DraftTree) -> Tensor:
+        """Logits after each root and each node of its tree; their slots are free again afterwards.
 
-    def _run(self, chains: list[Chain], tree: DraftTree, *, keep_nodes: bool = True) -> Tensor:
-        rows = lay_out(chains, tree, self._slots, self._table)
+        -> [batch, nodes + 1, vocab]
+        """
+        rows = lay_out(roots, tree, self._slots, self._table)
         logits = self.target.forward(rows, self._table).logits
-        if not keep_nodes:
-            self._slots.free(rows.slots[rows.attention.node >= 0])
-        return logits
+        self._slots.free(rows.slots)
+        placed = logits.new_zeros(tree.batch, tree.width + 1, logits.shape[1])
+        placed[rows.logit_sequence, rows.attention.node[rows.logit_rows] + 1] = logits
+        return placed
 
     def _scramble(self) -> None:
         everything = self._slots.allocate(self._slots.num_free)

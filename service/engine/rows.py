@@ -1,17 +1,18 @@
 """One forward's rows: chains (prompt chunks and roots) and draft trees of all scheduled sequences, flattened.
 
-Rows of a sequence are adjacent: its chain rows by position, then its tree nodes.
+All chain rows come first, sequence by sequence and by position; then all tree nodes, parents before children.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from drafters.ancestors import ancestor_matrix
-from drafters.tree import MAX_NODES, DraftTree
-from kernels.tree_attention import AttentionRows
+from drafters.tree import MAX_NODES, ROOT, DraftTree
+from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ForwardRows:
     tokens: Tensor  # [rows] int64
     attention: AttentionRows
     slots: Tensor  # [rows] int64, where each row's keys and values go
+    num_chain_rows: int
     logit_rows: Tensor  # [logits] int64, rows whose next token is chosen: last chain row and nodes of completing chains
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
@@ -45,42 +47,74 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor) -> ForwardR
 
     slots [rows] int64, one per chain token and tree node.
     """
-    device = slots.device
-    lengths = torch.tensor([len(chain.tokens) for chain in chains], device=device)  # [sequences]
-    starts = torch.tensor([chain.start for chain in chains], device=device)
-    completes = torch.tensor([chain.completes for chain in chains], device=device)
-    counts = lengths + tree.num_nodes
-    sequence = torch.repeat_interleave(counts)  # [rows]
-    offset = torch.arange(sequence.shape[0], device=device) - (counts.cumsum(0) - counts)[sequence]
-    node = torch.where(offset >= lengths[sequence], offset - lengths[sequence], -1)
-    is_node = node >= 0
-
-    tokens = torch.empty_like(sequence)
-    tokens[~is_node] = torch.tensor([token for chain in chains for token in chain.tokens], device=device)
-    tokens[is_node] = tree.tokens[sequence[is_node], node[is_node]]
-    depths = _padded(tree.depths)
-    chain_end = starts + lengths - 1
-    node_positions = chain_end[sequence] + depths[sequence, node.clamp(min=0)]
-    node_slots = torch.zeros(len(chains), MAX_NODES, dtype=torch.int64, device=device)
-    node_slots[sequence[is_node], node[is_node]] = slots[is_node]
-    chooses = completes[sequence] & (offset >= lengths[sequence] - 1)
+    host = _HostChains.of(chains)
+    chain_sequence, chain_positions, chain_tokens, chain_end, table_rows, completing, last_rows = (
+        torch.tensor(values, dtype=torch.int64, device=slots.device) for values in host.columns()
+    )
+    num_chain_rows = chain_tokens.shape[0]
+    node_sequence, node = tree.valid.nonzero(as_tuple=True)
+    node_positions = chain_end[node_sequence] + tree.depths[node_sequence, node]
+    node_slots = slots.new_full((len(chains), MAX_NODES), NULL_SLOT)
+    node_slots[node_sequence, node] = slots[num_chain_rows:]
+    logit_line = slots.new_zeros(len(chains))
+    logit_line[completing] = torch.arange(completing.shape[0], device=slots.device)
     return ForwardRows(
-        tokens=tokens,
+        tokens=torch.cat([chain_tokens, tree.tokens[node_sequence, node]]),
         attention=AttentionRows(
-            sequence=sequence,
-            positions=torch.where(is_node, node_positions, starts[sequence] + offset),
-            node=node,
-            table_rows=torch.tensor([chain.table_row for chain in chains], device=device),
+            sequence=torch.cat([chain_sequence, node_sequence]),
+            positions=torch.cat([chain_positions, node_positions]),
+            node=torch.cat([node.new_full((num_chain_rows,), ROOT), node]),
+            table_rows=table_rows,
             chain_end=chain_end,
             node_slots=node_slots,
-            node_depths=depths,
+            node_depths=_padded(tree.depths),
             ancestors=_padded_matrix(ancestor_matrix(tree.parents)),
         ),
         slots=slots,
-        logit_rows=chooses.nonzero()[:, 0],
-        logit_sequence=(completes.cumsum(0) - 1)[sequence[chooses]],
-        completing=completes.nonzero()[:, 0],
+        num_chain_rows=num_chain_rows,
+        logit_rows=torch.cat([last_rows, torch.arange(num_chain_rows, slots.shape[0], device=slots.device)]),
+        logit_sequence=logit_line[torch.cat([completing, node_sequence])],
+        completing=completing,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _HostChains:
+    """All chains' rows, one after the other, before they become tensors."""
+
+    sequence: list[int]  # [chain rows]
+    positions: list[int]  # [chain rows]
+    tokens: list[int]  # [chain rows]
+    end: list[int]  # [sequences], position of each chain's last row
+    table_rows: list[int]  # [sequences]
+    completing: list[int]  # [completing sequences]
+    last_rows: list[int]  # [completing sequences], each one's last chain row
+
+    @staticmethod
+    def of(chains: Sequence[Chain]) -> "_HostChains":
+        lengths = [len(chain.tokens) for chain in chains]
+        ends = list(accumulate(lengths))
+        completing = [line for line, chain in enumerate(chains) if chain.completes]
+        return _HostChains(
+            sequence=[line for line, length in enumerate(lengths) for _ in range(length)],
+            positions=[chain.start + offset for chain in chains for offset in range(len(chain.tokens))],
+            tokens=[token for chain in chains for token in chain.tokens],
+            end=[chain.start + length - 1 for chain, length in zip(chains, lengths, strict=True)],
+            table_rows=[chain.table_row for chain in chains],
+            completing=completing,
+            last_rows=[ends[line] - 1 for line in completing],
+        )
+
+    def columns(self) -> tuple[list[int], ...]:
+        return (
+            self.sequence,
+            self.positions,
+            self.tokens,
+            self.end,
+            self.table_rows,
+            self.completing,
+            self.last_rows,
+        )
 
 
 def _padded(values: Tensor) -> Tensor:

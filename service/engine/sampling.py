@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.filters import keep_top_k, likeliest, narrow_to_nucleus
-from kernels.gumbel import gumbel_noise
+from kernels.ops import gumbel_noise
 from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.sequence import SamplingParams
 

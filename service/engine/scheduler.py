@@ -6,6 +6,7 @@ and waits; its text is computed again later, to the same bits.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.tree_attention import MAX_NODES
@@ -71,12 +72,21 @@ class Batch:
 class Scheduler:
     """Owner of the waiting line and of the set of running sequences, oldest first."""
 
-    def __init__(self, slots: SlotPool, table: SlotTable, *, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        slots: SlotPool,
+        table: SlotTable,
+        *,
+        prefill_chunk: int,
+        released: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`released` hears of every sequence that stops running, finished or preempted, while it still has its row."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
         self._prefill_chunk = prefill_chunk
+        self._released = released
         self._preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -86,10 +96,9 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's sequences."""
         self._preempt_until_decoding_fits()
+        started = self._admit(self._slots.num_free - self._num_decoding())
         decoding = [Scheduled.of(sequence, 1) for sequence in self.running if sequence.num_pending == 1]
-        free = self._slots.num_free - len(decoding)
-        started = self._admit(free)
-        return Batch(decoding + self._chunks(free), started)
+        return Batch(decoding + self._chunks(self._slots.num_free - len(decoding)), started)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whether waiting or running, and free its slots."""
@@ -102,10 +111,13 @@ class Scheduler:
     def _preempt_until_decoding_fits(self) -> None:
         """Every decoding sequence needs one slot now; the oldest can always be served, because start-up checked that
         the pool holds the longest sequence."""
-        while sum(sequence.num_pending == 1 for sequence in self.running) > self._slots.num_free:
+        while self._num_decoding() > self._slots.num_free:
             self.preempt(self.running[-1])
         if len(self.running) > 1 and self._slots.num_free == 0:
             self.preempt(self.running[-1])
+
+    def _num_decoding(self) -> int:
+        return sum(sequence.num_pending == 1 for sequence in self.running)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the head of the waiting line."""
@@ -121,6 +133,7 @@ class Scheduler:
         return count
 
     def _release(self, sequence: Sequence) -> None:
+        self._released(sequence)
         self._slots.free(self._table.release_row(sequence.table_row, sequence.num_computed))
         sequence.row = None
 

@@ -5,7 +5,7 @@ compute everything but attention, which reaches our slot-addressed pool through 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from kernels.tree_attention import AttentionPlan
 from service.engine.kv_pool import KVPool
 from service.engine.rows import ForwardRows
 from service.engine.slots import SlotTable
+from service.errors import StartupError
 
 ATTENTION_NAME = "adaptree"
 
@@ -27,6 +28,14 @@ class AttentionStep:
     plan: AttentionPlan
     pool: KVPool
     slots: Tensor  # [rows] int64, without padding rows
+    layers: list[int] = field(default_factory=list)  # those that have attended
+
+    def refuse_bypass(self) -> None:
+        """Raise StartupError when a layer attended in a way of its own, or more than once."""
+        if self.layers != list(range(self.pool.storage.shape[0])):
+            raise StartupError(
+                "this model has layers whose attention is not one plain attention each; adaptree cannot run it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +71,15 @@ class Target:
             query_heads=self.query_heads,
             kv_heads=self.pool.kv_heads,
         )
+        step = AttentionStep(plan, self.pool, rows.slots)
         output = self.model(
             input_ids=self._pad(rows.tokens)[None],
             position_ids=self._pad(rows.attention.positions)[None],
             use_cache=False,
             logits_to_keep=self._pad(rows.logit_rows) if rows.logit_rows.shape[0] else slice(0, self.row_multiple),
-            tree_step=AttentionStep(plan, self.pool, rows.slots),
+            tree_step=step,
         )
+        step.refuse_bypass()
         return TargetOutput(
             logits=output.logits[0, : rows.logit_rows.shape[0]],
             features=self._taps.take(rows.num_rows) if self._taps else None,
@@ -129,28 +140,42 @@ def slot_attention(
     """The attention function registered with transformers.
 
     query [1, query heads, rows, head_dim], key/value [1, kv_heads, rows, head_dim], after rotary embedding;
-    returns [1, rows, query heads, head_dim]. Raises TypeError for anything that would change the result unseen.
+    returns [1, rows, query heads, head_dim]. Raises StartupError for anything that would change the result unseen.
     """
-    _refuse_unknown(unused)
-    num_rows = tree_step.slots.shape[0]
+    _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
+    tree_step.pool.refuse_other_shape(key, value)
+    num_rows, padding = tree_step.slots.shape[0], query.shape[2] - tree_step.slots.shape[0]
     keys, values = key[0].transpose(0, 1)[:num_rows], value[0].transpose(0, 1)[:num_rows]
+    tree_step.layers.append(module.layer_idx)  # type: ignore[arg-type]
     tree_step.pool.write(module.layer_idx, tree_step.slots, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = query[0].transpose(0, 1).to(torch.float32) * scale
+    queries = query[0].transpose(0, 1)[:num_rows].to(torch.float32) * scale
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
-    out = ops.tree_attention(queries.contiguous(), layer, tree_step.plan, window=sliding_window, softcap=softcap)
-    return out.to(query.dtype)[None], None
+    out = ops.tree_attention(queries, layer, tree_step.plan, window=sliding_window, softcap=softcap)
+    return torch.nn.functional.pad(out.to(query.dtype), (0, 0, 0, 0, 0, padding))[None], None
+
+
+def _looks_ahead(module: nn.Module) -> bool | None:
+    return None if getattr(module, "is_causal", True) else True
 
 
 _HARMLESS = frozenset(
-    {"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "logits_to_keep"}
+    {
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "is_causal",
+        "output_attentions",
+        "logits_to_keep",
+        "output_router_logits",
+    }
 )
 
 
 def _refuse_unknown(arguments: dict[str, object]) -> None:
     unknown = [name for name, value in arguments.items() if value is not None and name not in _HARMLESS]
     if unknown:
-        raise TypeError(
+        raise StartupError(
             f"this model's attention passes {', '.join(sorted(unknown))}, which adaptree does not implement"
         )
 

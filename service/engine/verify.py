@@ -37,7 +37,7 @@ class VerifyStage:
     """Chooses the target's tokens and accepts; keeps the sampling parameters as tensors while the batch is the same."""
 
     def __init__(self) -> None:
-        self._batch: tuple[int, ...] = ()
+        self._batch: tuple[Sequence, ...] = ()
         self._table = SamplingTable(())
 
     def verify(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Verified:
@@ -57,7 +57,8 @@ class VerifyStage:
         bad[lines] = choice.bad_rows
         accepted = ops.accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
         result = VerifyResult(accepted.path, accepted.num_accepted, accepted.bonus, target_tokens)
-        return Verified(tree, result, logit_index, bad.any(1))
+        on_path = torch.nn.functional.pad(result.path + 1, (1, 0))  # rejected nodes may be as bad as they like
+        return Verified(tree, result, logit_index, bad.gather(1, on_path).any(1))
 
     def _sampling_rows(
         self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, place: Tensor
@@ -76,7 +77,7 @@ class VerifyStage:
         )
 
     def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
-        batch = tuple(id(sequence) for sequence in completing)
+        batch = tuple(completing)
         if batch != self._batch:
             self._batch, self._table = batch, SamplingTable.build([sequence.sampling for sequence in completing])
         return self._table

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from service.engine import linear
 from service.engine.kv_pool import KVShape
@@ -48,6 +56,8 @@ def load_model(
     """Load weights and tokenizer. Raises StartupError naming what is wrong with the model and what to do."""
     source = resolve(name, cache_dir=cache_dir)
     try:
+        config = AutoConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        refuse_unsupported(config)
         model = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision or "main",
@@ -59,7 +69,6 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
-    refuse_unsupported(model)
     fingerprint = weights_fingerprint(model)
     model = model.eval().requires_grad_(False).to(device)
     if linear.can_pack(dtype, device):
@@ -141,9 +150,11 @@ def _file_hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise StartupError for models whose attention is not plain causal attention over rotary positions."""
-    config = model.config.get_text_config()
+def refuse_unsupported(full_config: PreTrainedConfig) -> None:
+    """Raise StartupError for models whose attention is not plain causal attention that we can take over."""
+    config = full_config.get_text_config()
+    if getattr(full_config, "is_encoder_decoder", False):
+        raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise StartupError(
@@ -156,11 +167,19 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
                 "depend on another's length; use a checkpoint with rope_type default, linear, yarn or llama3"
             )
-    if getattr(config, "is_encoder_decoder", False):
-        raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
+    if not _takes_attention(full_config) or getattr(config, "max_position_embeddings", None) is None:
+        raise StartupError(
+            f"model type {config.model_type!r} computes attention in a way of its own, which adaptree cannot replace"
+        )
 
 
-def _rope_parameters(config: transformers.PretrainedConfig) -> list[dict[str, object]]:
+def _takes_attention(config: PreTrainedConfig) -> bool:
+    """Whether transformers lets the attention of this model be replaced; some others ignore the wish without a word."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    return all(model._supports_attention_backend for model in (known if isinstance(known, tuple) else (known,)))
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]

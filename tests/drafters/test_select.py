@@ -50,9 +50,7 @@ def test_select_orders_by_depth_then_survival_and_pads(tree: DraftTree, data: st
 def test_survival_order_sorts_the_whole_batch(tree: DraftTree, data: st.DataObject) -> None:
     limits = [data.draw(st.integers(0, tree.tokens.shape[1] + 2)) for _ in tree.num_nodes]
     survival, owners = survival_order(tree, torch.tensor(limits))
-    oracle = [
-        (-float(tree.survival[b, i]), b) for b in range(len(limits)) for i in likeliest(tree, b, limits[b])
-    ]
+    oracle = [(-float(tree.survival[b, i]), b) for b in range(len(limits)) for i in likeliest(tree, b, limits[b])]
     total = len(oracle)
     assert [(-s, b) for s, b in zip(survival.tolist(), owners.tolist(), strict=True)][:total] == sorted(oracle)
     assert (owners[total:] == -1).all()

@@ -1,0 +1,1 @@
+"""Measurements and checks of the running configuration, on the same assembly that the server uses."""

@@ -1,0 +1,111 @@
+"""The sub-commands `adaptree bench ...` and `adaptree check ...`: their options and what their results mean.
+
+Imports nothing heavy before a command runs, so that help answers at once.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from service.config import LoadedConfig, ServiceConfig
+
+MISMATCH_EXIT_CODE = 1
+
+WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
+"""Adds one option per setting to a command, whose first argument then is the configuration."""
+
+_Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
+]
+_Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32, help="Seed of everything random.")]
+
+
+def bench_app(with_settings: WithSettings) -> typer.Typer:
+    """`adaptree bench`"""
+    app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
+    app.command("speed")(with_settings(_speed))
+    app.command("prefill")(with_settings(_prefill))
+    return app
+
+
+def check_app(with_settings: WithSettings) -> typer.Typer:
+    """`adaptree check`"""
+    app = typer.Typer(help="Check the running configuration.", no_args_is_help=True)
+    app.callback()(lambda: None)
+    app.command("lossless")(with_settings(_lossless))
+    return app
+
+
+def _speed(
+    loaded: LoadedConfig,
+    prompts: Annotated[
+        list[Path],
+        typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
+    ],
+    more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each file.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts in flight at the same time.")] = 1,
+    peer: Annotated[
+        Literal["transformers"] | None, typer.Option(help="Also measure Hugging Face generate on the same weights.")
+    ] = None,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
+    _log_as(loaded.config)
+    from service.bench.speed import Measure
+    from service.bench.speed_report import run_speed
+
+    measure = Measure(temperature, max_tokens, concurrency, seed)
+    files = [*prompts, *(more_prompts or [])]
+    holds = run_speed(loaded.config, files, measure, limit=limit, peers=() if peer is None else (peer,), out=out)
+    _exit(holds)
+
+
+def _prefill(
+    loaded: LoadedConfig,
+    prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL file with the streams' prompts.")],
+    streams: Annotated[int, typer.Option(min=1, help="Streams that run when the long prompt arrives.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the long prompt.")] = 3000,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Length of each stream's answer.")] = 256,
+    out: _Out = None,
+) -> None:
+    """What a long prompt does to running streams, read in chunks and in one go."""
+    _log_as(loaded.config)
+    from service.bench.prefill_report import run_prefill
+
+    holds = run_prefill(
+        loaded.config, prompts, streams=streams, prompt_tokens=prompt_tokens, max_tokens=max_tokens, out=out
+    )
+    _exit(holds)
+
+
+def _lossless(
+    loaded: LoadedConfig,
+    tokens: Annotated[int, typer.Option(min=1, help="Compare at least so many tokens.")] = 20_000,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
+    ] = None,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """Compare every way of decoding with plain decoding, token by token. Exit code 1 if any differs."""
+    _log_as(loaded.config)
+    from service.bench.lossless_report import run_lossless
+
+    _exit(run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out))
+
+
+def _log_as(config: ServiceConfig) -> None:
+    from service.logging import configure_logging
+
+    configure_logging(config.log_level, as_json=config.log_json)
+
+
+def _exit(holds: bool) -> None:
+    if not holds:
+        raise typer.Exit(MISMATCH_EXIT_CODE)

@@ -1,0 +1,116 @@
+"""Under which conditions a result was found, and the file it is written to.
+
+A number without machine, versions and command cannot be compared with anything. Knows nothing of what was measured.
+"""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import transformers
+
+from service import __version__
+from service.assembly import Assembly
+from service.errors import StartupError
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_SECRETS = ("--api-keys", "--admin-key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Everything that a result depends on beside its own parameters."""
+
+    command: str
+    commit: str
+    machine: str
+    cpu_count: int
+    device: str
+    torch: str
+    transformers: str
+    model: str
+    drafter: str
+    numerics: str
+    date: str
+
+
+def conditions_of(assembly: Assembly) -> Conditions:
+    """The conditions of a run on this assembly, now."""
+    device = assembly.target.device
+    return Conditions(
+        command=command_line(sys.argv),
+        commit=commit_of(Path(__file__).resolve().parents[2]),
+        machine=machine_name(),
+        cpu_count=os.cpu_count() or 1,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        model=f"{assembly.config.model} {str(assembly.loaded.model.dtype).removeprefix('torch.')}",
+        drafter=assembly.drafter_name,
+        numerics=assembly.numerics,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def write_report(
+    file: Path | None,
+    conditions: Conditions,
+    rows: Sequence[Mapping[str, object]],
+    summary: Mapping[str, object],
+) -> None:
+    """Write the result as one JSON object; nothing without a file."""
+    if file is None:
+        return
+    report = {"conditions": asdict(conditions), "rows": list(rows), "summary": dict(summary)}
+    file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def refuse_unwritable(file: Path | None) -> None:
+    """Raise StartupError if a report could not be written there: better before an hour of measuring than after it."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise StartupError(f"--out {file}: give a file in a folder that exists")
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as it could be typed again, with secrets left out."""
+    name, *rest = arguments
+    shown = [Path(name).name]
+    for before, argument in zip([name, *rest], rest, strict=False):
+        flag, is_assignment, _ = argument.partition("=")
+        if is_assignment and flag in _SECRETS:
+            shown.append(f"{flag}=***")
+        else:
+            shown.append("***" if before in _SECRETS else argument)
+    return shlex.join(shown)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit checked out there, with a mark when files differ from it; the version where there is no checkout."""
+    if not (folder / ".git").exists() or shutil.which("git") is None:
+        return f"v{__version__}"
+    commit = _git(folder, "rev-parse", "HEAD")
+    return f"{commit}-modified" if _git(folder, "status", "--porcelain") else commit
+
+
+def machine_name() -> str:
+    """What the processor calls itself."""
+    if _CPU_INFO.is_file():
+        for line in _CPU_INFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else f"v{__version__}"

@@ -1,0 +1,265 @@
+"""The proof that speculation changes nothing: every way of decoding against plain decoding, token by token.
+
+Plain decoding means: no drafter, one sequence at a time, nobody beside it. Works on any assembly; whoever calls it
+decides on the prompts, the number of tokens and what to tell the operator.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from drafters.none import NoDrafter
+from drafters.protocol import Drafter
+from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.tree import MAX_NODES
+from service.assembly import Assembly
+from service.bench.generate import Answer, count_mismatches, generate
+from service.bench.lossless_cases import NUM_COMPANIONS, SAMPLINGS, Case, Extras, Way, ordered_cases, sampling_params
+from service.bench.prompts import refuse_too_long
+from service.engine import build
+from service.engine.budget import BudgetPolicy, FixedBudget
+from service.engine.build import EngineLimits
+from service.engine.cost import CostTable
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest
+
+_HIT_RATE = 0.8
+_CASES_PER_ROUND = 192  # the next round asks other questions
+_WRONG_EVERY = 7  # tokens of a prediction
+_SLOT_SHARE = 0.6  # of what all sequences together would fill, where slots are scarce
+_STOP_LENGTH = 3  # characters, so that it mostly spans tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and how to sample its answer: what the answer is a function of."""
+
+    prompt: int  # index
+    temperature: float
+    extras: Extras
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One answer that is not what plain decoding gave."""
+
+    case: Case
+    question: Question
+    expected: Answer
+    got: Answer
+
+    @property
+    def position(self) -> int:
+        """The first token of the answer that differs."""
+        pairs = zip(self.expected.token_ids, self.got.token_ids, strict=False)
+        shorter = min(len(self.expected.token_ids), len(self.got.token_ids))
+        return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What became of one case."""
+
+    case: Case
+    answers: int
+    tokens_compared: int
+    mismatched_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    first: Mismatch | None
+
+
+@dataclass(frozen=True, slots=True)
+class LosslessResult:
+    """All cases of one check."""
+
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def tokens_compared(self) -> int:
+        return sum(result.tokens_compared for result in self.cases)
+
+    @property
+    def mismatched_tokens(self) -> int:
+        return sum(result.mismatched_tokens for result in self.cases)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(result.preemptions for result in self.cases)
+
+    @property
+    def first(self) -> Mismatch | None:
+        return next((result.first for result in self.cases if result.first), None)
+
+    @property
+    def shortages(self) -> int:
+        """Cases in which slots were made scarce."""
+        return sum(result.case.company == "short of slots" for result in self.cases)
+
+    @property
+    def holds(self) -> bool:
+        """No token differs; and a shortage that never came would have proved nothing."""
+        return not self.mismatched_tokens and not (self.shortages and not self.preemptions)
+
+
+def check(
+    assembly: Assembly,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    answer_tokens: int = 64,
+    cases: Sequence[Case] = (),
+    observe: Callable[[CaseResult], None] = lambda result: None,
+) -> LosslessResult:
+    """Go through the cases (all there are, if none are given), over and over, until so many tokens have been compared.
+
+    `observe` hears of each case at its end.
+    """
+    refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
+    bench = _Bench(assembly, prompts, answer_tokens=answer_tokens, seed=seed)
+    results: list[CaseResult] = []
+    compared = 0
+    for number, case in enumerate(_endless(cases or ordered_cases(seed))):
+        if compared >= num_tokens:
+            return LosslessResult(tuple(results))
+        results.append(bench.run(case, number))
+        observe(results[-1])
+        compared += results[-1].tokens_compared
+    raise AssertionError("the cases never end")
+
+
+def _endless(cases: Sequence[Case]) -> Iterator[Case]:
+    while True:
+        yield from cases
+
+
+class _Bench:
+    """Runs cases; remembers plain answers, which serve every case that asks the same question."""
+
+    def __init__(self, assembly: Assembly, prompts: Sequence[Sequence[int]], *, answer_tokens: int, seed: int) -> None:
+        self._assembly = assembly
+        self._prompts = prompts
+        self._answer_tokens = answer_tokens
+        self._seed = seed
+        self._costs = assembly.costs or build.measure_costs(assembly.target, assembly.limits)
+        self._plain = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+        self._references: dict[Question, Answer] = {}
+
+    def run(self, case: Case, number: int) -> CaseResult:
+        """Answer the case's questions in the case's way and compare."""
+        questions = self._questions(case, number)
+        expected = [self._reference(question) for question in questions]
+        requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
+        limits = self._limits(case, questions)
+        engine = _engine(self._assembly, case.way, limits, self._costs, seed=self._seed + number)
+        run = generate(engine, requests)
+        engine.assert_conserved()
+        compared = [
+            (_count(want, got), Mismatch(case, question, want, got))
+            for question, want, got in zip(questions, expected, run.answers, strict=True)
+        ]
+        return CaseResult(
+            case=case,
+            answers=len(compared),
+            tokens_compared=sum(len(answer.token_ids) for answer in expected),
+            mismatched_tokens=sum(count for count, _ in compared),
+            accepted_tokens=sum(sum(answer.accepted_per_step) for answer in run.answers),
+            preemptions=sum(step.stats.preemptions for step in run.steps),
+            first=next((mismatch for count, mismatch in compared if count), None),
+        )
+
+    def _questions(self, case: Case, number: int) -> list[Question]:
+        """The case's own question first, then those of its company, which sample in all kinds of ways.
+
+        Cases of a round ask few different questions, because every plain answer costs as much as many comparisons.
+        """
+        turn = number // _CASES_PER_ROUND
+        kind = SAMPLINGS.index((case.temperature, case.extras))
+        own = (kind + turn) % len(self._prompts)
+        questions = [Question(own, case.temperature, case.extras, self._seed + turn)]
+        if case.company == "alone":
+            return questions
+        others = [(own + offset) % len(self._prompts) for offset in range(1, NUM_COMPANIONS + 1)]
+        kinds = [SAMPLINGS[(prompt * 7 + turn) % len(SAMPLINGS)] for prompt in others]
+        return questions + [
+            Question(prompt, *kind, self._seed + turn) for prompt, kind in zip(others, kinds, strict=True)
+        ]
+
+    def _reference(self, question: Question) -> Answer:
+        if question not in self._references:
+            (answer,) = generate(self._plain, [self._request(question, 0)]).answers
+            self._references[question] = answer
+        return self._references[question]
+
+    def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
+        """The question as a request, foretold where the budget is fixed, so that much is drafted and accepted."""
+        foretold = way is not None and way.nodes
+        return GenerationRequest(
+            request_id=str(name),
+            prompt=self._prompts[question.prompt],
+            sampling=sampling_params(
+                question.temperature,
+                question.extras,
+                seed=question.seed,
+                max_tokens=self._answer_tokens,
+                stop=self._stop(question),
+            ),
+            prediction=_foretell(self._reference(question).token_ids, self._assembly) if foretold else (),
+        )
+
+    def _stop(self, question: Question) -> tuple[str, ...]:
+        """A piece of what the answer would be if nothing stopped it."""
+        if question.extras != "stop":
+            return ()
+        text = self._reference(replace(question, extras="none")).text
+        start = 2 * len(text) // 3
+        return (text[start : start + _STOP_LENGTH],) if text else ()
+
+    def _limits(self, case: Case, questions: Sequence[Question]) -> EngineLimits:
+        """The configured limits, changed in what the case is about."""
+        limits = self._assembly.limits
+        return replace(
+            limits,
+            prefill_chunk=case.prefill_chunk,
+            max_budget=limits.max_budget if case.way.nodes is None else case.way.nodes,
+            max_sequences=max(limits.max_sequences, NUM_COMPANIONS + 1),
+            num_slots=self._too_few_slots(questions) if case.company == "short of slots" else None,
+        )
+
+    def _too_few_slots(self, questions: Sequence[Question]) -> int:
+        """Room for any one sequence with a full tree, as a server must have, but not for all."""
+        lengths = [len(self._prompts[question.prompt]) + self._answer_tokens for question in questions]
+        return max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
+
+
+def _engine(assembly: Assembly, way: Way, limits: EngineLimits, costs: CostTable, *, seed: int) -> Engine:
+    """An engine that decodes in this way. A seed that drafts random trees changes with each case."""
+    policy: BudgetPolicy = build.make_policy(costs if way.nodes is None else None, limits)
+    return assembly.engine(drafter=_drafter(assembly, way, limits, seed), policy=policy, limits=limits)
+
+
+def _drafter(assembly: Assembly, way: Way, limits: EngineLimits, seed: int) -> Drafter:
+    if way.drafter != "random":
+        return build.make_drafter(way.drafter, assembly.target, limits)
+    return RandomTreeDrafter(
+        seed,
+        assembly.target.vocab_size,
+        limits.max_budget,
+        _HIT_RATE,
+        max_sequences=limits.max_sequences,
+        max_length=limits.max_model_len,
+        device=assembly.target.device,
+    )
+
+
+def _foretell(answer: Sequence[int], assembly: Assembly) -> list[int]:
+    """The answer with a wrong token here and there, so that some of what is drafted is rejected."""
+    size = assembly.target.vocab_size
+    return [(token + (place % _WRONG_EVERY == 3)) % size for place, token in enumerate(answer)]
+
+
+def _count(expected: Answer, got: Answer) -> int:
+    """Tokens that differ; an answer with the right tokens but another text or end counts as one."""
+    tokens = count_mismatches(expected.token_ids, got.token_ids)
+    return tokens or int((expected.text, expected.finish_reason) != (got.text, got.finish_reason))

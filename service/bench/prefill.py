@@ -1,0 +1,120 @@
+"""What a long prompt does to streams that are already running, with prompts read in chunks and in one go.
+
+Some streams decode; then one long prompt arrives. Measured are its time to first token, and the streams' inter-token
+latency from its arrival until that token.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+
+_SETTLED_TOKENS = 16
+_LONG = "long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow:
+    """One way of reading the prompt. Latencies are the streams' while the long prompt is read."""
+
+    prefill_chunk: int
+    streams: int
+    prompt_tokens: int
+    ttft_seconds: float
+    itl_p50_seconds: float
+    itl_p99_seconds: float
+    itl_max_seconds: float
+    quiet_itl_p50_seconds: float  # before the long prompt arrived
+    mismatched_tokens: int  # against the first way
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one run saw."""
+
+    ttft_seconds: float
+    quiet_gaps: list[float]
+    busy_gaps: list[float]
+    tokens: dict[str, list[int]]
+
+
+def observe(
+    engine: Engine, stream_prompts: Sequence[Sequence[int]], long_prompt: Sequence[int], *, max_tokens: int
+) -> Observed:
+    """Start the streams, let each emit some tokens, send the long prompt, and run everything to its end."""
+    watch = _Watch()
+    for index, prompt in enumerate(stream_prompts):
+        engine.add(_request(f"stream-{index}", prompt, max_tokens))
+    watch.step_until(engine, lambda: watch.least_tokens(len(stream_prompts)) >= _SETTLED_TOKENS)
+    quiet, arrival = watch.take_gaps(), time.perf_counter()
+    engine.add(_request(_LONG, long_prompt, 1))
+    watch.step_until(engine, lambda: _LONG in watch.tokens)
+    ttft, busy = time.perf_counter() - arrival, watch.take_gaps()
+    watch.step_until(engine, lambda: engine.idle)
+    return Observed(ttft, quiet, busy, watch.tokens)
+
+
+def row_of(observed: Observed, reference: Observed, *, prefill_chunk: int, prompt_tokens: int) -> PrefillRow:
+    """The figures of one run, its text compared with that of `reference`."""
+    return PrefillRow(
+        prefill_chunk=prefill_chunk,
+        streams=len(observed.tokens) - 1,
+        prompt_tokens=prompt_tokens,
+        ttft_seconds=observed.ttft_seconds,
+        itl_p50_seconds=_quantile(observed.busy_gaps, 0.5),
+        itl_p99_seconds=_quantile(observed.busy_gaps, 0.99),
+        itl_max_seconds=max(observed.busy_gaps),
+        quiet_itl_p50_seconds=_quantile(observed.quiet_gaps, 0.5),
+        mismatched_tokens=sum(
+            mine != theirs
+            for name, tokens in observed.tokens.items()
+            for mine, theirs in zip(tokens, reference.tokens[name], strict=True)
+        ),
+    )
+
+
+class _Watch:
+    """Tokens and gaps between outputs of every sequence, as the engine steps."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self._last: dict[str, float] = {}
+        self._gaps: list[float] = []
+
+    def step_until(self, engine: Engine, done: Callable[[], bool]) -> None:
+        while not done():
+            outputs = engine.step().outputs
+            now = time.perf_counter()
+            for output in outputs:
+                self._note(output, now)
+
+    def least_tokens(self, streams: int) -> int:
+        counts = [len(tokens) for tokens in self.tokens.values()]
+        return min(counts) if len(counts) == streams else 0
+
+    def take_gaps(self) -> list[float]:
+        """Gaps seen since the last call."""
+        gaps, self._gaps = self._gaps, []
+        return gaps
+
+    def _note(self, output: SequenceOutput, now: float) -> None:
+        self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if output.request_id in self._last:
+            self._gaps.append(now - self._last[output.request_id])
+        self._last[output.request_id] = now
+
+
+def _request(name: str, prompt: Sequence[int], max_tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(request_id=name, prompt=prompt, sampling=sampling)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(torch.tensor(values).quantile(share))

@@ -1,0 +1,144 @@
+"""Five bugs put back on purpose, each at the narrowest place: the lossless check must see every one of them.
+
+A check that cannot fail proves nothing, so each bug also shows that the same cases pass without it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.protocol import Committed
+from service.assembly import Assembly
+from service.bench.lossless import LosslessResult, check
+from service.bench.lossless_cases import Case, Extras, Way
+from service.engine import commit as commit_module
+from service.engine import emit as emit_module
+from service.engine import sampling
+from service.engine.generation import Finish
+from service.engine.generation import Sequence as Generation
+from service.engine.numerics import rows_are_independent
+from service.engine.rows import ForwardRows
+from service.engine.sampling import SamplingRows
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.verify import Verified
+from tests.service.bench.parts import assembled, save_two_layers, varied_prompts
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+TREES = Way("random", 16)
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assembled(save_two_layers(tmp_path_factory.mktemp("two-layers")))
+
+
+def compare(assembly: Assembly, extras: Extras, *, num_tokens: int = 600) -> LosslessResult:
+    """A few cases with trees that are accepted in part."""
+    cases = [Case(temperature, extras, TREES, "among 15", 64) for temperature in (1.0, 0.0)]
+    return check(assembly, varied_prompts(), num_tokens=num_tokens, answer_tokens=32, cases=cases)
+
+
+@pytest.mark.parametrize("extras", ["none", "penalties", "stop"])
+def test_without_a_bug_the_same_cases_pass(assembly: Assembly, extras: Extras) -> None:
+    assert compare(assembly, extras).holds
+
+
+def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last accepted position of a sequence keeps the slot of a rejected node, and its own is freed instead."""
+    true_commit = commit_module.commit
+
+    def commit(
+        rows: ForwardRows, verified: Verified, features: Tensor | None, slots: SlotPool, table: SlotTable
+    ) -> Committed:
+        free_before = slots.num_free
+        committed = true_commit(rows, verified, features, slots, table)
+        accepted = verified.result.num_accepted
+        if slots.num_free > free_before and accepted.any():
+            victim = int(accepted.argmax())
+            place = (committed.rows[victim], rows.attention.chain_end[rows.completing[victim]] + accepted[victim])
+            newest = slots.num_free - 1
+            right, wrong = table.slots[place].clone(), slots._stack[newest].clone()
+            table.slots[place], slots._stack[newest] = wrong, right
+        return committed
+
+    monkeypatch.setattr("service.engine.engine.commit", commit)
+
+
+def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node of a tree draws with the noise of the position after the root."""
+    true_noise = sampling._Sampled._noise
+
+    def noise(self: sampling._Sampled, rows: SamplingRows, vocab: int) -> Tensor:
+        depths = (rows.path_tokens >= 0).sum(1)
+        return true_noise(self, replace(rows, positions=rows.positions - depths), vocab)
+
+    monkeypatch.setattr(sampling._Sampled, "_noise", noise)
+
+
+def skip_penalties_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted tokens on the path are not counted."""
+    true_call = sampling._Penalties.__call__
+
+    def penalise(self: sampling._Penalties, scores: Tensor, rows: SamplingRows) -> None:
+        true_call(self, scores, replace(rows, path_tokens=torch.full_like(rows.path_tokens, -1)))
+
+    monkeypatch.setattr(sampling._Penalties, "__call__", penalise)
+
+
+def look_for_stops_at_the_end_of_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step emits before its last token is taken unseen."""
+    true_absorb = emit_module.absorb
+
+    def absorb(sequence: Generation, tokens: Sequence[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
+        sequence.tokens.extend(tokens[:-1])
+        kept, finish = true_absorb(sequence, tokens[-1:], eos_ids)
+        return [*tokens[:-1], *kept], finish
+
+    monkeypatch.setattr(emit_module, "absorb", absorb)
+
+
+@pytest.mark.parametrize(
+    ("bug", "extras"),
+    [
+        (keep_a_rejected_slot, "none"),
+        (share_noise_within_a_step, "none"),
+        (skip_penalties_in_the_tree, "penalties"),
+        (look_for_stops_at_the_end_of_a_step_only, "stop"),
+    ],
+)
+def test_a_bug_is_caught(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, bug: Patch, extras: Extras) -> None:
+    bug(monkeypatch)
+    result = compare(assembly, extras)
+    print(f"{bug.__name__}: {result.mismatched_tokens} of {result.tokens_compared} tokens mismatched")
+    assert result.mismatched_tokens > 0
+    assert not result.holds
+
+
+def test_a_slot_that_is_never_freed_is_caught(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_free = SlotPool.free
+
+    def free_all_but_one(self: SlotPool, slots: Tensor) -> None:
+        true_free(self, slots[1:])
+
+    monkeypatch.setattr(SlotPool, "free", free_all_but_one)
+    with pytest.raises(AssertionError, match="slots are lost"):
+        compare(assembly, "none")
+
+
+def test_dropped_row_padding_is_caught(tmp_path: Path) -> None:
+    """In bf16, where rounding decides between close tokens. A machine whose products are the same bits for any number
+    of rows needs no padding, and there the check must find nothing."""
+    assembly = assembled(save_two_layers(tmp_path, torch.bfloat16), dtype="bfloat16")
+    settled = assembly.target.row_multiple
+    assert assembly.numerics == "exact"
+    assert compare(assembly, "none").holds
+    assembly.target.row_multiple = 1
+    assert rows_are_independent(assembly.target) == (settled == 1)
+    result = compare(assembly, "none", num_tokens=4000)
+    print(f"padding of {settled} dropped: {result.mismatched_tokens} of {result.tokens_compared} tokens mismatched")
+    assert (result.mismatched_tokens > 0) == (settled > 1)

@@ -1,0 +1,129 @@
+"""The commands from the outside: options, tables, files, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from service.assembly import Assembly
+from service.bench import lossless_report, speed_report
+from service.bench.conditions import Conditions
+from service.bench.generate import Answer, Run, generate
+from service.bench.speed import EngineContestant
+from service.cli import app
+from service.config import ServiceConfig
+from tests.service.bench.parts import written_prompts
+
+WIDE = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _loaded(monkeypatch: pytest.MonkeyPatch, assembly: Assembly) -> None:
+    """The commands find the tiny model loaded, and leave the log alone."""
+
+    def assemble(config: ServiceConfig) -> Assembly:
+        return assembly
+
+    monkeypatch.setattr(speed_report, "assemble", assemble)
+    monkeypatch.setattr(lossless_report, "assemble", assemble)
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(written_prompts()))
+    return file
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner(env=WIDE).invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_speed_reports_each_set(prompt_file: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other.jsonl", tmp_path / "out.json"
+    other.write_text('{"prompt": "in the hat"}')
+    code, output = run(
+        "bench", "speed", "--prompts", prompt_file, other, "--max-tokens", 12, "--limit", 2, "--out", out
+    )
+    assert code == 0, output
+    assert "speedup" in output
+    report = json.loads(out.read_text())
+    assert [(row["set"], row["prompts"], row["tokens"]) for row in report["rows"]] == [
+        ("some", 2, 24),
+        ("other", 1, 12),
+    ]
+    assert set(report["rows"][0]) >= {
+        *("set", "temperature", "concurrency", "prompts", "tokens", "plain_tokens_per_second"),
+        *("speculative_tokens_per_second", "speedup", "tau", "draft_share", "mismatched_tokens", "peers"),
+    }
+    assert report["summary"]["mismatched_tokens"] == 0
+    assert set(report["conditions"]) == set(Conditions.__slots__)
+
+
+def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, output = run(
+        *("bench", "speed", "--prompts", prompt_file, "--prompts", prompt_file, "--max-tokens", 4),
+        *("--peer", "transformers", "--temperature", 1, "--concurrency", 2, "--out", out),
+    )
+    assert code == 0, output
+    assert "plain / transformers" in output
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2
+    assert all(row["peers"]["transformers"] > 0 for row in rows)
+
+
+def test_speed_with_another_text_is_an_error(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_run = EngineContestant.run
+
+    def wrong(self: EngineContestant, requests: list[object]) -> Run:
+        answers = true_run(self, requests).answers  # type: ignore[arg-type]
+        tokens = answers[0].token_ids if self.name == "plain" else (-1, *answers[0].token_ids[1:])
+        return Run((Answer(tokens, "", "length", ()),), true_run(self, requests).steps, 1.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EngineContestant, "run", wrong)
+    code, _ = run("bench", "speed", "--prompts", prompt_file, "--max-tokens", 4)
+    assert code == 1
+
+
+def test_lossless_reports_what_it_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless_report, "LOSSLESS_PROMPTS", ("that", "the other", "in the hat and on the table"))
+    out = tmp_path / "out.json"
+    code, output = run("check", "lossless", "--tokens", 1500, "--out", out)
+    assert code == 0, output
+    assert "0 mismatched; numerics: exact" in output
+    report = json.loads(out.read_text())
+    assert report["summary"]["tokens_compared"] >= 1500
+    assert report["summary"]["mismatched_tokens"] == 0
+    assert report["summary"]["numerics"] == "exact"
+    assert report["summary"]["cases"] == len(report["rows"])
+    assert report["summary"]["tokens_compared"] == sum(row["tokens_compared"] for row in report["rows"])
+
+
+def test_lossless_shows_the_first_mismatch(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(engine: object, requests: list[object]) -> Run:
+        done = generate(engine, requests)  # type: ignore[arg-type]
+        if len(requests) == 1:
+            return done
+        first = done.answers[0]
+        spoilt = Answer((*first.token_ids[:2], 66), first.text, "length", ())
+        return Run((spoilt, *done.answers[1:]), done.steps, done.seconds)
+
+    monkeypatch.setattr("service.bench.lossless.generate", wrong)
+    code, output = run("check", "lossless", "--tokens", 200, "--prompts", prompt_file)
+    assert code == 1
+    assert "first mismatch: temperature" in output
+    assert "token 2 of the answer" in output
+    assert "got      [" in output
+
+
+def test_a_bad_prompt_file_stops_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text("{}")
+    result = CliRunner(env=WIDE).invoke(app, ["bench", "speed", "--prompts", str(file)])
+    assert result.exit_code == 1
+    assert f"prompt file {file}, line 1" in str(result.exception)

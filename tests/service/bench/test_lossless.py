@@ -1,0 +1,94 @@
+"""The check itself: what it compares, what it counts, and that it can fail."""
+
+import pytest
+
+from service.assembly import Assembly
+from service.bench.generate import Answer, generate
+from service.bench.lossless import CaseResult, LosslessResult, Mismatch, Question, check
+from service.bench.lossless_cases import Case, Way
+from service.bench.lossless_prompts import LOSSLESS_PROMPTS
+from service.bench.lossless_report import built_in_prompts
+from service.engine.sequence import GenerationRequest, SamplingParams
+from service.errors import StartupError
+from tests.service.bench.parts import varied_prompts
+
+CASE = Case(1.0, "none", Way("random", 16), "among 15", 17)
+SHORT = Case(1.0, "none", Way("none", 0), "short of slots", 64)
+
+
+def test_nothing_differs_and_all_is_counted(assembly: Assembly) -> None:
+    heard: list[CaseResult] = []
+    result = check(assembly, varied_prompts(), num_tokens=2000, answer_tokens=40, observe=heard.append)
+    assert result.mismatched_tokens == 0
+    assert result.first is None
+    assert result.holds
+    assert result.tokens_compared >= 2000
+    assert result.tokens_compared - heard[-1].tokens_compared < 2000
+    assert list(result.cases) == heard
+
+
+def test_random_trees_around_a_mostly_right_prediction_are_accepted_in_part(assembly: Assembly) -> None:
+    result = check(assembly, varied_prompts(), num_tokens=300, answer_tokens=40, cases=[CASE])
+    accepted = sum(case.accepted_tokens for case in result.cases)
+    assert 0.2 * result.tokens_compared < accepted < 0.9 * result.tokens_compared
+
+
+def test_scarce_slots_preempt(assembly: Assembly) -> None:
+    result = check(assembly, varied_prompts(), num_tokens=300, cases=[SHORT])
+    assert result.preemptions > 0
+    assert result.shortages == len(result.cases) == 1
+    assert result.holds
+
+
+def test_a_shortage_that_never_came_proves_nothing() -> None:
+    result = CaseResult(SHORT, 16, 500, 0, 0, 0, None)
+    assert not LosslessResult((result,)).holds
+
+
+def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(engine: object, requests: list[GenerationRequest]) -> object:
+        run = generate(engine, requests)  # type: ignore[arg-type]
+        if len(requests) == 1:
+            return run
+        answer = run.answers[3]
+        answers = list(run.answers)
+        answers[3] = Answer((*answer.token_ids[:7], -1, *answer.token_ids[8:]), answer.text, "length", ())
+        return type(run)(tuple(answers), run.steps, run.seconds)
+
+    monkeypatch.setattr("service.bench.lossless.generate", spoilt)
+    result = check(assembly, varied_prompts(), num_tokens=1, answer_tokens=20, cases=[CASE])
+    assert result.mismatched_tokens == 1
+    assert not result.holds
+    assert result.first is not None
+    assert result.first.position == 7
+    assert result.first.case == CASE
+
+
+def test_the_position_of_an_answer_that_ended_too_soon() -> None:
+    long, short = Answer((1, 2, 3), "", "length", ()), Answer((1, 2), "", "stop", ())
+    assert Mismatch(CASE, Question(0, 1.0, "none", 0), long, short).position == 2
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(assembly: Assembly) -> None:
+    with pytest.raises(StartupError, match="the lossless check: a prompt of 250 tokens"):
+        check(assembly, [[1] * 250], num_tokens=1)
+
+
+def test_the_built_in_prompts_are_many_and_of_many_lengths(assembly: Assembly) -> None:
+    lengths = sorted(map(len, built_in_prompts(assembly.tokenizer)))
+    assert len(lengths) == len(set(LOSSLESS_PROMPTS)) == 24
+    assert 20 * lengths[0] < lengths[-1]
+
+
+def test_a_run_returns_answers_in_the_order_of_their_requests(assembly: Assembly) -> None:
+    requests = [
+        GenerationRequest(
+            request_id=name, prompt=[1, 2, 3], sampling=SamplingParams(seed=seed, max_tokens=tokens, ignore_eos=True)
+        )
+        for seed, (name, tokens) in enumerate([("b", 9), ("a", 4)])
+    ]
+    together = generate(assembly.engine(), requests)
+    assert [len(answer.token_ids) for answer in together.answers] == [9, 4]
+    assert together.num_tokens == 13
+    alone = [generate(assembly.engine(), [request]).answers[0].token_ids for request in requests]
+    assert [answer.token_ids for answer in together.answers] == alone

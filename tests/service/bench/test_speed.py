@@ -1,0 +1,131 @@
+"""The speed measurement: fair order, honest arithmetic, equal text, and a peer that does the same work."""
+
+import itertools
+
+import pytest
+
+from service.assembly import Assembly
+from service.bench.generate import (
+    Answer,
+    Run,
+    TimedStep,
+    count_mismatches,
+    decode_tokens_per_second,
+    draft_share,
+    tau,
+    tokens_per_second,
+)
+from service.bench.peers import TransformersPeer
+from service.bench.prompts import PromptSet
+from service.bench.speed import Measure, measure_set, rotated, summary_of, warm_up
+from service.bench.speed_report import contestants_of
+from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.stats import StepStats
+from tests.service.bench.parts import varied_prompts
+
+PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:5]))
+
+
+def timed(prompt_tokens: int, emitted: int, seconds: float, draft_seconds: float) -> TimedStep:
+    stats = StepStats(
+        num_running=1,
+        num_waiting=0,
+        slots_used=1,
+        slots_total=9,
+        drafts=0,
+        drafted_nodes=0,
+        prompt_tokens=prompt_tokens,
+        emitted_tokens=emitted,
+        accepted_tokens=0,
+        accepted_per_sequence=(),
+        budget=0,
+        budget_reason="fixed",
+        draft_seconds=draft_seconds,
+        verify_seconds=0.0,
+        other_seconds=0.0,
+        preemptions=0,
+    )
+    return TimedStep(stats, seconds)
+
+
+def test_the_arithmetic_of_a_run() -> None:
+    answer = Answer((1, 2, 3, 4, 5), "", "length", (2, 0))
+    run = Run((answer,), (timed(10, 1, 3.0, 0.0), timed(0, 3, 0.5, 0.25), timed(0, 1, 0.5, 0.25)), 4.0)
+    assert tokens_per_second([run, run]) == 1.25
+    assert decode_tokens_per_second([run]) == 4.0
+    assert tau([run]) == 2.0
+    assert draft_share([run]) == 0.125
+
+
+def test_mismatches_are_positions_that_differ() -> None:
+    assert count_mismatches((1, 2, 3), (1, 2, 3)) == 0
+    assert count_mismatches((1, 2, 3), (1, 5, 3)) == 1
+    assert count_mismatches((1, 2, 3), (1,)) == 2
+    assert count_mismatches((), (1, 2)) == 2
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_everybody_is_first_equally_often(count: int) -> None:
+    contestants = contestants_named("abc"[:count])
+    orders = [[c.name for c in rotated(contestants, turn)] for turn in range(2 * count)]
+    assert all(sorted(order) == sorted("abc"[:count]) for order in orders)
+    assert sorted(order[0] for order in orders) == sorted("abc"[:count] * 2)
+    followers = {(first, second) for order in orders for first, second in itertools.pairwise(order)}
+    assert len(followers) == count * (count - 1)
+
+
+@pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (1.0, 2)])
+def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: float, concurrency: int) -> None:
+    measure = Measure(temperature, 24, concurrency, seed=3)
+    contestants = contestants_of(assembly, ["transformers"])
+    warm_up(contestants, PROMPTS.prompts[0], measure)
+    done: list[int] = []
+    row = measure_set(PROMPTS, contestants, measure, done.append)
+    assert row.mismatched_tokens == 0
+    assert (row.set, row.prompts, row.tokens) == ("some", 5, 5 * 24)
+    assert sum(done) == 5
+    assert row.tau >= 1
+    assert 0 <= row.draft_share < 1
+    assert row.speedup == row.speculative_tokens_per_second / row.plain_tokens_per_second
+    assert list(row.peers) == ["transformers"]
+    assert row.peers["transformers"] > 0
+    assert summary_of([row, row]) == {
+        "sets": 2,
+        "tokens": 240,
+        "speedup": pytest.approx(row.speedup),
+        "mismatched_tokens": 0,
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_peer_writes_the_same_greedy_text(assembly: Assembly, count: int) -> None:
+    requests = [
+        GenerationRequest(
+            request_id=str(index), prompt=prompt, sampling=SamplingParams(seed=0, max_tokens=20, temperature=0)
+        )
+        for index, prompt in enumerate(varied_prompts()[:count])
+    ]
+    ours, _, peer = contestants_of(assembly, ["transformers"])
+    assert [a.token_ids for a in peer.run(requests).answers] == [a.token_ids for a in ours.run(requests).answers]
+
+
+def test_the_peer_samples_when_asked_and_never_stops_early(assembly: Assembly) -> None:
+    peer = TransformersPeer(assembly)
+    params = SamplingParams(seed=1, max_tokens=200, temperature=1.5, ignore_eos=True)
+    request = GenerationRequest(request_id="a", prompt=[1, 2, 3], sampling=params)
+    first, second = (peer.run([request]).answers[0].token_ids for _ in range(2))
+    assert first == second
+    assert len(first) == 200
+    assert len(set(first)) > 50
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, requests: object) -> Run:
+        return Run((), (), 1.0)
+
+
+def contestants_named(names: str) -> list[Named]:
+    return [Named(name) for name in names]

@@ -1,0 +1,151 @@
+"""Small engines around tiny models, and what their sequences produced, step by step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from drafters.protocol import Drafter
+from service.engine import build
+from service.engine.budget import BudgetPolicy, FixedBudget
+from service.engine.build import EngineLimits
+from service.engine.engine import Engine, Vocabulary
+from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
+from service.engine.target import Target
+from service.engine.text_stream import TextStream
+from service.engine.weights import LoadedModel
+from service.tokenizer import ChatTokenizer
+from tests.tiny_models import loaded_tiny
+
+torch.set_num_threads(1)
+
+ROW_MULTIPLE = 8  # what fp32 products need
+NUM_SLOTS = 2048
+LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
+
+
+@dataclass
+class Generated:
+    """One sequence's outputs put together."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: SequenceOutput | None = None
+    num_outputs: int = 0
+
+    def add(self, output: SequenceOutput) -> None:
+        assert self.last is None, "an output came after the last one"
+        self.tokens += output.token_ids
+        self.text += output.text
+        self.logprobs += output.logprobs or ()
+        self.num_outputs += 1
+        self.last = output if output.finish_reason else None
+
+    @property
+    def end(self) -> SequenceOutput:
+        assert self.last is not None, "the sequence has not ended"
+        return self.last
+
+    @property
+    def accepted(self) -> int:
+        assert self.end.speculation is not None
+        return sum(self.end.speculation.accepted_per_step)
+
+
+def tiny_target(loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = ()) -> Target:
+    target = build.build_target(loaded, num_slots, tap_layers=tap_layers)
+    target.row_multiple = ROW_MULTIPLE
+    return target
+
+
+def tiny_engine(
+    family: str | LoadedModel = "llama",
+    *,
+    drafter: str | Drafter = "random",
+    policy: BudgetPolicy | None = None,
+    num_slots: int = NUM_SLOTS,
+    limits: EngineLimits = LIMITS,
+) -> Engine:
+    loaded = loaded_tiny(family) if isinstance(family, str) else family
+    target = tiny_target(loaded, num_slots)
+    drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
+    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
+    return build.build_engine(target, limits, vocabulary, drafts, policy or FixedBudget(limits.max_budget))
+
+
+def text_streams(loaded: LoadedModel) -> Callable[[GenerationRequest], TextStream]:
+    tokenizer = ChatTokenizer(loaded.tokenizer)
+
+    def make(request: GenerationRequest) -> TextStream:
+        params = request.sampling
+        return TextStream(
+            tokenizer.detokenizer(params.skip_special_tokens),
+            stop=params.stop,
+            include_stop=params.include_stop_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    return make
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    n: int = 1,
+    prediction: Sequence[int] = (),
+    speculation: SpeculationParams | None = None,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt=tuple(prompt),
+        sampling=params or greedy(),
+        n=n,
+        prediction=tuple(prediction),
+        speculation=speculation or SpeculationParams(),
+    )
+
+
+def greedy(max_tokens: int = 32) -> SamplingParams:
+    return SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def sampled(seed: int, max_tokens: int = 32) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, temperature=1.0, ignore_eos=True)
+
+
+def generate(engine: Engine, *requests: GenerationRequest) -> dict[tuple[str, int], Generated]:
+    """Run requests to their end together; slots are counted after every step."""
+    for one in requests:
+        engine.add(one)
+    results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
+    finish(engine, results)
+    assert engine.slots.num_free == engine.slots.capacity
+    return results
+
+
+def finish(engine: Engine, results: dict[tuple[str, int], Generated]) -> None:
+    """Step until nothing is left to do."""
+    steps = 0
+    while not engine.idle:
+        collect(engine.step().outputs, results)
+        engine.assert_conserved()
+        steps += 1
+        assert steps < 5_000, "the engine makes no progress"
+
+
+def collect(outputs: Sequence[SequenceOutput], results: dict[tuple[str, int], Generated]) -> None:
+    for output in outputs:
+        results[output.request_id, output.index].add(output)
+
+
+def alone(params: SamplingParams, prompt: Sequence[int], engine: Engine | None = None) -> Generated:
+    """What plain decoding, or the given engine, makes of one prompt with nobody else around."""
+    return generate(engine or tiny_engine(drafter="none"), request("alone", prompt, params))["alone", 0]
+
+
+def with_answers(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """The same requests, each with its own plain answer as prediction, so that random trees contain accepted nodes."""
+    return [replace(one, prediction=tuple(alone(one.sampling, one.prompt).tokens)) for one in requests]

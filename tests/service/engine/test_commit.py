@@ -1,0 +1,68 @@
+"""Slots around a forward: chains stay, accepted nodes join the table in order, everything else is free again."""
+
+import torch
+
+from drafters.tree import DraftTree, VerifyResult
+from kernels.accept import accept
+from service.engine.commit import commit, lay_out
+from service.engine.rows import Chain
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.verify import Verified
+from tests.service.engine.test_target import tree_of
+
+CPU = torch.device("cpu")
+
+
+class Step:
+    """One forward of two sequences: one with a tree, one that reads its prompt."""
+
+    def __init__(self, target_tokens: list[int]) -> None:
+        self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
+        tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
+        both = DraftTree(*(torch.cat([getattr(tree, n), torch.zeros_like(getattr(tree, n))]) for n in tree.__slots__))
+        chains = [Chain(2, 7, [10], completes=True), Chain(0, 3, [20, 21, 22], completes=False)]
+        self.rows = lay_out(chains, both, self.slots, self.table)
+        found = accept(tree.tokens, tree.parents, tree.num_nodes, torch.tensor([target_tokens]))
+        result = VerifyResult(found.path, found.num_accepted, found.bonus, torch.tensor([target_tokens]))
+        verified = Verified(tree, result, torch.arange(6)[None], torch.tensor([False]))
+        self.node_slots = self.rows.attention.node_slots[0, :5].tolist()
+        features = torch.arange(self.rows.num_rows).float()[:, None]
+        self.committed = commit(self.rows, verified, features, self.slots, self.table)
+
+
+def test_accepted_nodes_follow_the_root_in_the_table() -> None:
+    step = Step([12, 0, 14, 0, 15, 99])  # the path is node 1, node 3, node 4
+    expected = [step.node_slots[node] for node in (1, 3, 4)]
+    assert step.table.slots[2, 8:11].tolist() == expected
+    assert step.table.slots[2, 11] == 0
+    assert step.slots.num_free == step.slots.capacity - 4 - 3
+    assert not set(step.slots.free_slots().tolist()) & set(expected)
+
+
+def test_what_became_permanent_is_said() -> None:
+    committed = Step([12, 0, 14, 0, 15, 99]).committed
+    assert committed.rows.tolist() == [2]
+    assert committed.counts.tolist() == [4]
+    assert committed.tokens[0, :4].tolist() == [12, 14, 15, 99]
+    assert (committed.tokens[0, 4:] == -1).all()
+
+
+def test_features_are_those_of_the_root_and_the_accepted_nodes() -> None:
+    step = Step([12, 0, 14, 0, 15, 99])
+    assert step.committed.features is not None
+    rows = [step.rows.slots.tolist().index(step.node_slots[node]) for node in (1, 3, 4)]
+    assert step.committed.features[0, :4, 0].tolist() == [0, *rows]
+
+
+def test_with_nothing_accepted_only_the_chains_stay() -> None:
+    step = Step([98, 0, 0, 0, 0, 0])
+    assert step.committed.tokens[0, 0] == 98
+    assert step.committed.counts.tolist() == [1]
+    assert step.slots.num_free == step.slots.capacity - 4
+    assert set(step.node_slots) <= set(step.slots.free_slots().tolist())
+
+
+def test_chain_rows_stand_in_the_table_before_the_forward() -> None:
+    step = Step([98, 0, 0, 0, 0, 0])
+    chain_slots = step.rows.slots[: step.rows.num_chain_rows].tolist()
+    assert [int(step.table.slots[2, 7]), *step.table.slots[0, 3:6].tolist()] == chain_slots

@@ -1,0 +1,136 @@
+"""What a sequence keeps of a step's tokens, why it ends there, and what its last output says."""
+
+from collections.abc import Sequence as Items
+
+import pytest
+import torch
+
+from drafters.none import NoDrafter
+from drafters.protocol import Committed
+from drafters.tree import DraftTree, VerifyResult
+from service.engine.emit import Emission, EmitStage, absorb
+from service.engine.generation import Finish, Sequence
+from service.engine.sequence import SamplingParams
+from service.engine.text_stream import TextStream
+from service.engine.verify import Verified
+from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
+from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
+from tests.tiny_models import EOS_ID, random_prompts
+
+torch.set_num_threads(1)
+
+HELLO = TOKENIZER.encode("hello world")
+EOS = frozenset({EOS_ID})
+
+
+def writing(params: SamplingParams) -> Sequence:
+    """A sequence that has not yet generated anything."""
+    sequence = sequence_of(4, params)
+    sequence.text = TextStream(
+        TOKENIZER.detokenizer(True),
+        stop=params.stop,
+        include_stop=params.include_stop_in_output,
+        min_tokens=params.min_tokens,
+    )
+    sequence.row = 0
+    return sequence
+
+
+def params(max_tokens: int = 100, **fields: object) -> SamplingParams:
+    return SamplingParams(seed=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "kept", "finish"),
+    [
+        (params(), HELLO, len(HELLO), None),
+        (params(3), HELLO, 3, Finish("length")),
+        (params(), [*HELLO, EOS_ID, 5, 6], len(HELLO) + 1, Finish("stop")),
+        (params(ignore_eos=True), [*HELLO, EOS_ID, 5, 6], len(HELLO) + 3, None),
+        (params(stop_token_ids=frozenset({5})), [4, 5, 6], 2, Finish("stop", 5)),
+        (params(stop_token_ids=frozenset({EOS_ID}), ignore_eos=True), [4, EOS_ID], 2, Finish("stop", EOS_ID)),
+        (params(2, stop_token_ids=frozenset({5})), [4, 5, 6], 2, Finish("stop", 5)),
+        (params(min_tokens=3, stop_token_ids=frozenset({5})), [5, 5, 5, 5, 5], 4, Finish("stop", 5)),
+        (params(stop=("lo w",)), HELLO, None, Finish("stop", "lo w")),
+        (params(stop=("nothing",)), HELLO, len(HELLO), None),
+    ],
+)
+def test_a_sequence_keeps_tokens_up_to_its_end(
+    sampling: SamplingParams, tokens: list[int], kept: int | None, finish: Finish | None
+) -> None:
+    sequence = writing(sampling)
+    found, end = absorb(sequence, tokens, EOS)
+    assert end == finish
+    assert found == tokens[: len(found)] == sequence.tokens[4:]
+    assert len(found) == kept if kept is not None else TOKENIZER.decode(found).endswith(("lo w", "lo wo"))
+
+
+def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emission:
+    """One step's emission for one sequence, all of whose drafted tokens were accepted."""
+    count = len(tokens) - 1
+    tree = DraftTree.empty(1)
+    result = VerifyResult(
+        torch.arange(count)[None], torch.tensor([count]), torch.tensor([tokens[-1]]), torch.zeros(1, 1)
+    )
+    verified = Verified(tree, result, torch.arange(count + 1)[None], torch.tensor([failed]))
+    committed = Committed(torch.tensor([0]), torch.tensor([tokens]), torch.tensor([count + 1]), tree, result, None)
+    return EmitStage(NoDrafter(), EOS).emit([sequence], committed, verified, torch.zeros(count + 1, 320))
+
+
+def test_text_that_may_become_a_stop_is_held_back_until_it_does_not() -> None:
+    sequence = writing(params(stop=("world!",)))
+    (first,) = emit(sequence, HELLO).outputs
+    assert first.text == "hello "
+    (second,) = emit(sequence, TOKENIZER.encode("?")).outputs
+    assert second.text == "world?"
+    assert first.finish_reason is second.finish_reason is None
+
+
+def test_the_last_output_has_the_rest_of_the_text_and_the_totals() -> None:
+    sequence = writing(params(len(HELLO), stop=("world!",)))
+    emission = emit(sequence, HELLO)
+    (output,) = emission.outputs
+    assert (output.text, output.finish_reason) == ("hello world", "length")
+    assert output.speculation is not None
+    assert output.timings is not None
+    assert emission.ended == [(sequence, Finish("length"))]
+
+
+def test_a_failed_sequence_keeps_nothing() -> None:
+    sequence = writing(params(num_logprobs=2))
+    emission = emit(sequence, HELLO, failed=True)
+    (output,) = emission.outputs
+    assert (output.token_ids, output.text, output.logprobs, output.finish_reason) == ((), "", (), "error")
+    assert output.error is not None
+    assert sequence.tokens == [2] * 4
+
+
+def test_logprobs_stand_beside_the_kept_tokens_only() -> None:
+    (output,) = emit(writing(params(2, num_logprobs=0)), [7, 8, 9]).outputs
+    assert output.logprobs is not None
+    assert [shown.token_id for shown in output.logprobs] == [7, 8] == list(output.token_ids)
+    assert all(shown.top == () for shown in output.logprobs)
+    (silent,) = emit(writing(params(2)), [7, 8, 9]).outputs
+    assert silent.logprobs is None
+
+
+def test_the_first_emission_is_no_gap() -> None:
+    sequence = writing(params())
+    assert emit(sequence, [1]).gaps == ()
+    (gap,) = emit(sequence, [1, 2]).gaps
+    assert gap >= 0
+    assert sequence.accepted_per_step == [1]
+
+
+def test_a_prediction_that_comes_true_is_counted() -> None:
+    (text,) = random_prompts(1, 30, seed=4)
+    answer = alone(greedy(40), text).tokens
+    right = request("right", text, greedy(40), prediction=answer)
+    wrong = request("wrong", text, greedy(40), prediction=[310, 311] * 10)
+    results = generate(tiny_engine(drafter="lookup"), right, wrong, request("none", text, greedy(40)))
+    records = {name: result.end.speculation for (name, _), result in results.items()}
+    counts = {n: (r.accepted_prediction_tokens, r.rejected_prediction_tokens) for n, r in records.items() if r}
+    assert counts["wrong"] == (0, 20)
+    assert counts["none"] == (0, 0)
+    assert sum(counts["right"]) == 40
+    assert counts["right"][0] > 20

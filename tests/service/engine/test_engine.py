@@ -1,0 +1,374 @@
+"""The engine: one text per request, whatever drafter, budget, chunk, company or shortage of slots it meets."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from service.engine.budget import FixedBudget
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest, SamplingParams, SpeculationParams
+from tests.service.engine.harness import (
+    LIMITS,
+    Generated,
+    alone,
+    collect,
+    finish,
+    generate,
+    greedy,
+    request,
+    sampled,
+    tiny_engine,
+    with_answers,
+)
+from tests.tiny_models import EOS_ID, load, random_prompts, stock_tiny, tiny_model
+
+torch.set_num_threads(1)
+
+TOKENS = 24
+KINDS = (
+    greedy(TOKENS),
+    sampled(5, TOKENS),
+    SamplingParams(seed=2**63 + 9, max_tokens=TOKENS, temperature=1.5, top_p=0.9, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=TOKENS, temperature=0.7, top_k=20, min_p=0.02, ignore_eos=True),
+    SamplingParams(
+        seed=4,
+        max_tokens=TOKENS,
+        presence_penalty=1.0,
+        frequency_penalty=0.7,
+        repetition_penalty=1.3,
+        logit_bias=((5, 2.0), (9, -100.0)),
+        ignore_eos=True,
+    ),
+    SamplingParams(seed=6, max_tokens=TOKENS, temperature=0.0, repetition_penalty=1.2, min_tokens=5, ignore_eos=True),
+)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [next(random_prompts(1, length, seed=length)) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """One request of every kind, with its plain answer as prediction."""
+    texts = prompts(1, 20, 64, 65, 130, 40)
+    return with_answers([request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, KINDS, strict=True))])
+
+
+def texts_of(results: dict[tuple[str, int], Generated]) -> list[list[int]]:
+    return [result.tokens for result in results.values()]
+
+
+def plain(requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    return [list(one.prediction) for one in requests]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 12])
+@pytest.mark.parametrize("drafter", ["none", "lookup", "random"])
+def test_company_drafter_and_budget_change_no_token(
+    requests: list[GenerationRequest], drafter: str, budget: int
+) -> None:
+    results = generate(tiny_engine(drafter=drafter, policy=FixedBudget(budget)), *requests)
+    assert texts_of(results) == plain(requests)
+    assert (sum(result.accepted for result in results.values()) > 0) == (drafter != "none")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50, 1000])
+def test_prompt_chunks_change_no_token(requests: list[GenerationRequest], chunk: int) -> None:
+    engine = tiny_engine(limits=replace(LIMITS, prefill_chunk=chunk))
+    assert texts_of(generate(engine, *requests)) == plain(requests)
+
+
+LONG = 110
+
+
+@pytest.fixture(scope="module")
+def long_requests() -> list[GenerationRequest]:
+    """Answers so much longer than their prompts that they outgrow what was free when they were admitted."""
+    texts, kinds = prompts(20, 8, 30), [replace(kind, max_tokens=LONG) for kind in (KINDS[0], KINDS[2], KINDS[4])]
+    return with_answers([request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))])
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "random"])
+def test_preemption_changes_no_token(long_requests: list[GenerationRequest], drafter: str) -> None:
+    """Slots for the longest sequence and little more: the others come and go."""
+    results = {(one.request_id, 0): Generated() for one in long_requests}
+    limits = replace(LIMITS, max_model_len=140)
+    engine = tiny_engine(drafter=drafter, num_slots=140 + 64 + 1, limits=limits)
+    for one in long_requests:
+        engine.add(one)
+    preemptions = 0
+    while not engine.idle:
+        report = engine.step()
+        collect(report.outputs, results)
+        engine.assert_conserved()
+        preemptions += report.stats.preemptions if report.stats else 0
+    assert texts_of(results) == plain(long_requests)
+    assert preemptions > 0
+
+
+def test_few_lines_change_no_token(requests: list[GenerationRequest]) -> None:
+    engine = tiny_engine(limits=replace(LIMITS, max_sequences=2))
+    assert texts_of(generate(engine, *requests)) == plain(requests)
+
+
+def test_requests_one_after_another_do_not_inherit_from_each_other(requests: list[GenerationRequest]) -> None:
+    engine = tiny_engine()
+    assert [texts_of(generate(engine, one))[0] for one in requests * 2] == plain(requests) * 2
+
+
+def test_joining_late_changes_no_token(requests: list[GenerationRequest]) -> None:
+    engine, results = tiny_engine(), {(one.request_id, 0): Generated() for one in requests}
+    for one in requests:
+        engine.add(one)
+        for _ in range(2):
+            collect(engine.step().outputs, results)
+            engine.assert_conserved()
+    finish(engine, results)
+    assert texts_of(results) == plain(requests)
+
+
+def test_n_sequences_are_single_requests_with_following_seeds() -> None:
+    (text,) = prompts(30)
+    together = generate(tiny_engine(), request("three", text, sampled(7), n=3))
+    single = [alone(sampled(7 + index), text) for index in range(3)]
+    assert texts_of(together) == [one.tokens for one in single]
+    assert len({tuple(one.tokens) for one in single}) == 3
+
+
+def test_the_last_of_all_seeds_wraps_around() -> None:
+    (text,) = prompts(10)
+    together = generate(tiny_engine(), request("two", text, sampled(2**63 - 1, 8), n=2))
+    assert together["two", 1].tokens == alone(sampled(-(2**63), 8), text).tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_max_tokens_is_met_exactly(count: int, requests: list[GenerationRequest]) -> None:
+    short = [replace(one, sampling=replace(one.sampling, max_tokens=count)) for one in requests]
+    results = generate(tiny_engine(), *short)
+    assert texts_of(results) == [answer[:count] for answer in plain(requests)]
+    assert {result.end.finish_reason for result in results.values()} == {"length"}
+
+
+def long_answer() -> tuple[list[int], Generated]:
+    """A prompt and a text that repeats no token early, so that every stop has one place."""
+    (text,) = prompts(33)
+    return text, alone(sampled(1, 40), text)
+
+
+def drafted(text: list[int], whole: Generated, params: SamplingParams) -> Generated:
+    """The same request with its answer drafted far beyond the stop."""
+    engine = tiny_engine()
+    result = generate(engine, request("drafted", text, params, prediction=whole.tokens))["drafted", 0]
+    assert result.tokens == alone(params, text).tokens
+    return result
+
+
+def test_a_stop_string_inside_a_draft_ends_the_text() -> None:
+    text, whole = long_answer()
+    place = next(i for i in range(10, len(whole.text)) if "\ufffd" not in whole.text[i : i + 3])
+    stop = whole.text[place : place + 3]
+    result = drafted(text, whole, replace(sampled(1, 40), stop=("never there", stop)))
+    assert result.text == whole.text[: whole.text.find(stop)]
+    assert (result.end.finish_reason, result.end.stop_reason) == ("stop", stop)
+    assert result.tokens == whole.tokens[: len(result.tokens)]
+    assert len(result.tokens) < 40
+    kept = drafted(text, whole, replace(sampled(1, 40), stop=(stop,), include_stop_in_output=True))
+    assert kept.text == result.text + stop
+
+
+def test_a_stop_token_inside_a_draft_ends_the_text() -> None:
+    text, whole = long_answer()
+    token = whole.tokens[20]
+    first = whole.tokens.index(token)
+    result = drafted(text, whole, replace(sampled(1, 40), stop_token_ids=frozenset({token})))
+    assert result.tokens == whole.tokens[: first + 1]
+    assert (result.end.finish_reason, result.end.stop_reason) == ("stop", token)
+
+
+def test_min_tokens_keeps_a_stop_token_from_being_chosen() -> None:
+    text, whole = long_answer()
+    token = whole.tokens[5]
+    params = replace(sampled(1, 40), stop_token_ids=frozenset({token}), min_tokens=15)
+    result = drafted(text, whole, params)
+    assert len(result.tokens) >= 15
+    assert token not in result.tokens[:15]
+
+
+def biased_to_eos(max_tokens: int, bias: float = 4.0) -> SamplingParams:
+    return SamplingParams(seed=1, max_tokens=max_tokens, logit_bias=((EOS_ID, bias),))
+
+
+def test_eos_ends_the_text_and_is_not_shown() -> None:
+    text, _ = long_answer()
+    endless = alone(replace(biased_to_eos(60), ignore_eos=True), text)
+    assert EOS_ID in endless.tokens
+    assert len(endless.tokens) == 60
+    result = drafted(text, endless, biased_to_eos(60))
+    assert result.tokens == endless.tokens[: endless.tokens.index(EOS_ID) + 1]
+    assert (result.end.finish_reason, result.end.stop_reason) == ("stop", None)
+    assert endless.text.startswith(result.text)
+
+
+def test_min_tokens_holds_eos_back() -> None:
+    text, _ = long_answer()
+    endless = alone(replace(biased_to_eos(60), ignore_eos=True), text)
+    result = drafted(text, endless, replace(biased_to_eos(60, 30.0), min_tokens=9))
+    assert EOS_ID not in result.tokens[:9]
+    assert result.tokens[9:] == [EOS_ID]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_those_of_plain_decoding_and_of_transformers(temperature: float) -> None:
+    (text,) = prompts(25)
+    params = SamplingParams(
+        seed=1, max_tokens=20, temperature=temperature, num_logprobs=3, ignore_eos=True, logit_bias=((7, 1.0),)
+    )
+    single = alone(params, text)
+    result = generate(tiny_engine(), request("a", text, params, prediction=single.tokens))["a", 0]
+    assert result.accepted > 0
+    assert result.logprobs == single.logprobs
+    with torch.inference_mode():
+        logits = stock_tiny("llama")(torch.tensor([text + result.tokens])).logits[0, len(text) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    for row, (shown, token) in enumerate(zip(result.logprobs, result.tokens, strict=True)):
+        top = expected[row].topk(3)
+        assert shown.token_id == token
+        assert shown.logprob == pytest.approx(float(expected[row, token]), abs=1e-4)
+        assert shown.rank == 1 + int((expected[row] > expected[row, token]).sum())
+        assert [token_id for token_id, _ in shown.top] == top.indices.tolist()
+        assert [value for _, value in shown.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_speculation_can_be_switched_off_per_request(requests: list[GenerationRequest]) -> None:
+    off = [replace(one, speculation=SpeculationParams(enabled=i % 2 == 0)) for i, one in enumerate(requests)]
+    results = list(generate(tiny_engine(), *off).values())
+    assert [result.tokens for result in results] == plain(requests)
+    for one, result in zip(off, results, strict=True):
+        assert result.end.speculation is not None
+        assert any(result.end.speculation.drafted_per_step) == one.speculation.enabled
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_request_bounds_its_own_trees(most: int, requests: list[GenerationRequest]) -> None:
+    bounded = replace(requests[1], request_id="bounded", speculation=SpeculationParams(max_budget=most))
+    results = generate(tiny_engine(), bounded, requests[1])
+    mine, other = results["bounded", 0].end.speculation, results["1", 0].end.speculation
+    assert mine is not None
+    assert other is not None
+    assert max(mine.drafted_per_step) <= most < max(other.drafted_per_step)
+    assert results["bounded", 0].tokens == results["1", 0].tokens
+
+
+def test_what_speculation_did_adds_up(requests: list[GenerationRequest]) -> None:
+    for result in list(generate(tiny_engine(), *requests).values())[1:]:
+        record = result.end.speculation
+        assert record is not None
+        assert len(record.accepted_per_step) == len(record.drafted_per_step) == result.num_outputs - 1
+        assert 1 + sum(accepted + 1 for accepted in record.accepted_per_step) == len(result.tokens) == TOKENS
+
+
+def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRequest]) -> None:
+    engine = tiny_engine(limits=replace(LIMITS, max_sequences=3))
+    gone = replace(requests[4], request_id="gone", n=2)
+    results = {(one.request_id, 0): Generated() for one in requests}
+    for one in (requests[0], gone, *requests[1:]):
+        engine.add(one)
+    for _ in range(4):
+        engine.step()
+    before = engine.slots.num_free
+    outputs, finished = engine.abort("gone")
+    assert [output.finish_reason for output in outputs] == ["abort"] * 2
+    assert [stats.finish_reason for stats in finished] == ["abort"] * 2
+    assert engine.slots.num_free > before
+    engine.assert_conserved()
+    assert not [s for s in [*engine.scheduler.running, *engine.scheduler.waiting] if s.request is gone]
+    while not engine.idle:
+        for output in engine.step().outputs:
+            assert output.request_id != "gone"
+            results[output.request_id, 0].tokens += output.token_ids
+    assert results["5", 0].tokens == plain(requests)[5]
+    assert engine.slots.num_free == engine.slots.capacity
+
+
+def test_aborting_the_unknown_does_nothing() -> None:
+    assert tiny_engine().abort("nobody") == ([], [])
+
+
+def test_a_request_without_any_possible_token_fails_alone(requests: list[GenerationRequest]) -> None:
+    nothing = SamplingParams(seed=0, max_tokens=9, logit_bias=tuple((token, float("-inf")) for token in range(320)))
+    results = generate(tiny_engine(), *requests, request("bad", [1, 2, 3], nothing))
+    end = results.pop(("bad", 0)).end
+    assert (end.finish_reason, end.token_ids) == ("error", ())
+    assert end.error is not None
+    assert texts_of(results) == plain(requests)
+
+
+def test_a_sequence_with_nan_logits_fails_alone(
+    requests: list[GenerationRequest], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A token whose embedding is not a number, in one prompt only."""
+    bad_token = 310  # in no other prompt, so that the lookup drafter does not propose it either
+    engine = poisoned_engine(bad_token, tmp_path_factory)
+    logprobs = replace(greedy(), num_logprobs=2)
+    results = generate(engine, *requests, request("bad", [4, bad_token, 5], logprobs), request("root", [bad_token]))
+    assert results.pop(("bad", 0)).end.finish_reason == "error"
+    assert results.pop(("root", 0)).end.finish_reason == "error"
+    assert texts_of(results) == plain(requests)
+
+
+def poisoned_engine(token: int, folders: pytest.TempPathFactory) -> Engine:
+    loaded = load(tiny_model("llama", folders.mktemp("poisoned")))
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[token] = torch.nan
+    return tiny_engine(loaded, drafter="lookup")
+
+
+def test_a_text_fills_the_whole_context() -> None:
+    limits = replace(LIMITS, max_model_len=100)
+    for length in (99, 100 - TOKENS):
+        (text,) = prompts(length)
+        params = greedy(100 - length)
+        results = generate(tiny_engine(limits=limits, num_slots=100 + 64 + 1), request("full", text, params))
+        assert results["full", 0].tokens == alone(params, text).tokens
+
+
+def test_an_idle_engine_reports_nothing() -> None:
+    report = tiny_engine().step()
+    assert (report.outputs, report.finished, report.stats) == ([], [], None)
+
+
+def test_a_step_says_what_it_did(requests: list[GenerationRequest]) -> None:
+    engine = tiny_engine()
+    for one in requests:
+        engine.add(one)
+    totals = dict.fromkeys(("prompt_tokens", "emitted_tokens", "drafted_nodes", "accepted_tokens"), 0)
+    finished = []
+    while not engine.idle:
+        report = engine.step()
+        assert report.stats is not None
+        assert report.stats.slots_used + engine.slots.num_free == report.stats.slots_total
+        assert report.stats.accepted_tokens == sum(report.stats.accepted_per_sequence)
+        assert min(report.stats.draft_seconds, report.stats.verify_seconds, report.stats.other_seconds) >= 0
+        for name in totals:
+            totals[name] += getattr(report.stats, name)
+        finished += report.finished
+    assert totals["prompt_tokens"] == sum(len(one.prompt) for one in requests[1:])
+    assert totals["emitted_tokens"] == TOKENS * len(requests)
+    assert 0 < totals["accepted_tokens"] < totals["drafted_nodes"]
+    assert sorted(stats.prompt_tokens for stats in finished) == sorted(len(one.prompt) for one in requests)
+
+
+def test_timings_follow_one_another(requests: list[GenerationRequest]) -> None:
+    timings = generate(tiny_engine(), requests[4])["4", 0].end.timings
+    assert timings is not None
+    assert 0 <= timings.queue_seconds <= timings.first_token_seconds <= timings.total_seconds
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_other_families_too(family: str) -> None:
+    texts = list(zip(prompts(9, 70, 30), KINDS, strict=False))
+    answers = [alone(kind, text, tiny_engine(family, drafter="none")).tokens for text, kind in texts]
+    again = [request(str(i), text, kind, prediction=answers[i]) for i, (text, kind) in enumerate(texts)]
+    assert texts_of(generate(tiny_engine(family), *again)) == answers

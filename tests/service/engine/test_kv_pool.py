@@ -1,0 +1,53 @@
+"""The pool of keys and values, and how many slots fit into memory."""
+
+import pytest
+import torch
+
+from service.engine.kv_pool import GIB, KVPool, KVShape, slots_for
+from service.errors import StartupError
+
+SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def test_bytes_of_a_slot() -> None:
+    assert SHAPE.bytes_per_slot == 3 * 2 * 2 * 4 * 4
+    assert KVPool(SHAPE, 10, CPU).storage.nbytes == 10 * SHAPE.bytes_per_slot
+
+
+def test_written_rows_stand_in_their_slots_and_nowhere_else() -> None:
+    pool = KVPool(SHAPE, 10, CPU)
+    keys, values = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    pool.write(1, torch.tensor([7, 2, 5]), keys, values)
+    assert torch.equal(pool.layer(1)[0, [7, 2, 5]], keys)
+    assert torch.equal(pool.layer(1)[1, [7, 2, 5]], values)
+    assert pool.storage.count_nonzero() == 2 * keys.numel()
+
+
+def test_values_are_stored_in_the_type_of_the_pool() -> None:
+    pool = KVPool(SHAPE, 4, CPU)
+    keys = torch.randn(1, 2, 4, dtype=torch.bfloat16)
+    pool.write(0, torch.tensor([1]), keys, keys)
+    assert torch.equal(pool.layer(0)[0, 1], keys[0].float())
+
+
+@pytest.mark.parametrize("spare", [0, 1, 1000])
+def test_memory_becomes_slots(spare: int) -> None:
+    needed = 100 + 64 + 1
+    pool_bytes = (needed + spare) * SHAPE.bytes_per_slot + SHAPE.bytes_per_slot - 1
+    assert slots_for(SHAPE, pool_bytes, max_model_len=100, reserve=64) == needed + spare
+
+
+def test_too_little_memory_names_what_would_do() -> None:
+    big = KVShape(num_layers=30, kv_heads=8, head_dim=128, dtype=torch.float32)
+    with pytest.raises(StartupError, match="kv_cache_gib to at least") as caught:
+        slots_for(big, GIB, max_model_len=8192, reserve=64)
+    enough = float(str(caught.value).split("at least ")[1].split()[0])
+    assert slots_for(big, int((enough + 0.01) * GIB), max_model_len=8192, reserve=64) >= 8192 + 64 + 1
+
+
+def test_other_shapes_are_refused() -> None:
+    pool = KVPool(SHAPE, 4, CPU)
+    pool.refuse_other_shape(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4))
+    with pytest.raises(StartupError, match="heads by dimensions"):
+        pool.refuse_other_shape(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 3))

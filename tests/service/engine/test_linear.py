@@ -1,0 +1,61 @@
+"""Packed linear layers: the products of plain ones, in every shape, without the plain weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from service.engine.linear import PackedLinear, can_pack, pack_linears
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+needs_bf16 = pytest.mark.skipif(not can_pack(torch.bfloat16, CPU), reason="this CPU has no native bf16")
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(inputs)
+    return nn.Linear(inputs, outputs, bias=bias).to(torch.bfloat16).requires_grad_(False)
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [2, 8, 33, 256])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (576, 320), (48, 20)])
+def test_products_equal_plain_ones(inputs: int, outputs: int, rows: int, bias: bool) -> None:
+    plain = linear(inputs, outputs, bias=bias)
+    x = torch.randn(1, rows, inputs, dtype=torch.bfloat16)
+    torch.testing.assert_close(PackedLinear(plain)(x), plain(x), atol=0.02, rtol=0.01)
+
+
+@needs_bf16
+def test_every_plain_linear_is_replaced_and_the_embedding_keeps_its_weights() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(32, 16), "inner": nn.Sequential(nn.Linear(16, 16), nn.ReLU())})
+    model["head"] = nn.Linear(16, 32, bias=False)
+    model.to(torch.bfloat16)
+    embedding = model["embed"].weight
+    assert isinstance(embedding, nn.Parameter)
+    model["head"].weight = embedding
+    ids, expected = torch.arange(8), embedding.clone()
+    before = model["head"](model["inner"](model["embed"](ids)))
+    assert pack_linears(model) == 2
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert torch.equal(model["embed"].weight, expected)
+    torch.testing.assert_close(model["head"](model["inner"](model["embed"](ids))), before, atol=0.02, rtol=0.01)
+
+
+@needs_bf16
+def test_a_subclass_of_linear_is_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(Special(8, 8)).to(torch.bfloat16)
+    assert pack_linears(model) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_are_not_packed(dtype: torch.dtype) -> None:
+    assert not can_pack(dtype, CPU)
+
+
+def test_other_devices_are_not_packed() -> None:
+    assert not can_pack(torch.bfloat16, torch.device("cuda"))

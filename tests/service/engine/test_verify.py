@@ -1,0 +1,104 @@
+"""From logits to what is accepted: each row's choice lands at its node, and only what lies on the path can fail."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.tree import DraftTree
+from service.engine.generation import Sequence
+from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.sequence import SamplingParams
+from service.engine.verify import Verified, VerifyStage
+from tests.service.engine.harness import greedy
+from tests.service.engine.test_scheduler import sequence_of
+from tests.service.engine.test_target import tree_of
+
+torch.set_num_threads(1)
+
+VOCAB = 320
+PARENTS = [-1, -1, 1, 1, 3]
+DRAFTED = [11, 12, 13, 14, 15]
+ON_PATH = {-1: 12, 1: 14, 3: 15, 4: 99}  # what the target chooses after the root (-1) and after some nodes
+
+
+def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
+    """A sequence with a tree beside others that read their prompts to the end, or not."""
+    lines = [sequence_of(8, greedy()), *(sequence_of(3, greedy()) for _ in range(others))]
+    chains = [Chain(2, 7, [2], completes=True)]
+    chains += [Chain(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
+    tree = tree_of(DRAFTED, PARENTS)
+    padding = [torch.zeros(others, *getattr(tree, name).shape[1:]).to(getattr(tree, name)) for name in tree.__slots__]
+    both = DraftTree(*map(lambda name, more: torch.cat([getattr(tree, name), more]), tree.__slots__, padding))
+    rows = flatten(chains, both, 1 + torch.arange(6 + 3 * others))
+    return [line for line, chain in zip(lines, chains, strict=True) if chain.completes], rows, both
+
+
+def logits_for(rows: ForwardRows, choices: dict[int, int]) -> Tensor:
+    """Logits under which the first sequence's rows choose these tokens, and all others token 50."""
+    logits = torch.zeros(rows.logit_rows.shape[0], VOCAB)
+    for line, (sequence, row) in enumerate(zip(rows.logit_sequence.tolist(), rows.logit_rows.tolist(), strict=True)):
+        node = int(rows.attention.node[row])
+        logits[line, choices.get(node, 70 + node) if sequence == 0 else 50] = 9.0
+    return logits
+
+
+def verify(choices: dict[int, int], *bad: int, others: int = 1) -> tuple[Verified, ForwardRows]:
+    """Verify with not-a-number logits after the nodes `bad` of the first sequence."""
+    sequences, rows, tree = forward(others)
+    logits = logits_for(rows, choices)
+    nodes = rows.attention.node[rows.logit_rows]
+    for node in bad:
+        logits[(nodes == node) & (rows.logit_sequence == 0)] = torch.nan
+    return VerifyStage().verify(sequences, rows, tree, logits), rows
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 3])
+def test_the_path_is_walked_as_far_as_the_target_agrees(others: int) -> None:
+    verified, _ = verify(ON_PATH, others=others)
+    result = verified.result
+    assert result.path[0][result.path[0] >= 0].tolist() == [1, 3, 4]
+    assert result.num_accepted.tolist() == [3, *[0] * (others // 2)]
+    assert result.bonus.tolist() == [99, *[50] * (others // 2)]
+    assert result.target_tokens[0].tolist() == [12, 70, 14, 72, 15, 99]
+    assert verified.tree.batch == 1 + others // 2
+
+
+def test_each_emitted_tokens_logits_are_known() -> None:
+    verified, rows = verify(ON_PATH, others=2)
+    nodes = rows.attention.node[rows.logit_rows[verified.path_logits[0, :4]]]
+    assert nodes.tolist() == [-1, 1, 3, 4]
+    assert rows.logit_sequence[verified.path_logits[:, 0]].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("node", [-1, 1, 3, 4])
+def test_no_score_on_the_path_fails_the_sequence(node: int) -> None:
+    assert verify(ON_PATH, node, others=2)[0].failed.tolist() == [True, False]
+
+
+def test_no_score_beside_the_path_is_harmless() -> None:
+    verified, _ = verify(ON_PATH, 0, 2, others=2)
+    assert verified.failed.tolist() == [False, False]
+    assert verified.result.num_accepted.tolist() == [3, 0]
+
+
+def test_positions_and_counts_rise_along_the_path() -> None:
+    """With min_tokens 2 the stop token is out of reach after the root and at depth 1, but not below."""
+    sequences, rows, tree = forward(0)
+    params = SamplingParams(seed=0, max_tokens=50, temperature=0.0, min_tokens=2, stop_token_ids=frozenset({60}))
+    sequences = [sequence_of(8, params)]
+    logits = logits_for(rows, ON_PATH)
+    logits[:, 60] = 10.0
+    target_tokens = VerifyStage().verify(sequences, rows, tree, logits).result.target_tokens
+    assert target_tokens.tolist() == [[12, 70, 14, 60, 60, 60]]
+
+
+def test_a_new_sequence_in_an_old_ones_place_samples_its_own_way() -> None:
+    stage = VerifyStage()
+    for forbidden in (12, 14, 12):
+        _, rows, tree = forward(0)
+        params = SamplingParams(seed=0, max_tokens=50, temperature=0.0, logit_bias=((forbidden, -100.0),))
+        logits = logits_for(rows, ON_PATH)
+        logits[:, 61] = 5.0
+        chosen = stage.verify([sequence_of(8, params)], rows, tree, logits).result.target_tokens[0]
+        assert int(chosen[0]) == (61 if forbidden == 12 else 12)
+        assert int(chosen[2]) == (61 if forbidden == 14 else 14)
