@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from service.engine.weights import LoadedModel, load_model
@@ -84,7 +85,8 @@ def save_model(
 ) -> PreTrainedModel:
     """Give a model random weights and save it with a tokenizer."""
     randomise(model, seed)
-    model.to(dtype).save_pretrained(folder)
+    nn.Module.to(model, dtype)
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return model
 
@@ -153,7 +155,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 def stock(folder: Path | str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     assert isinstance(model, PreTrainedModel)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def random_prompts(count: int, length: int, *, seed: int = 0) -> Iterator[list[int]]:

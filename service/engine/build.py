@@ -46,13 +46,14 @@ def build_engine(
     """An idle engine around a target."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
+    draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device)
     return Engine(
         target,
         drafter,
         slots=slots,
         table=table,
-        scheduler=Scheduler(slots, table, prefill_chunk=limits.prefill_chunk),
-        draft_stage=DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device),
+        scheduler=Scheduler(slots, table, prefill_chunk=limits.prefill_chunk, released=draft_stage.stop),
+        draft_stage=draft_stage,
         vocabulary=vocabulary,
     )
 

@@ -21,6 +21,7 @@ class CostTable:
         """Predicted seconds of a forward of so many rows at a mean context length. # [n] -> [n]"""
         low, high, share = _bracket(self.contexts, torch.tensor(context))
         curve = self.seconds[low] * (1 - share) + self.seconds[high] * share  # [row points]
+        curve = curve.cummax(0).values  # extended contexts can bend the curve down, and extended rows below zero
         below, above, part = _bracket(self.rows, rows.to(torch.float32))
         return curve[below] * (1 - part) + curve[above] * part
 

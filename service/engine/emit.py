@@ -66,7 +66,6 @@ class EmitStage:
         if finish is None:
             sequence.sampling.extend(kept)
             return SequenceOutput(request.request_id, sequence.index, tuple(kept), sequence.text.take(), shown)
-        self._leave(sequence)
         return SequenceOutput(
             request.request_id,
             sequence.index,
@@ -79,14 +78,6 @@ class EmitStage:
             speculation=sequence.speculation(self._drafter.name, self._drafter.version),
             timings=sequence.timings(time.monotonic()),
         )
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Have the drafter forget the sequence; it alone knows how much of the prediction came true."""
-        if sequence.row is not None:
-            (foretold,) = self._drafter.finish([sequence.row])
-            sequence.accepted_prediction_tokens = min(foretold, sequence.num_generated)
-        unused = len(sequence.request.prediction) - sequence.accepted_prediction_tokens
-        sequence.rejected_prediction_tokens = max(0, unused)
 
 
 def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:

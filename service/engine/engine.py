@@ -83,7 +83,10 @@ class Engine:
     def abort(self, request_id: str) -> tuple[list[SequenceOutput], list[FinishStats]]:
         """End a request's sequences now and free their slots."""
         mine = [s for s in self._sequences() if s.request.request_id == request_id]
-        return [self._emit_stage.abort(s) for s in mine], [self._remove(s, Finish("abort")) for s in mine]
+        for sequence in mine:
+            self.scheduler.remove(sequence)
+        end = Finish("abort")
+        return [self._emit_stage.output(s, [], None, end) for s in mine], [_finish_stats(s, end) for s in mine]
 
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
@@ -103,8 +106,8 @@ class Engine:
         self.drafter.commit(committed)
         accepted: list[int] = verified.result.num_accepted.tolist()  # planned transfer
         _advance(batch, accepted)
-        emission = self._emit_stage.emit(completing, committed, verified, output.logits)
-        finished = [self._remove(sequence, finish) for sequence, finish in emission.ended]
+        emission = self._emit_stage.emit(completing, committed, verified, output.logits, self.scheduler.remove)
+        finished = [_finish_stats(sequence, finish) for sequence, finish in emission.ended]
         clock.lap("other")
         return StepReport(emission.outputs, finished, self._stats(batch, tree, budget, accepted, emission, clock))
 
@@ -136,18 +139,6 @@ class Engine:
             num_prompt=len(request.prompt),
         )
 
-    def _remove(self, sequence: Sequence, finish: Finish) -> FinishStats:
-        self.scheduler.remove(sequence)
-        timings = sequence.timings(time.monotonic())
-        return FinishStats(
-            finish_reason=finish.reason,
-            queue_seconds=timings.queue_seconds,
-            first_token_seconds=timings.first_token_seconds,
-            total_seconds=timings.total_seconds,
-            prompt_tokens=sequence.num_prompt,
-            output_tokens=sequence.num_generated,
-        )
-
     def _stats(
         self, batch: Batch, tree: DraftTree, budget: Budget, accepted: list[int], emission: Emission, clock: "_Clock"
     ) -> StepStats:
@@ -173,6 +164,18 @@ class Engine:
             preemptions=self.scheduler.take_preemptions(),
             itl_seconds=emission.gaps,
         )
+
+
+def _finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:
+    timings = sequence.timings(time.monotonic())
+    return FinishStats(
+        finish_reason=finish.reason,
+        queue_seconds=timings.queue_seconds,
+        first_token_seconds=timings.first_token_seconds,
+        total_seconds=timings.total_seconds,
+        prompt_tokens=sequence.num_prompt,
+        output_tokens=sequence.num_generated,
+    )
 
 
 def _advance(batch: Batch, accepted: list[int]) -> None:

@@ -80,11 +80,12 @@ class Sequence:
         return gap
 
     def speculation(self, drafter: str, version: int) -> SpeculationRecord:
+        foretold = min(self.foretold_tokens, self.num_generated)  # what was cut off behind a stop does not count
         return SpeculationRecord(
             accepted_per_step=tuple(self.accepted_per_step),
             drafted_per_step=tuple(self.drafted_per_step),
-            accepted_prediction_tokens=self.foretold_tokens,
-            rejected_prediction_tokens=max(0, len(self.request.prediction) - self.foretold_tokens),
+            accepted_prediction_tokens=foretold,
+            rejected_prediction_tokens=max(0, len(self.request.prediction) - foretold),
             drafter=drafter,
             drafter_version=version,
         )

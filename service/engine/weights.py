@@ -175,8 +175,8 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
 
 def _takes_attention(config: PreTrainedConfig) -> bool:
     """Whether transformers lets the attention of this model be replaced; some others ignore the wish without a word."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
-    return all(model._supports_attention_backend for model in (known if isinstance(known, tuple) else (known,)))
+    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return known is None or bool(getattr(known, "_supports_attention_backend", False))
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:

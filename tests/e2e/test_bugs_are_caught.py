@@ -37,10 +37,10 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
     return assembled(save_two_layers(tmp_path_factory.mktemp("two-layers")))
 
 
-def compare(assembly: Assembly, extras: Extras, *, num_tokens: int = 600) -> LosslessResult:
+def compare(assembly: Assembly, extras: Extras, *, seed: int = 0) -> LosslessResult:
     """A few cases with trees that are accepted in part."""
     cases = [Case(temperature, extras, TREES, "among 15", 64) for temperature in (1.0, 0.0)]
-    return check(assembly, varied_prompts(), num_tokens=num_tokens, answer_tokens=32, cases=cases)
+    return check(assembly, varied_prompts(), num_tokens=600, seed=seed, answer_tokens=32, cases=cases)
 
 
 @pytest.mark.parametrize("extras", ["none", "penalties", "stop"])
@@ -131,14 +131,16 @@ def test_a_slot_that_is_never_freed_is_caught(assembly: Assembly, monkeypatch: p
 
 
 def test_dropped_row_padding_is_caught(tmp_path: Path) -> None:
-    """In bf16, where rounding decides between close tokens. A machine whose products are the same bits for any number
-    of rows needs no padding, and there the check must find nothing."""
-    assembly = assembled(save_two_layers(tmp_path, torch.bfloat16), dtype="bfloat16")
+    """In bf16 and with long sums, whose rounding depends on the number of rows on some machines. One on which it does
+    not settles at a multiple of 1: there padding has nothing to do, and nothing may differ without it."""
+    folder = save_two_layers(tmp_path, torch.bfloat16, hidden_size=1152, intermediate_size=1152)
+    assembly = assembled(folder, dtype="bfloat16")
     settled = assembly.target.row_multiple
     assert assembly.numerics == "exact"
     assert compare(assembly, "none").holds
     assembly.target.row_multiple = 1
     assert rows_are_independent(assembly.target) == (settled == 1)
-    result = compare(assembly, "none", num_tokens=4000)
-    print(f"padding of {settled} dropped: {result.mismatched_tokens} of {result.tokens_compared} tokens mismatched")
-    assert (result.mismatched_tokens > 0) == (settled > 1)
+    results = [compare(assembly, "none", seed=seed) for seed in range(3)]
+    mismatched = sum(result.mismatched_tokens for result in results)
+    print(f"padding of {settled} dropped: {mismatched} of {sum(r.tokens_compared for r in results)} tokens mismatched")
+    assert (mismatched > 0) == (settled > 1)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from service.config import ServiceConfig
 from service.engine.sequence import SamplingParams
@@ -34,10 +34,12 @@ def tiny_answers(family: str) -> list[tuple[list[int], list[int]]]:
 
 @torch.inference_mode()
 def stock_generate(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    assert isinstance(model, GenerationMixin)
     ids = torch.tensor([prompt])
     answer = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
+    assert isinstance(answer, torch.Tensor)
     tokens: list[int] = answer[0, len(prompt) :].tolist()
     return tokens
 

@@ -129,12 +129,17 @@ def _layout(parts: Sequence[Part], places: Sequence[Tensor]) -> tuple[AttentionR
         node += [-1] * (part.end - part.start) + [*range(count)]
     ends = [part.end - 1 for part in parts]
     order = torch.argsort((torch.tensor(node) >= 0).int(), stable=True)
-    by_row = [torch.tensor(values)[order] for values in (sequence, positions, node)]
-    return (
-        AttentionRows(*by_row, torch.tensor(lines), torch.tensor(ends), node_slots, node_depths, ancestors),
-        table,
-        order,
+    rows = AttentionRows(
+        sequence=torch.tensor(sequence)[order],
+        positions=torch.tensor(positions)[order],
+        node=torch.tensor(node)[order],
+        table_rows=torch.tensor(lines),
+        chain_end=torch.tensor(ends),
+        node_slots=node_slots,
+        node_depths=node_depths,
+        ancestors=ancestors,
     )
+    return rows, table, order
 
 
 def naive(part: Part, heads: Heads, window: int | None, softcap: float | None) -> Tensor:

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from service.engine import cost
 from service.engine.cost import CostTable, measure
 
 TABLE = CostTable(
@@ -42,7 +41,7 @@ def test_one_context_is_enough() -> None:
 def test_measuring_fills_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only `run` moves."""
     now = [0.0]
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
 
     def run(rows: int, context: int) -> None:
         now[0] += rows + context / 100
@@ -54,7 +53,7 @@ def test_measuring_fills_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_noise_never_makes_a_larger_forward_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     now, noise = [0.0], itertools.cycle([5.0, 1.0, 3.0, 0.5, 2.0, 7.0, 0.1])
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
 
     def run(rows: int, context: int) -> None:
         now[0] += next(noise)
@@ -66,7 +65,7 @@ def test_noise_never_makes_a_larger_forward_cheaper(monkeypatch: pytest.MonkeyPa
 
 def test_a_single_slow_run_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seconds = [0.0], iter([50.0, 1.0, 90.0, 1.0])
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
 
     def run(rows: int, context: int) -> None:
         now[0] += next(seconds)

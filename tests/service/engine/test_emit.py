@@ -74,7 +74,11 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emi
     )
     verified = Verified(tree, result, torch.arange(count + 1)[None], torch.tensor([failed]))
     committed = Committed(torch.tensor([0]), torch.tensor([tokens]), torch.tensor([count + 1]), tree, result, None)
-    return EmitStage(NoDrafter(), EOS).emit([sequence], committed, verified, torch.zeros(count + 1, 320))
+    removed: list[Sequence] = []
+    logits = torch.zeros(count + 1, 320)
+    emission = EmitStage(NoDrafter(), EOS).emit([sequence], committed, verified, logits, removed.append)
+    assert removed == [ended for ended, _ in emission.ended]
+    return emission
 
 
 def test_text_that_may_become_a_stop_is_held_back_until_it_does_not() -> None:

@@ -321,7 +321,7 @@ def test_a_sequence_with_nan_logits_fails_alone(
 def poisoned_engine(token: int, folders: pytest.TempPathFactory) -> Engine:
     loaded = load(tiny_model("llama", folders.mktemp("poisoned")))
     with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[token] = torch.nan
+        loaded.model.get_parameter("model.embed_tokens.weight")[token] = torch.nan
     return tiny_engine(loaded, drafter="lookup")
 
 

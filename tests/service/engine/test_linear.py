@@ -39,7 +39,8 @@ def test_every_plain_linear_is_replaced_and_the_embedding_keeps_its_weights() ->
     before = model["head"](model["inner"](model["embed"](ids)))
     assert pack_linears(model) == 2
     assert not any(type(module) is nn.Linear for module in model.modules())
-    assert torch.equal(model["embed"].weight, expected)
+    assert torch.equal(embedding, expected)
+    assert model["embed"].weight is embedding
     torch.testing.assert_close(model["head"](model["inner"](model["embed"](ids))), before, atol=0.02, rtol=0.01)
 
 

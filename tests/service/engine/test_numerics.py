@@ -1,7 +1,5 @@
 """The start-up check of numerics: it confirms what is exact, and notices what is not."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ def test_another_text_is_exact_too_at_the_settled_multiple() -> None:
 
 
 @pytest.fixture
-def company_matters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def company_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose last bits depend on how many rows are in the forward."""
 
     def attend(
@@ -41,7 +39,6 @@ def company_matters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return out * (1 + 1e-6 * (query.shape[0] % 5))
 
     monkeypatch.setattr(ops, "tree_attention", attend)
-    yield
 
 
 @pytest.mark.usefixtures("company_matters")

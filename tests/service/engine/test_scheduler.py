@@ -43,7 +43,7 @@ class Room:
 
     def conserved(self) -> bool:
         held = self.table.used([(s.table_row, s.num_computed) for s in self.scheduler.running])
-        return torch.cat([held, self.slots.free_slots()]).unique().shape[0] == self.slots.capacity
+        return len({*held.tolist(), *self.slots.free_slots().tolist()}) == self.slots.capacity
 
 
 def sequence_of(length: int, params: SamplingParams | None = None) -> Sequence:

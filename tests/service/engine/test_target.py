@@ -1,7 +1,9 @@
 """The target against transformers' own forward: logits, tapped features, chunks, company and trees, per family."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from kernels.tree_attention import NULL_SLOT
 from service.engine.commit import lay_out
 from service.engine.rows import Chain
 from service.engine.slots import SlotPool, SlotTable
-from service.engine.target import Target, decoder_layers, default_tap_layers, slot_attention
+from service.engine.target import AttentionStep, Target, decoder_layers, default_tap_layers, slot_attention
 from service.errors import StartupError
 from tests.service.engine.harness import tiny_target
 from tests.tiny_models import EOS_ID, FAMILIES, VOCAB_SIZE, load, loaded_tiny, random_prompts, save_model, stock_tiny
@@ -88,9 +90,7 @@ def test_every_path_of_a_tree_is_a_text_of_its_own(family: str) -> None:
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> DraftTree:
-    depths = [len(path_to(node, parents)) for node in range(len(parents))]
-    lines = [torch.tensor([values]) for values in (tokens, parents, depths)]
-    return DraftTree(*lines, torch.ones(1, len(parents)), torch.tensor([len(parents)]))
+    return DraftTree.of(torch.tensor([tokens]), torch.tensor([parents]))
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
@@ -181,8 +181,45 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
         Texts(tiny_target(load(tmp_path))).run([Chain(0, 0, [1, 2], completes=True)])
 
 
-def test_an_argument_that_changes_nothing_is_no_reason_to_refuse() -> None:
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"alibi": 1}, "alibi"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask"),
+        ({"key": torch.zeros(1, 4, 3, 12)}, "heads by dimensions"),
+        ({"value": torch.zeros(1, 2, 3, 8)}, "heads by dimensions"),
+        ({"times": 2}, "not one plain attention each"),
+        ({"times": 0}, "not one plain attention each"),
+        ({"position_ids": torch.zeros(1, 3), "use_cache": False}, ""),
+    ],
+    ids=["argument", "mask", "key", "value", "twice", "never", "harmless"],
+)
+def test_attention_that_is_not_plain_is_refused(
+    changes: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = Texts(tiny_target(loaded_tiny("llama")))
-    with pytest.raises(StartupError, match="alibi"):
-        slot_attention(nn.Module(), *[torch.zeros(1, 1, 1, 8)] * 3, None, tree_step=None, alibi=1)  # type: ignore[arg-type]
-    assert torch.isfinite(texts.run([Chain(0, 0, [4], completes=True)])).all()
+    layer = attention_of(texts.target, 1)
+
+    arguments: dict[str, Any] = {"query": torch.zeros(1, 4, 3, 12), "attention_mask": None}
+    arguments |= {name: torch.zeros(1, 2, 3, 12) for name in ("key", "value")} | changes
+    times = arguments.pop("times", 1)
+
+    def attend(hidden_states: Tensor, tree_step: AttentionStep, **_: object) -> tuple[Tensor, None]:
+        for _time in range(times):
+            slot_attention(layer, **arguments, tree_step=tree_step)
+        return hidden_states, None
+
+    monkeypatch.setattr(layer, "forward", attend)
+    with pytest.raises(StartupError, match=complaint) if complaint else nullcontext():
+        texts.run([Chain(0, 0, [4, 5, 6], completes=True)])
+
+
+def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = Texts(tiny_target(loaded_tiny("llama")))
+    monkeypatch.setattr(attention_of(texts.target, 0), "is_causal", False)
+    with pytest.raises(StartupError, match="two-way"):
+        texts.run([Chain(0, 0, [4, 5], completes=True)])
+
+
+def attention_of(target: Target, layer: int) -> nn.Module:
+    return target.model.get_submodule(f"model.layers.{layer}.self_attn")

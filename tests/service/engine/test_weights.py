@@ -233,7 +233,7 @@ def test_the_embedded_model_is_unpacked_and_cached(tmp_path: Path, monkeypatch: 
     assert resolve(EMBEDDED_NAME, cache_dir=tmp_path) == folder
     cpu = torch.device("cpu")
     loaded = load_model(EMBEDDED_NAME, revision=None, dtype=torch.float32, device=cpu, cache_dir=tmp_path)
-    assert (loaded.eos_token_ids, loaded.max_positions) == ({2}, 8192)
+    assert (loaded.eos_token_ids, loaded.max_positions) == (frozenset({2}), 8192)
 
 
 def test_a_second_unpacking_at_the_same_time_is_harmless(
