@@ -18,7 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from service.engine.stats import FinishStats, StepStats
+from service.engine.stats import FinishStats, LoadStats, StepStats
 
 PREFIX: Final = "adaptree"
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
@@ -43,11 +43,15 @@ class Metrics:
             counters = (self._drafts, self._draft_tokens, self._accepted_tokens, self._accepted_per_position)
             self._registry.register(_RenamedCounters(counters, f"{PREFIX}_", "vllm:"))
 
-    def observe_step(self, stats: StepStats) -> None:
-        """One engine step."""
+    def observe_load(self, stats: LoadStats) -> None:
+        """How busy the engine is, after a step or an abort."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_cache_usage.set(stats.slots_used / stats.slots_total if stats.slots_total else 0.0)
+
+    def observe_step(self, stats: StepStats) -> None:
+        """One engine step."""
+        self._steps.inc()
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._generation_tokens.inc(stats.emitted_tokens)
         self._preemptions.inc(stats.preemptions)
@@ -91,6 +95,7 @@ class Metrics:
         self._waiting = self._gauge("num_requests_waiting", "Sequences waiting for a place.")
         self._kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of key/value slots in use, 0 to 1.")
         self._event_loop_lag = self._gauge("event_loop_lag_seconds", "Longest delay of the event loop since last read.")
+        self._steps = self._counter("engine_steps", "Engine steps.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._preemptions = self._counter("preemptions", "Sequences put back into the queue for want of slots.")

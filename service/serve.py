@@ -14,6 +14,7 @@ from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.engine import StepReport
+from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread
 from service.metrics import Metrics
 from service.runtime import ModelCard, Runtime, Served
@@ -95,7 +96,8 @@ class _DrainingServer(uvicorn.Server):
 def _load(config: ServiceConfig, metrics: Metrics) -> Served:
     assembly = assemble(config)
 
-    def observe(report: StepReport) -> None:
+    def observe(report: StepReport, load: LoadStats) -> None:
+        metrics.observe_load(load)
         if report.stats is not None:
             metrics.observe_step(report.stats)
         for finished in report.finished:

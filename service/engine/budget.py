@@ -69,7 +69,7 @@ class CostBudget:
         survival, owners = survival_order(candidates, limits)
         survival, owners = survival[: load.max_nodes], owners[: load.max_nodes]
         expected = batch + torch.cat([survival.new_zeros(1), survival.cumsum(0)])  # [N + 1]
-        rows = load.num_rows + torch.arange(expected.shape[0])
+        rows = load.num_rows + torch.arange(expected.shape[0], device=expected.device)
         rate = expected / self._costs.verify_seconds(rows, load.context)
         best = int(rate.argmax())
         chosen = owners[:best]

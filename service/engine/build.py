@@ -88,7 +88,7 @@ def measure_costs(target: Target, limits: EngineLimits) -> cost.CostTable:
         root = Chain(contexts.index(context), context, [0], completes=True)
         rehearsal.verify([root], _broad_tree(rows - 1, target.device))
 
-    return cost.measure(run, _COST_ROWS, contexts)
+    return cost.measure(run, _COST_ROWS, contexts).to(target.device)
 
 
 def _broad_tree(nodes: int, device: torch.device) -> DraftTree:

@@ -19,11 +19,15 @@ class CostTable:
 
     def verify_seconds(self, rows: Tensor, context: float) -> Tensor:
         """Predicted seconds of a forward of so many rows at a mean context length. # [n] -> [n]"""
-        low, high, share = _bracket(self.contexts, torch.tensor(context))
+        low, high, share = _bracket(self.contexts, torch.tensor(context, device=rows.device))
         curve = self.seconds[low] * (1 - share) + self.seconds[high] * share  # [row points]
         curve = curve.cummax(0).values  # extended contexts can bend the curve down, and extended rows below zero
         below, above, part = _bracket(self.rows, rows.to(torch.float32))
         return curve[below] * (1 - part) + curve[above] * part
+
+    def to(self, device: torch.device) -> "CostTable":
+        """The same table on the device where budgets are chosen."""
+        return CostTable(self.rows.to(device), self.contexts.to(device), self.seconds.to(device))
 
 
 def _bracket(points: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

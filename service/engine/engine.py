@@ -23,7 +23,7 @@ from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
 from service.engine.sequence import GenerationRequest, SequenceOutput
 from service.engine.slots import SlotPool, SlotTable
-from service.engine.stats import FinishStats, StepStats
+from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
 from service.engine.verify import VerifyStage
@@ -74,6 +74,16 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self.scheduler.running and not self.scheduler.waiting
+
+    @property
+    def load(self) -> LoadStats:
+        """How busy it is now."""
+        return LoadStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            slots_used=self.slots.capacity - self.slots.num_free,
+            slots_total=self.slots.capacity,
+        )
 
     def add(self, request: GenerationRequest) -> None:
         """Take a request in: n sequences at the end of the waiting line."""
@@ -146,10 +156,6 @@ class Engine:
         completing = [nodes for item, nodes in zip(batch.items, drafted, strict=True) if item.completes]
         per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
         return StepStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            slots_used=self.slots.capacity - self.slots.num_free,
-            slots_total=self.slots.capacity,
             prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
             emitted_tokens=sum(len(output.token_ids) for output in emission.outputs),
             drafts=len(per_draft),

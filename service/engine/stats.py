@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """One engine step, all sequences together."""
+class LoadStats:
+    """How busy the engine is now."""
 
     num_running: int
     num_waiting: int
     slots_used: int
     slots_total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One engine step, all sequences together."""
+
     prompt_tokens: int  # prompt tokens read in this step
     emitted_tokens: int
     drafts: int  # sequences that had at least one drafted node verified

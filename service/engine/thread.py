@@ -10,18 +10,19 @@ from collections.abc import Callable
 
 from service.engine.engine import Engine, StepReport
 from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.stats import LoadStats
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[SequenceOutput]], None]
-Observe = Callable[[StepReport], None]
+Observe = Callable[[StepReport, LoadStats], None]
 _Message = Callable[[Engine], list[SequenceOutput]]
 
 
 class EngineThread:
     """Runs an engine; every method may be called from any thread."""
 
-    def __init__(self, engine: Engine, observe: Observe = lambda report: None) -> None:
+    def __init__(self, engine: Engine, observe: Observe = lambda report, load: None) -> None:
         self._engine = engine
         self._observe = observe
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -60,7 +61,7 @@ class EngineThread:
 
         def end(engine: Engine) -> list[SequenceOutput]:
             _, finished = engine.abort(request_id)
-            self._observe(StepReport([], finished, None))
+            self._observe(StepReport([], finished, None), engine.load)
             return []
 
         self._inbox.put(end)
@@ -104,4 +105,4 @@ class EngineThread:
         if report.outputs:
             deliver(report.outputs)
         if report.stats is not None or report.finished:
-            self._observe(report)
+            self._observe(report, self._engine.load)

@@ -24,8 +24,10 @@ ALLOWED = {
     "service": LEAVES + RECORDS,  # the leaves themselves
     "service.engine": ("service.engine", *LEAVES, "drafters", "kernels"),
     "service.api": ("service.api", "service.runtime", *LEAVES, *RECORDS),
-    # The composition root and the command line build and start everything.
-    "service.runtime": PACKAGES,
+    # The assembly, the server process, the benchmarks and the command line build and start everything.
+    "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
+    "service.assembly": ("service.assembly", "service.engine", *LEAVES, "drafters", "kernels"),
+    "service.serve": PACKAGES,
     "service.cli": PACKAGES,
     "service.bench": PACKAGES,
 }

@@ -140,7 +140,11 @@ def test_dropped_row_padding_is_caught(tmp_path: Path) -> None:
     assert compare(assembly, "none").holds
     assembly.target.row_multiple = 1
     assert rows_are_independent(assembly.target) == (settled == 1)
-    results = [compare(assembly, "none", seed=seed) for seed in range(3)]
-    mismatched = sum(result.mismatched_tokens for result in results)
-    print(f"padding of {settled} dropped: {mismatched} of {sum(r.tokens_compared for r in results)} tokens mismatched")
+    mismatched = compared = 0
+    for seed in range(4):
+        if not mismatched:
+            result = compare(assembly, "none", seed=seed)
+            mismatched += result.mismatched_tokens
+            compared += result.tokens_compared
+    print(f"padding of {settled} dropped: {mismatched} of {compared} tokens mismatched")
     assert (mismatched > 0) == (settled > 1)

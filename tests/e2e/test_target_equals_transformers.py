@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from service.config import ServiceConfig
 from service.engine.sequence import SamplingParams
@@ -34,12 +35,11 @@ def tiny_answers(family: str) -> list[tuple[list[int], list[int]]]:
 
 @torch.inference_mode()
 def stock_generate(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    assert isinstance(model, GenerationMixin)
+    generate_text: Any = model.generate  # its types are those of no model
     ids = torch.tensor([prompt])
-    answer = model.generate(
+    answer = generate_text(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
-    assert isinstance(answer, torch.Tensor)
     tokens: list[int] = answer[0, len(prompt) :].tolist()
     return tokens
 

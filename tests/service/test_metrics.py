@@ -6,16 +6,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafters.tree import MAX_DEPTH
-from service.engine.stats import FinishStats, StepStats
+from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.metrics import FINISH_REASONS, PHASES, Metrics
 
 REASONS = ("load", "gain", "off")
 
 STEP = StepStats(
-    num_running=3,
-    num_waiting=2,
-    slots_used=25,
-    slots_total=100,
     prompt_tokens=7,
     emitted_tokens=6,
     drafts=3,
@@ -30,6 +26,7 @@ STEP = StepStats(
     preemptions=1,
     itl_seconds=(0.004, 0.3),
 )
+LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
 FINISH = FinishStats(
     finish_reason="stop",
     queue_seconds=0.5,
@@ -53,9 +50,11 @@ def series(metrics: Metrics) -> dict[str, float]:
 
 def test_a_step_is_exported() -> None:
     metrics = made()
+    metrics.observe_load(LOAD)
     metrics.observe_step(STEP)
     found = series(metrics)
     expected = {
+        "adaptree_engine_steps_total": 1,
         "adaptree_num_requests_running": 3,
         "adaptree_num_requests_waiting": 2,
         "adaptree_kv_cache_usage_perc": 0.25,
@@ -89,7 +88,9 @@ def test_a_step_is_exported() -> None:
 def test_counters_add_up_and_gauges_follow() -> None:
     metrics = made()
     metrics.observe_step(STEP)
-    metrics.observe_step(dataclasses.replace(STEP, num_running=1, slots_used=0, budget=0, budget_reason="load"))
+    metrics.observe_load(LOAD)
+    metrics.observe_step(dataclasses.replace(STEP, budget=0, budget_reason="load"))
+    metrics.observe_load(LoadStats(num_running=1, num_waiting=0, slots_used=0, slots_total=100))
     found = series(metrics)
     assert found["adaptree_generation_tokens_total"] == 12
     assert found["adaptree_num_requests_running"] == 1

@@ -28,10 +28,6 @@ PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:
 
 def timed(prompt_tokens: int, emitted: int, seconds: float, draft_seconds: float) -> TimedStep:
     stats = StepStats(
-        num_running=1,
-        num_waiting=0,
-        slots_used=1,
-        slots_total=9,
         drafts=0,
         drafted_nodes=0,
         prompt_tokens=prompt_tokens,

@@ -348,7 +348,7 @@ def test_a_step_says_what_it_did(requests: list[GenerationRequest]) -> None:
     while not engine.idle:
         report = engine.step()
         assert report.stats is not None
-        assert report.stats.slots_used + engine.slots.num_free == report.stats.slots_total
+        assert engine.load.slots_used + engine.slots.num_free == engine.load.slots_total
         assert report.stats.accepted_tokens == sum(report.stats.accepted_per_sequence)
         assert min(report.stats.draft_seconds, report.stats.verify_seconds, report.stats.other_seconds) >= 0
         for name in totals:

@@ -27,7 +27,7 @@ class Listener:
         self.results: dict[tuple[str, int], Generated] = {}
         self.ended = threading.Semaphore(0)
         self.deliveries = 0
-        self.thread = EngineThread(self.engine, self.reports.append)
+        self.thread = EngineThread(self.engine, lambda report, load: self.reports.append(report))
         self.thread.start(self.deliver)
 
     def deliver(self, outputs: list[SequenceOutput]) -> None:
