@@ -143,6 +143,14 @@ def test_the_last_of_all_seeds_wraps_around() -> None:
     assert together["two", 1].tokens == alone(sampled(-(2**63), 8), text).tokens
 
 
+def test_a_text_continues_as_itself() -> None:
+    """What was written so far may as well have been the prompt: noise knows absolute positions only."""
+    (text,) = prompts(20)
+    whole = alone(sampled(3, 30), text).tokens
+    engine = tiny_engine(drafter="lookup")
+    assert alone(sampled(3, 18), text + whole[:12], engine).tokens == whole[12:]
+
+
 @pytest.mark.parametrize("count", [1, 2, 17])
 def test_max_tokens_is_met_exactly(count: int, requests: list[GenerationRequest]) -> None:
     short = [replace(one, sampling=replace(one.sampling, max_tokens=count)) for one in requests]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
+from kernels.gumbel import gumbel_noise
 from service.engine.generation import Sequence
 from service.engine.rows import Chain, ForwardRows, flatten
 from service.engine.sequence import SamplingParams
@@ -93,12 +94,29 @@ def test_positions_and_counts_rise_along_the_path() -> None:
 
 
 def test_a_new_sequence_in_an_old_ones_place_samples_its_own_way() -> None:
-    stage = VerifyStage()
-    for forbidden in (12, 14, 12):
-        _, rows, tree = forward(0)
+    """A finished sequence's memory is given to the next one, so that the two cannot be told apart by their address."""
+    stage, (_, rows, tree) = VerifyStage(), forward(0)
+    logits = logits_for(rows, ON_PATH)
+    logits[:, 61] = 5.0
+    addresses = set()
+    for forbidden in (12, 14) * 20:
         params = SamplingParams(seed=0, max_tokens=50, temperature=0.0, logit_bias=((forbidden, -100.0),))
-        logits = logits_for(rows, ON_PATH)
-        logits[:, 61] = 5.0
-        chosen = stage.verify([sequence_of(8, params)], rows, tree, logits).result.target_tokens[0]
+        sequence = sequence_of(8, params)
+        addresses.add(id(sequence))
+        chosen = stage.verify([sequence], rows, tree, logits).result.target_tokens[0]
         assert int(chosen[0]) == (61 if forbidden == 12 else 12)
         assert int(chosen[2]) == (61 if forbidden == 14 else 14)
+        del sequence
+    assert len(addresses) < 40
+
+
+def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
+    """Under flat logits the noise alone chooses: the same for siblings, another one at every depth."""
+    _, rows, tree = forward(0)
+    params = SamplingParams(seed=77, max_tokens=50, temperature=1.0)
+    logits = torch.zeros(rows.logit_rows.shape[0], VOCAB)
+    chosen = VerifyStage().verify([sequence_of(8, params)], rows, tree, logits).result.target_tokens[0]
+    positions = 8 + torch.tensor([0, 1, 1, 2, 2, 3])  # the root stands at 7, the nodes at depths 1, 1, 2, 2, 3
+    noise = gumbel_noise(torch.full((6,), 77), positions, VOCAB)
+    assert torch.equal(chosen, noise.argmax(1))
+    assert len(set(chosen.tolist())) == 4
