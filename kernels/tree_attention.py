@@ -16,6 +16,7 @@ Legend: rows = tokens of the forward, segment = rows of one sequence that share 
 segment, members = query rows x query heads per key/value head in a segment (padded), heads = key/value heads.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,10 @@ MEMBER_MULTIPLE = 8
 """Rows of an fp32 product are padded to a multiple of this, below which BLAS libraries switch kernels."""
 
 MASKED = -1e30
-"""Additive mask; finite, so that a fully masked item has weight exp(MASKED - max) = 0 instead of NaN."""
+"""Additive mask; finite, so that a row that sees nothing (padding) has no NaN."""
+
+LOG2_E = math.log2(math.e)
+"""Scores are in powers of two, exp(x) = exp2(x log2 e): for exp torch calls a library that wakes all threads."""
 
 NULL_SLOT = 0
 """The slot that padding reads: never written, always zero."""
@@ -81,18 +85,20 @@ class AttentionBucket:
     segment_items: Tensor  # [segments * (most items of a segment)] int64, absent ones name the segment's tail
     query_positions: Tensor  # [segments, members] int64
     key_positions: Tensor  # [items, WIDTH] int64
-    visible_chunks: Tensor  # [chunks, 1, WIDTH] bool
-    visible_tails: Tensor  # [segments, members, WIDTH] bool
-    masks: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    visible: Tensor  # [items, members, WIDTH] bool
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Additive masks of chunks and tails for a sliding window (None = unlimited), made at first use in a step."""
+    def mask(self, window: int | None) -> Tensor:
+        """Additive mask for a sliding window (None = unlimited), made at first use in a step.
+
+        [items, 1, members, WIDTH] float32
+        """
         if window not in self.masks:
-            chunks, tails = self.visible_chunks, self.visible_tails
+            visible = self.visible
             if window is not None:
-                near = self.key_positions[:, None] > (self.query_positions[self.item_segment] - window)[:, :, None]
-                chunks, tails = chunks & near[: self.num_chunks], tails & near[self.num_chunks :]
-            self.masks[window] = _additive(chunks), _additive(tails)
+                first = self.query_positions[self.item_segment] - window  # [items, members]
+                visible = visible & (self.key_positions[:, None] > first[:, :, None])
+            self.masks[window] = torch.where(visible, 0.0, MASKED)[:, None]
         return self.masks[window]
 
 
@@ -105,9 +111,11 @@ class AttentionPlan:
 
 
 def plan_attention(
-    rows: AttentionRows, slot_table: Tensor, *, num_slots: int, query_heads: int, kv_heads: int
+    rows: AttentionRows, slot_table: Tensor, *, num_slots: int, query_heads: int, kv_heads: int, padding: int = 0
 ) -> AttentionPlan:
     """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the chain rows.
+
+    `padding` rows follow the rows proper; what they attend to is of no concern to anybody.
 
     Rows of prompt chunks are planned apart from decoding rows: their segments have many members, and padding a single
     decoding row to that size would cost more than the rest of its step. The layout is computed on the host, where
@@ -116,7 +124,7 @@ def plan_attention(
     host, heads = _HostRows.of(rows, slot_table), _Heads(query_heads, kv_heads, num_slots)
     chunked = host.in_chunks()
     parts = [part.nonzero()[0] for part in (~chunked, chunked) if part.any()]
-    buckets, outs, offset = [], np.empty((len(host.sequence), query_heads), np.int64), 0
+    buckets, outs, offset = [], np.zeros((len(host.sequence) + padding, query_heads), np.int64), 0
     for part in parts:
         segments = _segment(host, part, heads.group)
         buckets.append(_plan_bucket(host, segments, heads, slot_table.device))
@@ -134,7 +142,7 @@ def tree_attention(
     keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32.
     `softcap` bounds scores to +-softcap by tanh (Gemma 2).
     """
-    flat_query = query.reshape(-1, query.shape[-1])  # [rows * query heads, head_dim]
+    flat_query = query.reshape(-1, query.shape[-1]) * LOG2_E  # [rows * query heads, head_dim]
     flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
     parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in plan.buckets]
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -145,47 +153,45 @@ def _attend(
     query: Tensor, pool: Tensor, bucket: AttentionBucket, heads: int, window: int | None, softcap: float | None
 ) -> Tensor:
     """One bucket. query [rows * query heads, head_dim] -> [segments * heads * members, head_dim]"""
-    items, dim, chunks = bucket.item_segment.shape[0], query.shape[-1], bucket.num_chunks
+    items, dim = bucket.item_segment.shape[0], query.shape[-1]
     queries = query.index_select(0, bucket.item_queries).view(items * heads, -1, dim)
-    keys, values = pool.index_select(0, bucket.item_keys).view(2, items * heads, WIDTH, dim)
+    keys, values = pool.index_select(0, bucket.item_keys).view(2, items * heads, WIDTH, dim).unbind()
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(items, heads, -1, WIDTH)
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    chunk_mask, tail_mask = bucket.mask(window)
-    scores[:chunks] += chunk_mask[:, None]
-    scores[chunks:] += tail_mask[:, None]
-    top = scores.amax(-1, keepdim=True)  # [items, heads, members, 1]
-    weights = scores.sub_(top).exp_()
-    totals = _sum_columns(weights, chunks)  # [items, heads, members, 1]
+        scores = scores.div_(softcap * LOG2_E).tanh_().mul_(softcap * LOG2_E)
+    scores.add_(bucket.mask(window))
+    weights = scores.sub_(_common_top(scores, bucket)).exp2_()
+    totals = _sum_columns(weights, bucket.num_chunks)  # [items, heads, members, 1]
     sums = torch.bmm(weights.view(items * heads, -1, WIDTH), values).view(items, heads, -1, dim)
-    if chunks:
-        sums, totals = _merge_items(sums, totals, top, bucket)
-    return (sums / totals).view(-1, dim)
+    if bucket.num_chunks:
+        sums, totals = _add_up(sums, bucket), _add_up(totals, bucket)
+    return sums.div_(totals).view(-1, dim)
+
+
+def _common_top(scores: Tensor, bucket: AttentionBucket) -> Tensor:
+    """The largest score of each query over all items of its segment. # [items, heads, members, 1]"""
+    top = scores.amax(-1, keepdim=True)
+    if not bucket.num_chunks:
+        return top
+    segments = top.shape[0] - bucket.num_chunks
+    common = top.index_select(0, bucket.segment_items).view(segments, -1, *top.shape[1:]).amax(1)
+    return common.index_select(0, bucket.item_segment)
 
 
 def _sum_columns(weights: Tensor, chunks: int) -> Tensor:
     """Softmax denominators per item.
 
-    A tail's columns are summed by a product with ones, because only that runs strictly in column order; a chunk's
-    columns are the same keys in every step, so any fixed order will do.
+    A tail's columns are summed one after the other, so that gaps leave no trace; a chunk's columns are the same keys
+    in every step, so any fixed order will do.
     """
-    totals = weights.sum(-1, keepdim=True)
-    tails = weights[chunks:]
-    ones = torch.ones(WIDTH, MEMBER_MULTIPLE, dtype=weights.dtype, device=weights.device)
-    totals[chunks:] = (tails.reshape(-1, WIDTH) @ ones)[:, :1].view(*tails.shape[:-1], 1)
-    return totals
+    tail_totals = weights[chunks:].cumsum(-1)[..., -1:]
+    return torch.cat([weights[:chunks].sum(-1, keepdim=True), tail_totals]) if chunks else tail_totals
 
 
-def _merge_items(sums: Tensor, totals: Tensor, top: Tensor, bucket: AttentionBucket) -> tuple[Tensor, Tensor]:
-    """Add up each segment's items, chunk by chunk and then the tail, after rescaling them to a common maximum."""
-    segments = sums.shape[0] - bucket.num_chunks
-    common = top.index_select(0, bucket.segment_items).view(segments, -1, *top.shape[1:]).amax(1)
-    scale = (top - common.index_select(0, bucket.item_segment)).exp_()
-    zero_sums, zero_totals = sums.new_zeros(segments, *sums.shape[1:]), totals.new_zeros(segments, *totals.shape[1:])
-    return (
-        zero_sums.index_add_(0, bucket.item_segment, sums.mul_(scale)),
-        zero_totals.index_add_(0, bucket.item_segment, totals.mul_(scale)),
-    )
+def _add_up(values: Tensor, bucket: AttentionBucket) -> Tensor:
+    """Sums over each segment's items: its chunks in order, then its tail. # [items, ...] -> [segments, ...]"""
+    sums = values.new_zeros(values.shape[0] - bucket.num_chunks, *values.shape[1:])
+    return sums.index_add_(0, bucket.item_segment, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +289,7 @@ def _plan_bucket(rows: _HostRows, segments: _Segments, heads: _Heads, device: to
         segment_items=tensor(segment_items),
         query_positions=tensor(rows.positions[segments.member_rows]),
         key_positions=tensor(np.concatenate([chunk_positions, tail_positions])),
-        visible_chunks=tensor(visible_chunks),
-        visible_tails=tensor(visible_tails),
+        visible=tensor(_stacked(visible_chunks, visible_tails)),
     )
 
 
@@ -327,6 +332,12 @@ def _tail_keys(rows: _HostRows, segments: _Segments) -> tuple[Ints, Ints, Bools]
     )
 
 
+def _stacked(chunks: Bools, tails: Bools) -> Bools:
+    """Visibility of all items. # [chunks, 1, WIDTH], [segments, members, WIDTH] -> [items, members, WIDTH]"""
+    wide = np.broadcast_to(chunks, (len(chunks), *tails.shape[1:]))
+    return np.concatenate([wide, tails])
+
+
 def _query_indices(member_rows: Ints, heads: _Heads) -> Ints:
     """Where each member's query stands in [rows * query heads]. # -> [segments, heads, members]"""
     head = np.arange(heads.kv_heads)[:, None] * heads.group
@@ -353,7 +364,3 @@ def _out_members(segments: _Segments, heads: _Heads) -> Ints:
 def _host(values: Tensor) -> NDArray[Any]:
     host: NDArray[Any] = values.cpu().numpy()  # planned transfer: none on a CPU
     return host
-
-
-def _additive(visible: Tensor) -> Tensor:
-    return torch.where(visible, 0.0, MASKED)

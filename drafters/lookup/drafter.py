@@ -63,7 +63,9 @@ class LookupDrafter:
             self._follow_prediction(rows, matches)
         tree = self._merger.merge(matches)
         buckets = self._odds.buckets(matches, tree, noise.temperatures)
-        survival = self._odds.rate(buckets).cumprod(1).masked_fill_(tree.absent, 0.0)
+        # The odds along a path are those of its nodes, which may stand in other matches' columns.
+        odds = self._odds.rate(buckets).gather(2, tree.first)
+        survival = odds.cumprod_(1).masked_fill_(tree.absent, 0.0)
         self._remember(rows, matches, buckets.masked_fill_(tree.absent, ABSENT))
         return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
 

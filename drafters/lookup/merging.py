@@ -24,6 +24,7 @@ _NO_MATCH = 2.0**-60  # weighs nothing, yet can be divided by
 class MergedTree:
     """All continuations as nodes (depth, match), each field [batch, depth, matches]."""
 
+    first: Tensor  # int64, the match whose node this is: the first with the same beginning
     absent: Tensor  # bool, no node: an earlier match runs through it, or the continuation has ended
     parents: Tensor  # int64, 1 + flat (depth, match) index of the parent, 0 below the root
     share: Tensor  # float32, part of the parent's weight that goes on through this node
@@ -56,6 +57,7 @@ class Merger:
         through, votes = (same.flatten(1, 2).float() @ weights).view(*first.shape, 2).unbind(3)
         total = weights[:, None, :, 0].sum(2, keepdim=True).expand(-1, 1, first.shape[2])
         return MergedTree(
+            first=first,
             absent=(first != self._order) | (continuations == SEPARATOR),
             parents=self._parents(first),
             share=through / torch.cat([total, through[:, :-1]], dim=1),

@@ -5,7 +5,7 @@ No thread and no HTTP, so that what is measured is the engine itself.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from service.engine.engine import Engine
@@ -44,14 +44,20 @@ class Run:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
-def generate(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
-    """Answer all requests together; each of them asks for one sequence."""
+def generate(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    before_step: Callable[[int], None] = lambda number: None,
+) -> Run:
+    """Answer all requests together; each of them asks for one sequence. `before_step` hears of each step's number."""
     outputs: defaultdict[str, list[SequenceOutput]] = defaultdict(list)
-    steps = []
+    steps: list[TimedStep] = []
     start = last = time.perf_counter()
     for request in requests:
         engine.add(request)
     while not engine.idle:
+        before_step(len(steps))
         report = engine.step()
         for output in report.outputs:
             outputs[output.request_id].append(output)

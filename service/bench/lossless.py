@@ -26,6 +26,7 @@ _HIT_RATE = 0.8
 _CASES_PER_ROUND = 192  # the next round asks other questions
 _WRONG_EVERY = 7  # tokens of a prediction
 _SLOT_SHARE = 0.6  # of what all sequences together would fill, where slots are scarce
+_PREEMPT_EVERY = 6  # steps, where slots are scarce
 _STOP_LENGTH = 3  # characters, so that it mostly spans tokens
 
 
@@ -153,7 +154,8 @@ class _Bench:
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
         limits = self._limits(case, questions)
         engine = _engine(self._assembly, case.way, limits, self._costs, seed=self._seed + number)
-        run = generate(engine, requests)
+        disturb = _preempting(engine) if case.company == "short of slots" else _undisturbed
+        run = generate(engine, requests, before_step=disturb)
         engine.assert_conserved()
         compared = [
             (_count(want, got), Mismatch(case, question, want, got))
@@ -251,6 +253,21 @@ def _drafter(assembly: Assembly, way: Way, limits: EngineLimits, seed: int) -> D
         max_length=limits.max_model_len,
         device=assembly.target.device,
     )
+
+
+def _preempting(engine: Engine) -> Callable[[int], None]:
+    """Preempts now and then, also when answers end so soon that slots suffice."""
+
+    def preempt(step: int) -> None:
+        running = engine.scheduler.running
+        if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
+            engine.scheduler.preempt(running[-1])
+
+    return preempt
+
+
+def _undisturbed(step: int) -> None:
+    """Nothing happens between steps."""
 
 
 def _foretell(answer: Sequence[int], assembly: Assembly) -> list[int]:

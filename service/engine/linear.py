@@ -1,27 +1,65 @@
-"""Linear layers with weights reordered once for the CPU's matrix units.
+"""Linear layers as a CPU with bf16 arithmetic likes them: weights reordered once, and one product for layers that read
+the same input.
 
-oneDNN otherwise reorders a bf16 weight at every call, which costs more than the product itself when there are few rows.
-The products are the same bits.
+oneDNN otherwise reorders a bf16 weight at every call, which costs more than the product itself when there are few
+rows. Fusing changes no sum: each output column is a product of its own.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names under which decoders keep layers that are applied to one and the same tensor, one after the other."""
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` in bf16 on CPU whose weight is stored in oneDNN's blocked layout."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+
+class FusedLinears:
+    """Several linear layers of one input as one product, computed when the first of them is asked."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        has_bias = linears[0].bias is not None
+        bias = torch.cat([linear.bias for linear in linears]) if has_bias else None
+        self._product = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """One layer's output. The input is held until the last layer was asked, so that identity means equality."""
+        if x is not self._input:
+            self._input, self._outputs = x, self._product(x).split(self._sizes, dim=-1)
+        out = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return out
+
+
+class LinearPart(nn.Module):
+    """One of several fused layers, standing where the original stood."""
+
+    def __init__(self, fused: FusedLinears, index: int) -> None:
+        super().__init__()
+        self._fused = fused
+        self._index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] bf16 -> [..., out_features] bf16"""
+        return self._fused.part(self._index, x)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -37,12 +75,24 @@ def pack_linears(model: nn.Module) -> int:
 
     An output head tied to the embedding gets a packed copy; the embedding keeps its own storage.
     """
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
-    return len(found)
+    replaced = 0
+    for parent in list(model.modules()):
+        for names in FUSED:
+            replaced += _fuse(parent, names)
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                replaced += 1
+    return replaced
+
+
+def _fuse(parent: nn.Module, names: Sequence[str]) -> int:
+    """Replace the children of these names by parts of one product, if all are plain layers of one kind."""
+    linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
+    kinds = {(linear.in_features, linear.bias is None) for linear in linears}
+    if len(linears) < len(names) or len(kinds) != 1:
+        return 0
+    fused = FusedLinears(linears)
+    for index, name in enumerate(names):
+        setattr(parent, name, LinearPart(fused, index))
+    return len(names)

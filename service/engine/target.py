@@ -28,11 +28,12 @@ class AttentionStep:
     plan: AttentionPlan
     pool: KVPool
     slots: Tensor  # [rows] int64, without padding rows
-    layers: list[int] = field(default_factory=list)  # those that have attended
+    is_first: bool  # the model's first forward, which is checked for what we do not implement
+    layers: list[int] = field(default_factory=list)  # those that have attended in the first forward
 
     def refuse_bypass(self) -> None:
         """Raise StartupError when a layer attended in a way of its own, or more than once."""
-        if self.layers != list(range(self.pool.storage.shape[0])):
+        if self.is_first and self.layers != list(range(self.pool.storage.shape[0])):
             raise StartupError(
                 "this model has layers whose attention is not one plain attention each; adaptree cannot run it"
             )
@@ -60,6 +61,7 @@ class Target:
         self.query_heads: int = text.num_attention_heads
         self.vocab_size: int = text.vocab_size
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
+        self._is_first = True
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
@@ -70,8 +72,9 @@ class Target:
             num_slots=self.pool.num_slots,
             query_heads=self.query_heads,
             kv_heads=self.pool.kv_heads,
+            padding=-rows.num_rows % self.row_multiple,
         )
-        step = AttentionStep(plan, self.pool, rows.slots)
+        step = AttentionStep(plan, self.pool, rows.slots, self._is_first)
         output = self.model(
             input_ids=self._pad(rows.tokens)[None],
             position_ids=self._pad(rows.attention.positions)[None],
@@ -80,6 +83,7 @@ class Target:
             tree_step=step,
         )
         step.refuse_bypass()
+        self._is_first = False
         return TargetOutput(
             logits=output.logits[0, : rows.logit_rows.shape[0]],
             features=self._taps.take(rows.num_rows) if self._taps else None,
@@ -142,17 +146,18 @@ def slot_attention(
     query [1, query heads, rows, head_dim], key/value [1, kv_heads, rows, head_dim], after rotary embedding;
     returns [1, rows, query heads, head_dim]. Raises StartupError for anything that would change the result unseen.
     """
-    _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
-    tree_step.pool.refuse_other_shape(key, value)
-    num_rows, padding = tree_step.slots.shape[0], query.shape[2] - tree_step.slots.shape[0]
-    keys, values = key[0].transpose(0, 1)[:num_rows], value[0].transpose(0, 1)[:num_rows]
-    tree_step.layers.append(module.layer_idx)  # type: ignore[arg-type]
+    if tree_step.is_first:
+        _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
+        tree_step.pool.refuse_other_shape(key, value)
+        tree_step.layers.append(module.layer_idx)  # type: ignore[arg-type]
+    num_rows = tree_step.slots.shape[0]
+    keys, values = key.transpose(1, 2)[0, :num_rows], value.transpose(1, 2)[0, :num_rows]
     tree_step.pool.write(module.layer_idx, tree_step.slots, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = query[0].transpose(0, 1)[:num_rows].to(torch.float32) * scale
+    queries = query.transpose(1, 2)[0].to(torch.float32) * scale
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
     out = ops.tree_attention(queries, layer, tree_step.plan, window=sliding_window, softcap=softcap)
-    return torch.nn.functional.pad(out.to(query.dtype), (0, 0, 0, 0, 0, padding))[None], None
+    return out.to(query.dtype)[None], None
 
 
 def _looks_ahead(module: nn.Module) -> bool | None:

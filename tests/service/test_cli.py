@@ -109,9 +109,9 @@ def test_an_unknown_flag_is_refused() -> None:
 
 def test_serve_hands_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServiceConfig] = []
-    runtime = type(sys)("service.runtime")
+    runtime = type(sys)("service.serve")
     monkeypatch.setattr(runtime, "serve", served.append, raising=False)
-    monkeypatch.setitem(sys.modules, "service.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "service.serve", runtime)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", "some/model"])
     assert result.exit_code == 0, result.output

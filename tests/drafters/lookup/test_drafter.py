@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,3 +244,15 @@ def test_generated_text_is_matched_like_the_prompt() -> None:
     lookup.start([DraftContext(0, PROMPT)])
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     assert replay(lookup, 0, text) <= 14
+
+
+def test_candidates_are_trees_whatever_was_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal beginnings of several matches are one node, however the odds of the matches differ."""
+    generator = torch.Generator().manual_seed(5)
+    lookup = drafter(max_length=1024)
+    odds = 0.5 + 0.5 * torch.rand(100_000, generator=generator)
+    monkeypatch.setattr(lookup._odds, "rate", lambda buckets: odds[buckets.clamp(min=0)])
+    lookup.start([DraftContext(row, torch.randint(3, (60,), generator=generator).tolist()) for row in range(4)])
+    for _ in range(50):
+        assert_valid_tree(grow(lookup, range(4)))
+        commit(lookup, dict(enumerate(torch.randint(3, (4, 2), generator=generator).tolist())))

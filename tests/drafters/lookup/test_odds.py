@@ -10,7 +10,7 @@ def prior(strength: int, share: float, votes: int, temperature: float = 0.0) -> 
     """Prior odds along a chain with this evidence. # [depth]"""
     matches = Matches(torch.zeros(1, 1), torch.tensor([[strength]]), torch.zeros(1, MAX_DEPTH, 1))
     nodes = torch.ones(1, MAX_DEPTH, 1)
-    tree = MergedTree(nodes == 0, nodes.long(), nodes * share, nodes * votes)
+    tree = MergedTree(nodes.long(), nodes == 0, nodes.long(), nodes * share, nodes * votes)
     odds = LookupOdds(device="cpu")
     buckets = odds.buckets(matches, tree, torch.tensor([temperature]))
     assert (buckets >= 0).all()

@@ -1,6 +1,7 @@
 """The commands from the outside: options, tables, files, exit codes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from service.bench.generate import Answer, Run, generate
 from service.bench.speed import EngineContestant
 from service.cli import app
 from service.config import ServiceConfig
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest
 from tests.service.bench.parts import written_prompts
 
 WIDE = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}
@@ -105,8 +108,10 @@ def test_lossless_reports_what_it_compared(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_lossless_shows_the_first_mismatch(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(engine: object, requests: list[object]) -> Run:
-        done = generate(engine, requests)  # type: ignore[arg-type]
+    def wrong(
+        engine: Engine, requests: list[GenerationRequest], before_step: Callable[[int], None] = lambda number: None
+    ) -> Run:
+        done = generate(engine, requests, before_step=before_step)
         if len(requests) == 1:
             return done
         first = done.answers[0]

@@ -1,13 +1,16 @@
 """The check itself: what it compares, what it counts, and that it can fail."""
 
+from collections.abc import Callable
+
 import pytest
 
 from service.assembly import Assembly
-from service.bench.generate import Answer, generate
+from service.bench.generate import Answer, Run, generate
 from service.bench.lossless import CaseResult, LosslessResult, Mismatch, Question, check
 from service.bench.lossless_cases import Case, Way
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
 from service.bench.lossless_report import built_in_prompts
+from service.engine.engine import Engine
 from service.engine.sequence import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
@@ -46,14 +49,16 @@ def test_a_shortage_that_never_came_proves_nothing() -> None:
 
 
 def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(engine: object, requests: list[GenerationRequest]) -> object:
-        run = generate(engine, requests)  # type: ignore[arg-type]
+    def spoilt(
+        engine: Engine, requests: list[GenerationRequest], before_step: Callable[[int], None] = lambda number: None
+    ) -> Run:
+        run = generate(engine, requests, before_step=before_step)
         if len(requests) == 1:
             return run
         answer = run.answers[3]
         answers = list(run.answers)
         answers[3] = Answer((*answer.token_ids[:7], -1, *answer.token_ids[8:]), answer.text, "length", ())
-        return type(run)(tuple(answers), run.steps, run.seconds)
+        return Run(tuple(answers), run.steps, run.seconds)
 
     monkeypatch.setattr("service.bench.lossless.generate", spoilt)
     result = check(assembly, varied_prompts(), num_tokens=1, answer_tokens=20, cases=[CASE])

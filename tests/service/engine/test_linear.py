@@ -24,7 +24,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
 def test_products_equal_plain_ones(inputs: int, outputs: int, rows: int, bias: bool) -> None:
     plain = linear(inputs, outputs, bias=bias)
     x = torch.randn(1, rows, inputs, dtype=torch.bfloat16)
-    torch.testing.assert_close(PackedLinear(plain)(x), plain(x), atol=0.02, rtol=0.01)
+    torch.testing.assert_close(PackedLinear(plain.weight, plain.bias)(x), plain(x), atol=0.02, rtol=0.01)
 
 
 @needs_bf16
@@ -42,6 +42,48 @@ def test_every_plain_linear_is_replaced_and_the_embedding_keeps_its_weights() ->
     assert torch.equal(embedding, expected)
     assert model["embed"].weight is embedding
     torch.testing.assert_close(model["head"](model["inner"](model["embed"](ids))), before, atol=0.02, rtol=0.01)
+
+
+class Gated(nn.Module):
+    """Two layers of one input, as decoders have them."""
+
+    def __init__(self, *, bias: bool, width: int = 32) -> None:
+        super().__init__()
+        self.gate_proj: nn.Module = linear(16, 48, bias=bias)
+        self.up_proj: nn.Module = linear(width, 32, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate_proj(x), self.up_proj(x)
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_become_one_product(bias: bool) -> None:
+    model = Gated(bias=bias, width=16)
+    inputs = [torch.randn(1, rows, 16, dtype=torch.bfloat16) for rows in (2, 5, 2)]
+    before = [model(x) for x in inputs]
+    assert pack_linears(model) == 2
+    assert model.gate_proj._fused is model.up_proj._fused
+    for x, expected in zip(inputs, before, strict=True):
+        for out, reference in zip(model(x), expected, strict=True):
+            torch.testing.assert_close(out, reference, atol=0.02, rtol=0.01)
+
+
+@needs_bf16
+def test_a_changed_tensor_at_the_same_address_is_not_mistaken_for_the_old_input() -> None:
+    model = Gated(bias=False, width=16)
+    pack_linears(model)
+    x = torch.randn(1, 2, 16, dtype=torch.bfloat16)
+    first = model(x)[0].clone()
+    assert not torch.equal(model(x.mul_(2))[0], first)
+
+
+@needs_bf16
+def test_layers_of_different_inputs_are_packed_apart() -> None:
+    model = Gated(bias=False)
+    assert pack_linears(model) == 2
+    assert isinstance(model.gate_proj, PackedLinear)
+    assert isinstance(model.up_proj, PackedLinear)
 
 
 @needs_bf16

@@ -200,8 +200,9 @@ def test_attention_that_is_not_plain_is_refused(
     texts = Texts(tiny_target(loaded_tiny("llama")))
     layer = attention_of(texts.target, 1)
 
-    arguments: dict[str, Any] = {"query": torch.zeros(1, 4, 3, 12), "attention_mask": None}
-    arguments |= {name: torch.zeros(1, 2, 3, 12) for name in ("key", "value")} | changes
+    padded = -(-3 // texts.target.row_multiple) * texts.target.row_multiple
+    arguments: dict[str, Any] = {"query": torch.zeros(1, 4, padded, 12), "attention_mask": None}
+    arguments |= {name: torch.zeros(1, 2, padded, 12) for name in ("key", "value")} | changes
     times = arguments.pop("times", 1)
 
     def attend(hidden_states: Tensor, tree_step: AttentionStep, **_: object) -> tuple[Tensor, None]:
