@@ -81,16 +81,22 @@ def refuse_unwritable(file: Path | None) -> None:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it could be typed again, with secrets left out."""
+    """The command as it could be typed again, with secrets left out and paths cut down to their names."""
     name, *rest = arguments
     shown = [Path(name).name]
     for before, argument in zip([name, *rest], rest, strict=False):
-        flag, is_assignment, _ = argument.partition("=")
-        if is_assignment and flag in _SECRETS:
-            shown.append(f"{flag}=***")
+        flag, is_assignment, value = argument.partition("=")
+        if is_assignment and flag.startswith("--"):
+            shown.append(f"{flag}={'***' if flag in _SECRETS else _without_folder(value)}")
         else:
-            shown.append("***" if before in _SECRETS else argument)
+            shown.append("***" if before in _SECRETS else _without_folder(argument))
     return shlex.join(shown)
+
+
+def _without_folder(argument: str) -> str:
+    """The last part of a path; hub ids, which have one slash and no dot or root before it, stay."""
+    is_path = argument.startswith(("/", ".", "~")) or argument.count("/") > 1
+    return Path(argument).name if is_path else argument
 
 
 def commit_of(folder: Path) -> str:

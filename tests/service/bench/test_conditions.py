@@ -48,6 +48,21 @@ def test_the_command_can_be_typed_again_and_shows_no_key() -> None:
     assert command_line(typed) == "adaptree bench speed --prompts 'a b.jsonl' --api-keys '***' '--admin-key=***'"
 
 
+def test_where_files_lay_is_left_out() -> None:
+    typed = [
+        "adaptree",
+        "bench",
+        "speed",
+        "--prompts",
+        "../data/a.jsonl",
+        "/b/c.jsonl",
+        "--out=~/d.json",
+        "--model",
+        "o/m",
+    ]
+    assert command_line(typed) == "adaptree bench speed --prompts a.jsonl c.jsonl --out=d.json --model o/m"
+
+
 def test_a_checkout_says_its_commit_and_whether_files_differ(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
