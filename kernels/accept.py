@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_DEPTH = 16
-"""Longest path the walk follows; trees hold no deeper node."""
+from kernels.tree_attention import MAX_DEPTH
 
 
 class Accepted(NamedTuple):

@@ -45,8 +45,9 @@ class EmitStage:
     ) -> Emission:
         """Outputs of all completing sequences; `remove` is told of those that end. # logits [logits, vocab]"""
         tokens, failed, drafted = _transfer(committed, verified)
-        emission = Emission([], [], ())
-        gaps = []
+        outputs: list[SequenceOutput] = []
+        ended: list[tuple[Sequence, Finish]] = []
+        gaps: list[float] = []
         for line, sequence in enumerate(completing):
             kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, tokens[line], self._eos_ids)
             gap = sequence.mark_emitted(time.monotonic(), len(tokens[line]) - 1, drafted[line])
@@ -54,9 +55,9 @@ class EmitStage:
             shown = _shown_logprobs(sequence, kept, logits, verified.path_logits[line])
             if finish is not None:
                 remove(sequence)
-                emission.ended.append((sequence, finish))
-            emission.outputs.append(self.output(sequence, kept, shown, finish))
-        return Emission(emission.outputs, emission.ended, tuple(gaps))
+                ended.append((sequence, finish))
+            outputs.append(self.output(sequence, kept, shown, finish))
+        return Emission(outputs, ended, tuple(gaps))
 
     def output(
         self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None

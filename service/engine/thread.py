@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[SequenceOutput]], None]
 Observe = Callable[[StepReport, LoadStats], None]
-_Message = Callable[[Engine], list[SequenceOutput]]
+_Message = Callable[[Engine], None]
 
 
 class EngineThread:
@@ -50,19 +50,14 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
-        def add(engine: Engine) -> list[SequenceOutput]:
-            engine.add(request)
-            return []
-
-        self._inbox.put(add)
+        self._inbox.put(lambda engine: engine.add(request))
 
     def abort(self, request_id: str) -> None:
         """Free what the request holds before the next step; nothing more is delivered for it."""
 
-        def end(engine: Engine) -> list[SequenceOutput]:
+        def end(engine: Engine) -> None:
             _, finished = engine.abort(request_id)
             self._observe(StepReport([], finished, None), engine.load)
-            return []
 
         self._inbox.put(end)
 

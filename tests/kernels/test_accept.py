@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.accept import MAX_DEPTH, accept
+from kernels.accept import accept
+from kernels.tree_attention import MAX_DEPTH
 
 Tree = tuple[list[int], list[int], list[int]]  # tokens, parents, target tokens (one more)
 
