@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Noise
+from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.tree import Candidates, DraftTree
 
 
@@ -23,6 +23,9 @@ class NoDrafter:
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         return DraftTree.empty(rows.shape[0], rows.device)
+
+    def read(self, read: Read) -> None:
+        """Prompts are known from `start`."""
 
     def commit(self, committed: Committed) -> None:
         """Nothing to learn."""

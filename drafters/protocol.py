@@ -32,6 +32,17 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """A piece of one sequence's prompt that a step has read."""
+
+    row: int
+    start: int  # absolute position of the first
+    tokens: Tensor  # [count] int64, the token after each position
+    slots: Tensor  # [count] int64, target slots
+    features: Tensor  # [count, taps * hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """What one step made permanent for each sequence of the batch."""
 
@@ -41,13 +52,18 @@ class Committed:
     tree: DraftTree  # what was verified
     result: VerifyResult
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
+    positions: Tensor  # [batch] int64, absolute position of the root
+    slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
 
 
 class Drafter(Protocol):
     """Proposes draft trees and hears what became of them. All calls come from the engine thread."""
 
-    name: str
-    version: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -60,6 +76,10 @@ class Drafter(Protocol):
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         """Candidates for each sequence, named by row. # rows [batch] int64"""
+        ...
+
+    def read(self, read: Read) -> None:
+        """Take in a piece of a prompt; called only where `tap_layers` asks for features."""
         ...
 
     def commit(self, committed: Committed) -> None:

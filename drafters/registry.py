@@ -1,44 +1,97 @@
 """Builds a drafter by name. The only place that knows every kind."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.lookup.drafter import LookupDrafter
+from drafters.merged.drafter import MergedDrafter
 from drafters.none import NoDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.policies import POLICIES
+
+MERGED = "lookup+specblock"
+TRAINED = ("specblock", MERGED)
+"""Drafters that need weights."""
 
 _RANDOM_TREE_SEED = 0
 _RANDOM_TREE_HIT_RATE = 0.7
 
 
+@dataclass(frozen=True, slots=True)
+class DraftingSizes:
+    """Room that a drafter needs."""
+
+    max_sequences: int
+    max_length: int
+    vocab_size: int
+    num_slots: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """A trained drafter network and the target's embedding it reads tokens with."""
+
+    model: SpecBlock
+    embed: Callable[[Tensor], Tensor]
+    blocks: int = 2
+    starts: int = 4
+    policy: str = "best_first"
+
+
 def build_drafter(
-    name: str,
-    *,
-    max_sequences: int,
-    max_length: int,
-    vocab_size: int,
-    max_nodes: int,
-    device: torch.device | str,
+    name: str, sizes: DraftingSizes, *, device: torch.device | str, weights: TrainedWeights | None = None
 ) -> Drafter:
-    """The drafter of that name, with room for so many running sequences of so many tokens."""
+    """The drafter of that name. Raises ValueError for an unknown one, or for a trained one without weights."""
 
     def lookup() -> Drafter:
-        return LookupDrafter(max_sequences=max_sequences, max_length=max_length, max_nodes=max_nodes, device=device)
+        return LookupDrafter(
+            max_sequences=sizes.max_sequences, max_length=sizes.max_length, max_nodes=sizes.max_nodes, device=device
+        )
 
     def random_tree() -> Drafter:
         return RandomTreeDrafter(
             _RANDOM_TREE_SEED,
-            vocab_size,
-            max_nodes,
+            sizes.vocab_size,
+            sizes.max_nodes,
             _RANDOM_TREE_HIT_RATE,
-            max_sequences=max_sequences,
-            max_length=max_length,
+            max_sequences=sizes.max_sequences,
+            max_length=sizes.max_length,
             device=device,
         )
 
-    builders: dict[str, Callable[[], Drafter]] = {"lookup": lookup, "none": NoDrafter, "random": random_tree}
+    def specblock() -> Drafter:
+        if weights is None:
+            raise ValueError(f"drafter {name!r} needs trained weights: set drafter_path")
+        return SpecBlockDrafter(
+            weights.model,
+            weights.embed,
+            shape=TreeShape(sizes.max_nodes, weights.blocks, weights.starts),
+            policy=POLICIES[weights.policy],
+            num_slots=sizes.num_slots,
+            max_sequences=sizes.max_sequences,
+            max_length=sizes.max_length,
+            device=device,
+        )
+
+    def merged() -> Drafter:
+        return MergedDrafter(
+            lookup(), specblock(), max_nodes=sizes.max_nodes, max_sequences=sizes.max_sequences, device=device
+        )
+
+    builders: dict[str, Callable[[], Drafter]] = {
+        "lookup": lookup,
+        "none": NoDrafter,
+        "random": random_tree,
+        "specblock": specblock,
+        MERGED: merged,
+    }
     if name not in builders:
         raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(builders)}")
     return builders[name]()

@@ -24,19 +24,35 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     about 2^-24.
     """
     # seeds, positions [rows] int64 -> [rows, vocab] float32
-    noise = torch.empty(seeds.shape[0], vocab, dtype=torch.float32, device=seeds.device)
+    return _noise(seeds, positions, _token_ids(vocab, seeds.device))
+
+
+def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The columns of `gumbel_noise` of some tokens, to the same bits."""
+    # seeds, positions [rows] int64; tokens [picked] -> [rows, picked] float32
+    return _noise(seeds, positions, tokens.to(torch.int32))
+
+
+def _noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    noise = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
     keys = _row_keys(seeds, positions)
-    rows_at_once = max(1, _NUMBERS_AT_ONCE // vocab)
+    rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, tokens.shape[0]))
     for start in range(0, len(keys), rows_at_once):
         part = slice(start, start + rows_at_once)
-        _fill(noise[part], hash_bits(keys[part], vocab))
+        _fill(noise[part], _hashed(keys[part], tokens))
     return noise
 
 
 def hash_bits(keys: Tensor, vocab: int) -> Tensor:
-    """Two rounds of a 32-bit mixer over the token id, one half of the row's key entering before each round."""
+    """The random bits of every token id."""
     # keys [rows, 2] int32 -> [rows, vocab] int32, to be read as uint32
-    bits = _token_ids(vocab, keys.device) ^ keys[:, :1]
+    return _hashed(keys, _token_ids(vocab, keys.device))
+
+
+def _hashed(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Two rounds of a 32-bit mixer over the token id, one half of the row's key entering before each round."""
+    # keys [rows, 2] int32, tokens [picked] int32 -> [rows, picked] int32
+    bits = tokens ^ keys[:, :1]
     scratch = torch.empty_like(bits)
     _mix32_(bits, scratch)
     bits.bitwise_xor_(keys[:, 1:])

@@ -6,14 +6,16 @@ The server, the benchmarks and the checks all start here, so that what is measur
 import hashlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from drafters.protocol import Drafter
+from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
 from service import __version__
 from service.config import ServiceConfig
-from service.engine import build
+from service.engine import build, trained
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.cost import CostTable
@@ -23,6 +25,7 @@ from service.engine.numerics import Numerics, settle
 from service.engine.sequence import GenerationRequest
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
+from service.engine.trained import shipped_folder
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.tokenizer import ChatTokenizer
@@ -43,10 +46,8 @@ class Assembly:
     tokenizer: ChatTokenizer
     limits: EngineLimits
     costs: CostTable | None  # None with a fixed budget
-
-    @property
-    def drafter_name(self) -> str:
-        return self.config.drafter if self.config.speculation else "none"
+    drafter_name: str
+    weights: TrainedWeights | None  # of a drafter that was trained
 
     @property
     def fingerprint(self) -> str:
@@ -55,9 +56,9 @@ class Assembly:
         parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
-    def drafter(self, name: str | None = None) -> Drafter:
+    def drafter(self, name: str | None = None, limits: EngineLimits | None = None) -> Drafter:
         """The configured drafter, or the one of that name."""
-        return build.make_drafter(name or self.drafter_name, self.target, self.limits)
+        return build.make_drafter(name or self.drafter_name, self.target, limits or self.limits, self.weights)
 
     def engine(
         self, drafter: Drafter | None = None, policy: BudgetPolicy | None = None, limits: EngineLimits | None = None
@@ -67,7 +68,7 @@ class Assembly:
             self.target,
             limits or self.limits,
             Vocabulary(self.target.vocab_size, self.loaded.eos_token_ids, self._text_stream),
-            drafter or self.drafter(),
+            drafter or self.drafter(limits=limits),
             policy or build.make_policy(self.costs, self.limits),
         )
 
@@ -93,14 +94,41 @@ def assemble(config: ServiceConfig) -> Assembly:
     num_slots = slots_for(
         loaded.kv_shape, config.kv_cache_bytes(device.type, free), max_model_len=limits.max_model_len, reserve=MAX_NODES
     )
-    target = build.build_target(loaded, num_slots)
+    drafter_name, folder = choose_drafter(config)
+    taps = trained.tap_layers(folder) if folder else ()
+    target = build.build_target(loaded, num_slots, tap_layers=taps)
     logger.info("checking that rows do not depend on their company")
     numerics = settle(target)
     logger.info("measuring what a step costs on this machine")
     costs = build.measure_costs(target, limits) if config.budget_policy == "cost" else None
-    assembly = Assembly(config, loaded, target, numerics, ChatTokenizer(loaded.tokenizer), limits, costs)
+    weights = _weights(config, folder, loaded) if folder else None
+    tokenizer = ChatTokenizer(loaded.tokenizer)
+    assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, weights)
     logger.info("%s", start_up_line(assembly))
     return assembly
+
+
+def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
+    """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
+    if not config.speculation:
+        return "none", None
+    folder = config.drafter_path or shipped_folder(config.model)
+    if config.drafter == "auto":
+        if folder is None:
+            logger.info("no trained drafter for %s: drafting by lookup", config.model)
+        return (MERGED, folder) if folder else ("lookup", None)
+    if config.drafter in TRAINED and folder is None:
+        raise StartupError(
+            f"drafter {config.drafter} needs trained weights for {config.model}: set drafter_path, "
+            "make them with `adaptree train drafter`, or set drafter to lookup"
+        )
+    return config.drafter, folder if config.drafter in TRAINED else None
+
+
+def _weights(config: ServiceConfig, folder: Path, loaded: LoadedModel) -> TrainedWeights:
+    return trained.load_weights(
+        folder, loaded, blocks=config.draft_blocks, starts=config.draft_starts, policy=config.growth
+    )
 
 
 def start_up_line(assembly: Assembly) -> str:

@@ -133,9 +133,36 @@ class ServiceConfig(BaseSettings):
         description="Draft ahead and verify. It changes the speed of an answer, never its text.",
         json_schema_extra=group("Speculation"),
     )
-    drafter: Literal["lookup", "none"] = Field(
-        default="lookup",
-        description="Who drafts. lookup: continuations seen earlier in the same text.",
+    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = Field(
+        default="auto",
+        description="Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network "
+        "trained for the target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup.",
+        json_schema_extra=group("Speculation"),
+    )
+    drafter_path: Path | None = Field(
+        default=None,
+        description="Folder with a trained drafter's config.json and model.safetensors. Unset: the weights that come "
+        "with this package, for the embedded model.",
+        json_schema_extra=group("Speculation"),
+    )
+    draft_blocks: int = Field(
+        default=2,
+        ge=1,
+        le=4,
+        description="M, the most blocks of a trained drafter's tree: forward passes of the drafter per step.",
+        json_schema_extra=group("Speculation"),
+    )
+    draft_starts: int = Field(
+        default=4,
+        ge=1,
+        le=16,
+        description="Where each block after the first begins: at so many of the likeliest nodes at once.",
+        json_schema_extra=group("Speculation"),
+    )
+    growth: Literal["best_first", "rank", "rank_narrow", "uniform", "beam", "salf"] = Field(
+        default="best_first",
+        description="Which of a trained drafter's tokens become candidates. best_first: by survival. rank, "
+        "rank_narrow: widths by the rank head's class. uniform, beam, salf: for comparison.",
         json_schema_extra=group("Speculation"),
     )
     budget_policy: Literal["cost", "fixed"] = Field(

@@ -16,7 +16,7 @@ from drafters.lookup.history import SEPARATOR, History
 from drafters.lookup.matching import PREDICTED, Matcher, Matches
 from drafters.lookup.merging import Merger
 from drafters.lookup.odds import ABSENT, LookupOdds
-from drafters.protocol import Committed, DraftContext, Noise
+from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
 _MAX_MATCHES = 12
@@ -68,6 +68,9 @@ class LookupDrafter:
         survival = odds.cumprod_(1).masked_fill_(tree.absent, 0.0)
         self._remember(rows, matches, buckets.masked_fill_(tree.absent, ABSENT))
         return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
+
+    def read(self, read: Read) -> None:
+        """Prompts are known from `start`."""
 
     def commit(self, committed: Committed) -> None:
         self._learn(committed)

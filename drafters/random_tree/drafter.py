@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.ancestors import ancestor_matrix
-from drafters.protocol import Committed, DraftContext, Noise
+from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.random_tree.topology import random_depths, random_parents, random_tokens, sibling_ranks
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
@@ -59,6 +59,9 @@ class RandomTreeDrafter:
         num_nodes = self._draw_int(self._max_nodes + 1, (batch,))
         valid = torch.arange(self._max_nodes, device=rows.device) < num_nodes[:, None]
         return DraftTree(tokens * valid, torch.where(valid, parents, ROOT), depths * valid, survival * valid, num_nodes)
+
+    def read(self, read: Read) -> None:
+        """Prompts are known from `start`."""
 
     def commit(self, committed: Committed) -> None:
         self._generated[committed.rows] += committed.counts

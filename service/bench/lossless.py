@@ -243,7 +243,7 @@ def _engine(assembly: Assembly, way: Way, limits: EngineLimits, costs: CostTable
 
 def _drafter(assembly: Assembly, way: Way, limits: EngineLimits, seed: int) -> Drafter:
     if way.drafter != "random":
-        return build.make_drafter(way.drafter, assembly.target, limits)
+        return assembly.drafter(way.drafter, limits)
     return RandomTreeDrafter(
         seed,
         assembly.target.vocab_size,

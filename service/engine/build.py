@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from drafters.protocol import Drafter
-from drafters.registry import build_drafter
+from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from service.engine import cost
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
@@ -58,16 +58,16 @@ def build_engine(
     )
 
 
-def make_drafter(name: str, target: Target, limits: EngineLimits) -> Drafter:
+def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:
     """The drafter of that name, sized for the engine."""
-    return build_drafter(
-        name,
+    sizes = DraftingSizes(
         max_sequences=limits.max_sequences,
         max_length=limits.max_model_len,
         vocab_size=target.vocab_size,
+        num_slots=target.pool.num_slots,
         max_nodes=limits.max_budget,
-        device=target.device,
     )
+    return build_drafter(name, sizes, device=target.device, weights=weights)
 
 
 def make_policy(costs: cost.CostTable | None, limits: EngineLimits) -> BudgetPolicy:

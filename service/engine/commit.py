@@ -1,13 +1,15 @@
 """Slots around one forward: taken for its rows before, kept for what was accepted and freed for the rest after."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed
+from drafters.protocol import Committed, Read
 from drafters.tree import DraftTree, VerifyResult
 from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.scheduler import Scheduled
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.verify import Verified
 
@@ -31,17 +33,40 @@ def commit(
     node, line = result.path[sequence, depth], rows.completing[sequence]
     node_slots = rows.attention.node_slots[rows.completing, : tree.width]
     table.write(rows.attention.table_rows[line], rows.attention.chain_end[line] + 1 + depth, node_slots[sequence, node])
+    path_slots = torch.zeros_like(result.path)
+    path_slots[sequence, depth] = node_slots[sequence, node]
     on_path = torch.zeros_like(tree.valid)
     on_path[sequence, node] = True
     slots.free(node_slots[tree.valid & ~on_path])
     return Committed(
         rows=rows.attention.table_rows[rows.completing],
+        positions=rows.attention.chain_end[rows.completing],
+        slots=torch.cat([rows.slots[rows.logit_rows[: rows.completing.shape[0], None]], path_slots], dim=1),
         tokens=_emitted(tree, result),
         counts=result.num_accepted + 1,
         tree=tree,
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
     )
+
+
+def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor) -> Iterator[Read]:
+    """What the step read of prompts, sequence by sequence; a text's newest token belongs to `commit`."""
+    first = 0
+    for item in items:
+        count = item.num_rows - item.completes
+        part = slice(first, first + count)
+        first += item.num_rows
+        if count:
+            start = item.chain.start
+            ahead = item.sequence.tokens[start + 1 : start + 1 + count]
+            yield Read(
+                row=item.chain.table_row,
+                start=start,
+                tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
+                slots=rows.slots[part],
+                features=features[part],
+            )
 
 
 def _emitted(tree: DraftTree, result: VerifyResult) -> Tensor:

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from drafters.protocol import Drafter
+from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
 from service.engine.budget import Budget
-from service.engine.commit import commit, lay_out
+from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import Emission, EmitStage
 from service.engine.generation import Finish, Sequence, signed64
+from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
 from service.engine.sequence import GenerationRequest, SequenceOutput
@@ -113,13 +115,20 @@ class Engine:
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits)
         committed = commit(rows, verified, output.features, self.slots, self.table)
-        self.drafter.commit(committed)
+        self._teach(batch, rows, output.features, committed)
         accepted: list[int] = verified.result.num_accepted.tolist()  # planned transfer
         _advance(batch, accepted)
         emission = self._emit_stage.emit(completing, committed, verified, output.logits, self.scheduler.remove)
         finished = [_finish_stats(sequence, finish) for sequence, finish in emission.ended]
         clock.lap("other")
         return StepReport(emission.outputs, finished, self._stats(batch, tree, budget, accepted, emission, clock))
+
+    def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
+        """Hand the drafter what became permanent."""
+        if features is not None and self.drafter.tap_layers:
+            for read in reads(batch.items, rows, features):
+                self.drafter.read(read)
+        self.drafter.commit(committed)
 
     def assert_conserved(self) -> None:
         """Every slot is either free or holds exactly one committed position (for tests)."""

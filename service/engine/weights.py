@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from drafters.specblock.checkpoint import TargetParts, identity_of
 from service.engine import linear
 from service.engine.kv_pool import KVShape
 from service.engine.target import ATTENTION_NAME
@@ -47,6 +48,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_positions: int
     fingerprint: str
+    parts: TargetParts
     kv_shape: KVShape
 
 
@@ -71,6 +73,7 @@ def load_model(
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     fingerprint = weights_fingerprint(model)
     model = model.eval().requires_grad_(False).to(device)
+    parts = target_parts(model)
     if linear.can_pack(dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     text = model.config.get_text_config()
@@ -80,6 +83,7 @@ def load_model(
         eos_token_ids=eos_token_ids(model),
         max_positions=text.max_position_embeddings,
         fingerprint=fingerprint,
+        parts=parts,
         kv_shape=kv_shape(model),
     )
 
@@ -206,6 +210,17 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if not ids:
         raise StartupError("the model's configuration names no eos_token_id, so answers would never end")
     return frozenset(ids)
+
+
+def target_parts(model: PreTrainedModel) -> TargetParts:
+    """What a trained drafter borrows from this target; taken before linear layers are packed."""
+    table = model.get_input_embeddings().get_parameter("weight")
+    output = model.get_output_embeddings()
+    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
+    head = output.get_parameter("weight")
+    tied = head.data_ptr() == table.data_ptr()
+    identity = identity_of(table, model.config.get_text_config().to_dict())
+    return TargetParts(identity, table, table if tied else None)
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:

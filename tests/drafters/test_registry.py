@@ -1,11 +1,13 @@
 import pytest
 
 from drafters.protocol import Drafter
-from drafters.registry import build_drafter
+from drafters.registry import DraftingSizes, build_drafter
+
+SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 
 
 def build(name: str) -> Drafter:
-    return build_drafter(name, max_sequences=2, max_length=64, vocab_size=100, max_nodes=8, device="cpu")
+    return build_drafter(name, SIZES, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

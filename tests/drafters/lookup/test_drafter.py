@@ -30,7 +30,9 @@ def commit(lookup: LookupDrafter, emitted: dict[int, Sequence[int]]) -> None:
     nothing = torch.zeros(batch, 0, dtype=torch.int64)
     result = VerifyResult(nothing, torch.zeros(batch), torch.zeros(batch), torch.zeros(batch, 1))
     counts = torch.tensor([len(t) for t in emitted.values()])
-    lookup.commit(Committed(torch.tensor(list(emitted)), tokens, counts, DraftTree.empty(batch), result, None))
+    rows = torch.tensor(list(emitted))
+    nowhere = torch.zeros_like(tokens)
+    lookup.commit(Committed(rows, tokens, counts, DraftTree.empty(batch), result, None, counts, nowhere))
 
 
 def words(tree: DraftTree, b: int = 0) -> list[list[int]]:

@@ -18,7 +18,9 @@ def emit(counts: list[int]) -> Committed:
     empty = DraftTree.empty(2)
     nothing = torch.zeros(2, 0, dtype=torch.int64)
     result = VerifyResult(nothing, torch.zeros(2), torch.zeros(2), torch.zeros(2, 1))
-    return Committed(ROWS, torch.full((2, 4), 1), torch.tensor(counts), empty, result, None)
+    return Committed(
+        ROWS, torch.full((2, 4), 1), torch.tensor(counts), empty, result, None, ROWS, torch.zeros(2, 4).long()
+    )
 
 
 def test_a_thousand_draws_are_valid_trees() -> None:

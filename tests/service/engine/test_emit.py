@@ -73,7 +73,9 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emi
         torch.arange(count)[None], torch.tensor([count]), torch.tensor([tokens[-1]]), torch.zeros(1, 1)
     )
     verified = Verified(tree, result, torch.arange(count + 1)[None], torch.tensor([failed]))
-    committed = Committed(torch.tensor([0]), torch.tensor([tokens]), torch.tensor([count + 1]), tree, result, None)
+    row, emitted = torch.tensor([0]), torch.tensor([tokens])
+    nowhere = torch.zeros_like(emitted)
+    committed = Committed(row, emitted, torch.tensor([count + 1]), tree, result, None, row, nowhere)
     removed: list[Sequence] = []
     logits = torch.zeros(count + 1, 320)
     emission = EmitStage(NoDrafter(), EOS).emit([sequence], committed, verified, logits, removed.append)

@@ -1,0 +1,102 @@
+"""One tree from several drafters: equal paths once, the larger survival wins, and the budget takes the best.
+
+Counts who was right. The first drafters are cheap and always asked; the last one costs a forward pass and is asked
+while that pays.
+Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drafters import merging
+from drafters.merged.worth import Worth
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, Read
+from drafters.tree import Candidates
+
+_NO_HASH = 0
+
+
+class MergedDrafter:
+    """Asks a cheap drafter and a costly one, and merges what they propose."""
+
+    def __init__(
+        self,
+        cheap: Drafter,
+        costly: Drafter,
+        *,
+        max_nodes: int,
+        max_sequences: int,
+        device: torch.device | str,
+        worth: Worth | None = None,
+    ) -> None:
+        self.name = f"{cheap.name}+{costly.name}"
+        self._cheap = cheap
+        self._costly = costly
+        self._max_nodes = max_nodes
+        self._worth = worth or Worth()
+        shape = (2, max_sequences, 2 * max_nodes)
+        self._hashes = torch.full(shape, _NO_HASH, dtype=torch.int64, device=device)
+        self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
+
+    @property
+    def version(self) -> int:
+        return self._costly.version
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self._costly.tap_layers
+
+    def credits(self) -> dict[str, int]:
+        cheap, costly, _ = self._credits.tolist()  # planned transfer
+        return {self._cheap.name: cheap, self._costly.name: costly}
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        self._cheap.start(contexts)
+        self._costly.start(contexts)
+
+    def read(self, read: Read) -> None:
+        self._cheap.read(read)
+        self._costly.read(read)
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        cheap = self._cheap.grow(rows, noise)
+        self._remember(0, rows, cheap)
+        promised = float(cheap.survival.sum()) / max(1, rows.shape[0])  # planned transfer
+        if not self._worth.ask(promised):
+            return cheap
+        costly = self._costly.grow(rows, noise)
+        self._remember(1, rows, costly)
+        tree, _ = merging.merge(merging.joined([cheap, costly]), self._max_nodes)
+        self._worth.answered()
+        return tree
+
+    def commit(self, committed: Committed) -> None:
+        self._give_credit(committed)
+        self._cheap.commit(committed)
+        self._costly.commit(committed)
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        self._hashes[:, list(rows)] = _NO_HASH
+        self._costly.finish(rows)
+        return self._cheap.finish(rows)
+
+    def trainable(self) -> nn.Module | None:
+        return self._costly.trainable()
+
+    def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
+        hashes = merging.path_hashes(tree.tokens, tree.parents, tree.depths)
+        self._hashes[source, rows, : tree.width] = hashes.masked_fill(~tree.valid, _NO_HASH)
+
+    def _give_credit(self, committed: Committed) -> None:
+        """Count, for each accepted token, who had proposed the path to it."""
+        wanted = merging.prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
+        accepted = torch.arange(wanted.shape[1], device=wanted.device) < committed.result.num_accepted[:, None]
+        hashes = self._hashes[:, committed.rows]  # [2, batch, nodes]
+        right = (hashes[:, :, None] == wanted[:, :, None]).any(3) & accepted
+        alone = right[1] & ~right[0]
+        counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
+        self._credits += counts
+        self._worth.settle(int(alone.sum()), int(committed.counts.sum()))  # planned transfer
+        self._hashes[:, committed.rows] = _NO_HASH

@@ -1,0 +1,46 @@
+"""How far the rank head can be trusted: per block, position and class, how often a candidate came true against how
+often that was foretold. Learned from every committed token: a node's fate is known once the text goes on past its
+parent, whether or not it was verified.
+
+Legend: bucket = (first or later block, position in it, class of the rank); nodes [batch, nodes].
+"""
+
+import torch
+from torch import Tensor
+
+from drafters.specblock.features import CLASS_OF_RANK
+
+_PRIOR = 30.0  # foretold hits that the trust in the rank head weighs
+_DECAY = 0.998  # per step: memory of about 500 steps
+_LIMITS = (0.2, 3.0)
+_CEILING = 0.98  # below 1: survival must fall strictly along a path
+_CLASSES = 3  # those that can be drafted
+
+
+class Calibration:
+    """Correction factors of conditional probabilities: (prior + came true) / (prior + foretold)."""
+
+    def __init__(self, block_size: int, *, device: torch.device | str) -> None:
+        buckets = 2 * block_size * _CLASSES
+        self._true = torch.zeros(buckets, device=device)
+        self._foretold = torch.zeros(buckets, device=device)
+        self._factors = torch.ones(buckets, device=device)
+        positions = torch.arange(block_size, device=device)[:, None] * _CLASSES
+        first = positions + torch.tensor(CLASS_OF_RANK, device=device)  # [block, rank]
+        self._buckets = torch.stack([first, first + block_size * _CLASSES])
+
+    def buckets(self, block: int) -> Tensor:
+        """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
+        return self._buckets[min(block, 1)]
+
+    def correct(self, conditional: Tensor, block: int) -> Tensor:
+        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
+        corrected: Tensor = conditional * self._factors[self.buckets(block)]
+        return corrected.clamp(max=_CEILING)
+
+    def observe(self, buckets: Tensor, foretold: Tensor, true: Tensor, tried: Tensor) -> None:
+        """Learn from nodes whose parent came true. # all [batch, nodes]; foretold uncorrected"""
+        flat = buckets.flatten()
+        self._true.mul_(_DECAY).index_add_(0, flat, (true & tried).float().flatten())
+        self._foretold.mul_(_DECAY).index_add_(0, flat, (foretold * tried).flatten())
+        self._factors = ((_PRIOR + self._true) / (_PRIOR + self._foretold)).clamp(*_LIMITS)

@@ -1,0 +1,96 @@
+"""Grows one draft tree per sequence from block forwards: nodes, their survival, and where the next blocks start.
+
+A block's first ranks form its spine; the other ranks hang beside it as leaves. Blocks after the first start at the
+nodes most likely to be reached and not yet continued. All tensors, no node is an object.
+Legend: batch, starts = blocks begun at once, block = K, rank = features.TOP, nodes = starts * block * rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The nodes (or roots) at which one forward's blocks begin, all [batch, starts]."""
+
+    node: Tensor  # int64, number among all nodes grown so far, ROOT for the root
+    depth: Tensor  # int64, 0 for the root
+    survival: Tensor  # float32, 1 for the root
+
+    @staticmethod
+    def root(batch: int, device: torch.device) -> "Origin":
+        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        return Origin(zeros + ROOT, zeros, zeros + 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Nodes chosen as starts of the next forward, all [batch, starts]."""
+
+    origin: Origin
+    tokens: Tensor  # int64
+    start: Tensor  # int64, which start's block the node belongs to
+    position: Tensor  # int64, which of its block's positions, 0-based
+
+
+class Lattice:
+    """The nodes of one forward's blocks."""
+
+    def __init__(self, origin: Origin, tokens: Tensor, conditional: Tensor, first_number: int) -> None:
+        """tokens, conditional [batch, starts, block, rank]; numbers of nodes count up from `first_number`."""
+        self.origin = origin
+        self.tokens = tokens
+        spine = conditional[..., 0].cumprod(-1) * origin.survival[..., None]  # [batch, starts, block]
+        above = torch.cat([origin.survival[..., None], spine[..., :-1]], dim=-1)
+        block = torch.arange(tokens.shape[2], device=tokens.device)
+        self.depths = origin.depth[..., None] + 1 + block  # [batch, starts, block]
+        fits = (self.depths <= MAX_DEPTH)[..., None]
+        self.survival = above[..., None] * conditional * fits  # [batch, starts, block, rank]
+        self.continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
+        self._first_number = first_number
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens[0].numel()
+
+    def numbers(self) -> Tensor:
+        """# -> [starts, block, rank]"""
+        return (torch.arange(self.num_nodes, device=self.tokens.device) + self._first_number).view(
+            self.tokens.shape[1:]
+        )
+
+    def candidates(self) -> Candidates:
+        """All nodes, raw: survival 0 = absent; parents by number."""
+        spine = self.numbers()[..., 0].expand(self.tokens.shape[:3])  # [batch, starts, block]
+        parents = torch.cat([self.origin.node[..., None], spine[..., :-1]], dim=-1)
+        wide = self.tokens.shape
+        depths = self.depths.clamp(max=MAX_DEPTH)
+        return DraftTree(
+            tokens=self.tokens.flatten(1),
+            parents=parents[..., None].expand(wide).flatten(1),
+            depths=depths[..., None].expand(wide).flatten(1),
+            survival=self.survival.flatten(1),
+            num_nodes=(self.survival > 0).flatten(1).sum(1),
+        )
+
+    def pick(self, number: int) -> Picked:
+        """The nodes where another block promises most: likely to be reached, and not continued by this one."""
+        promise = self.survival.clone()
+        promise[..., 0] *= 1.0 - self.continued
+        best = promise.flatten(1).topk(min(number, self.num_nodes), dim=1).indices  # [batch, starts]
+        ranks, block = self.tokens.shape[3], self.tokens.shape[2]
+        position = best // ranks % block
+        start = best // (ranks * block)
+        depth = self.origin.depth.gather(1, start) + 1 + position
+        survival = self.survival.flatten(1).gather(1, best)
+        return Picked(
+            origin=Origin(best + self._first_number, depth, survival),
+            tokens=self.tokens.flatten(1).gather(1, best),
+            start=start,
+            position=position,
+        )

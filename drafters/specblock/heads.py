@@ -1,0 +1,57 @@
+"""From a block's states to candidate tokens and their odds: draft head, sampling noise, rank head.
+
+At T > 0 tokens are ranked by log q / T + g, with the noise g of the very position the target will sample with
+(coupled drafting), so that a drafter close to the target proposes the token the noise will select.
+Legend: batch, starts, block = K, draft_vocab, rank = features.TOP.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Noise
+from drafters.specblock.features import rank_features
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.policies import BlockOdds
+from kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the heads propose at each position of some blocks."""
+
+    tokens: Tensor  # [batch, starts, block, rank] int64, target ids
+    odds: BlockOdds
+
+
+class TreeNoise:
+    """The sampling noise of the next positions of each sequence, restricted to tokens that can be drafted."""
+
+    def __init__(self, noise: Noise, depth: int, d2t: Tensor) -> None:
+        self._temperatures = noise.temperatures[:, None, None, None]
+        self.active = bool((noise.temperatures > 0).any())  # planned transfer
+        if self.active:
+            positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
+            seeds = noise.seeds[:, None].expand_as(positions)
+            gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t)
+            warm = (noise.temperatures > 0)[:, None, None]
+            self._gumbel = gumbel.view(*positions.shape, -1) * warm  # [batch, depth, draft_vocab]
+
+    def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """log q, or log q / T + g. # logits [batch, starts, block, draft_vocab], depths [batch, starts, block]"""
+        scores = logits.log_softmax(-1)
+        if not self.active:
+            return scores
+        lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
+        scores = scores / torch.where(self._temperatures > 0, self._temperatures, 1.0)
+        return scores + self._gumbel[lines, (depths - 1).clamp(max=self._gumbel.shape[1] - 1)]
+
+
+def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
+    """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
+    logits = model.lm_head(states).float()
+    features, ids = rank_features(noise.scores(logits, depths))
+    inputs = torch.cat([states.float(), features], dim=-1)
+    classes = model.rank_head(inputs.to(states.dtype)).float().softmax(-1)
+    return Proposal(model.d2t[ids], BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes))

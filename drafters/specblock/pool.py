@@ -1,0 +1,131 @@
+"""Where a drafter keeps its own keys and values: one pool addressed by the target's slot ids, and per sequence what is
+stored and what is still to be run.
+
+An entry needs a position's target features and the token after it. Those that a step has committed wait here until
+the next forward, which runs them before it drafts (fresh entries with true features: section 3.1).
+Legend: rows = sequences of the engine's table, batch = some of them, waiting = most entries that can wait.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.tree import MAX_DEPTH
+from kernels.tree_attention import NULL_SLOT
+
+WAITING = MAX_DEPTH + 1
+"""Entries one step can commit: the root and every accepted node."""
+
+
+class EntryPool:
+    """Keys and values of committed entries. # [layers, 2, slots * entries, kv_heads, head_dim]"""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        entries: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.entries = entries
+        shape = (num_layers, 2, num_slots * entries, kv_heads, head_dim)
+        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+
+    def places(self, slots: Tensor) -> Tensor:
+        """Where the entries of some slots lie. # [...] -> [..., entries] int64"""
+        return slots[..., None] * self.entries + torch.arange(self.entries, device=slots.device)
+
+    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """places [count], keys and values [count, kv_heads, head_dim]"""
+        self.storage[layer, 0].index_copy_(0, places, keys.to(self.storage.dtype))
+        self.storage[layer, 1].index_copy_(0, places, values.to(self.storage.dtype))
+
+    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """places [batch, count] -> keys and values [batch, kv_heads, count, head_dim]"""
+        both = self.storage[layer].index_select(1, places.flatten())
+        both = both.view(2, *places.shape, *both.shape[2:]).transpose(2, 3)
+        return both[0], both[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Entries to run, right-aligned: the last column is the newest position, the anchor of the next block."""
+
+    features: Tensor  # [batch, count, taps * hidden]
+    tokens: Tensor  # [batch, count] int64, the token after each position
+    positions: Tensor  # [batch, count] int64, below 0 for padding
+    slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
+
+
+class EntryState:
+    """Per row: slots and number of known positions, and the entries that wait for the next forward."""
+
+    def __init__(
+        self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
+        self._first = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # first position with an entry
+        self._end = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # one past the newest position
+        self._waiting = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._features = torch.zeros(max_sequences, WAITING, width, dtype=dtype, device=device)
+        self._tokens = torch.zeros(max_sequences, WAITING, dtype=torch.int64, device=device)
+        self._columns = torch.arange(WAITING, device=device)
+
+    def start(self, rows: list[int]) -> None:
+        """Forget everything about these rows."""
+        self._end[rows] = 0
+        self._waiting[rows] = 0
+
+    def num_waiting(self, rows: Tensor) -> Tensor:
+        return self._waiting[rows]
+
+    def window(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Positions and slots of the newest `width` positions. # -> two [batch, width] int64, -1 where there is none"""
+        newest = self._end[rows, None] - 1
+        positions = newest - torch.arange(width - 1, -1, -1, device=rows.device)
+        positions = torch.where(positions >= self._first[rows, None], positions, -1)
+        return positions, self._slots[rows[:, None], positions.clamp(min=0)]
+
+    def longest(self, rows: Tensor) -> int:
+        """Most positions known of any of these rows."""
+        return int((self._end[rows] - self._first[rows]).max())  # planned transfer
+
+    def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """Positions start..start + counts - 1 are committed. # rows, start, counts [batch]; slots [batch, count]"""
+        offsets = torch.arange(slots.shape[1], device=rows.device)
+        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
+        self._slots[rows[line], start[line] + column] = slots[line, column]
+        begins = self._end[rows] != start  # nothing is known of what stands before
+        self._first[rows] = torch.where(begins, start, self._first[rows])
+        self._waiting[rows] = torch.where(begins, 0, self._waiting[rows])
+        self._end[rows] = start + counts
+
+    def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
+        """Queue the entries of the positions just appended; there must be room for them.
+
+        rows, counts [batch]; features [batch, count, width]; tokens [batch, count], each position's next token
+        """
+        offsets = torch.arange(tokens.shape[1], device=rows.device)
+        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
+        place = self._waiting[rows][line] + column
+        self._features[rows[line], place] = features[line, column].to(self._features.dtype)
+        self._tokens[rows[line], place] = tokens[line, column]
+        self._waiting[rows] += counts
+
+    def take(self, rows: Tensor) -> Waiting:
+        """The waiting entries of these rows, which stop waiting."""
+        counts = self._waiting[rows]
+        most = max(1, int(counts.max()))  # planned transfer
+        column = self._columns[:most] - (most - counts[:, None])  # [batch, most], negative for padding
+        present = column >= 0
+        column = column.clamp(min=0)
+        positions = torch.where(present, self._end[rows, None] - counts[:, None] + column, -1)
+        slots = self._slots[rows[:, None], positions.clamp(min=0)].masked_fill(~present, NULL_SLOT)
+        self._waiting[rows] = 0
+        lines = rows[:, None]
+        return Waiting(self._features[lines, column], self._tokens[lines, column], positions, slots)

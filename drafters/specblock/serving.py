@@ -1,0 +1,198 @@
+"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once.
+
+Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in
+one forward, live = rows of this tree's blocks that are in no pool, order = position * entries + entry - 1: what a pool
+entry must not exceed to be seen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from drafters.specblock.growth import Picked
+from drafters.specblock.model import BlockRows, SpecBlock
+from drafters.specblock.pool import EntryPool, Waiting
+
+Embed = Callable[[Tensor], Tensor]
+_HIDDEN = -1e30  # finite: a padding row that sees nothing must not become NaN, for its keys land in the null slot
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Pool entries that a batch's rows may see."""
+
+    places: Tensor  # [batch, seen] int64
+    order: Tensor  # [batch, seen] int64, -1 where there is nothing
+
+    @staticmethod
+    def of(positions: Tensor, slots: Tensor, pool: EntryPool) -> "Window":
+        """positions [batch, width], -1 padded; slots [batch, width]"""
+        entry = torch.arange(pool.entries, device=slots.device)
+        order = torch.where(positions[..., None] < 0, -1, positions[..., None] * pool.entries + entry)
+        return Window(pool.places(slots).flatten(1), order.flatten(1))
+
+
+class PoolAttention:
+    """Attention of one forward: to the pool up to each row's order, and to live rows by mask."""
+
+    def __init__(
+        self, pool: EntryPool, window: Window, stored: Tensor, limits: Tensor, live_mask: Tensor, live: "LiveRows"
+    ) -> None:
+        self._pool = pool
+        self._window = window
+        self._stored = stored  # [batch, committed rows] int64, pool places of the forward's first rows
+        self._unseen = (window.order[:, None] > limits[:, :, None]) | (window.order < 0)[:, None]
+        self._live_unseen = ~live_mask  # [batch, rows, live rows after this forward]
+        self._live = live
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        stored = self._stored.shape[1]
+        if stored:
+            self._store(layer, key[:, :, :stored], value[:, :, :stored])
+        live_keys, live_values = self._live.extend(layer, key[:, :, stored:], value[:, :, stored:])
+        keys, values = self._pool.read(layer, self._window.places)
+        seen = keys.shape[2]
+        keys = torch.cat([keys.float(), live_keys], dim=2)
+        values = torch.cat([values.float(), live_values], dim=2)
+        grouped = query.float().unflatten(1, (keys.shape[1], -1)) * scale  # [batch, kv_heads, group, rows, dim]
+        scores = grouped @ keys[:, :, None].transpose(3, 4)
+        scores[..., :seen].masked_fill_(self._unseen[:, None, None], _HIDDEN)
+        scores[..., seen:].masked_fill_(self._live_unseen[:, None, None], _HIDDEN)
+        out: Tensor = scores.softmax(-1) @ values[:, :, None]
+        return out.flatten(1, 2).to(query.dtype)
+
+    def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._pool.write(
+            layer, self._stored.flatten(), keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1)
+        )
+
+
+class LiveRows:
+    """Keys and values of the tree's own blocks, layer by layer; they end with the tree."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, the given ones last. # [batch, kv_heads, rows, head_dim], float32"""
+        before_keys, before_values = self._keys[layer], self._values[layer]
+        keys, values = keys.float(), values.float()
+        if before_keys is not None and before_values is not None:
+            keys, values = torch.cat([before_keys, keys], dim=2), torch.cat([before_values, values], dim=2)
+        self._keys[layer], self._values[layer] = keys, values
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What blocks of one forward can see, from which follows what blocks that start at their nodes can see."""
+
+    path: Tensor  # [batch, starts, live] bool, live rows seen from before the block
+    limits: Tensor  # [batch, starts] int64, highest order seen
+    offset: int  # entries of each block that lie in the pool and not among the live rows
+
+    @staticmethod
+    def of_first(anchors: Tensor, entries: int) -> "Reach":
+        """Of blocks at the anchors' positions. # anchors [batch]"""
+        return Reach(anchors.new_zeros(anchors.shape[0], 1, 0, dtype=torch.bool), anchors[:, None] * entries, entries)
+
+    def onward(self, picked: Picked, block: int) -> "Reach":
+        """Of blocks that start at nodes of these ones."""
+        starts, width = self.path.shape[1], block - self.offset
+        inherited = torch.take_along_dim(self.path, picked.start[:, :, None], dim=1)
+        start = torch.arange(starts, device=self.path.device)[:, None]
+        entry = torch.arange(width, device=self.path.device) + self.offset
+        own = (start == picked.start[:, :, None, None]) & (entry <= picked.position[:, :, None, None])
+        # Of the anchor's entries in the pool those up to the start's are on the path.
+        stored = picked.position.clamp(max=max(self.offset - 1, 0)) if self.offset else 0
+        return Reach(
+            path=torch.cat([inherited, own.flatten(2)], dim=2),
+            limits=self.limits.gather(1, picked.start) + stored,
+            offset=0,
+        )
+
+
+class BlockForward:
+    """The forwards of one draft tree. Make one per tree: it keeps the tree's live rows."""
+
+    def __init__(self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window) -> None:
+        self._model = model
+        self._embed = embed
+        self._pool = pool
+        self._window = window
+        self._size = model.config.block_size
+        self._live = LiveRows(model.config.num_layers)
+
+    def first(self, waiting: Waiting) -> Tensor:
+        """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
+        entries = self._pool.entries
+        states = self._run(waiting, own=self._size - entries)
+        return states[:, -self._size :]
+
+    def ingest(self, waiting: Waiting) -> None:
+        """Run entries only, without drafting."""
+        self._run(waiting, own=0)
+
+    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
+        """Run a block at each picked node of the last forward, whose states are given.
+
+        states [batch, starts before, block, hidden]; roots [batch], the root's absolute position
+        -> [batch, starts, block, hidden]
+        """
+        batch, number = picked.tokens.shape
+        lines = torch.arange(batch, device=roots.device)[:, None]
+        context = states[lines, picked.start, picked.position]
+        inputs = self._model.input_layer.blocks(context, self._embed(picked.tokens), slice(self._size))
+        ahead = torch.arange(self._size, device=roots.device)
+        numbers = torch.arange(number * self._size, device=roots.device)
+        same_block = numbers[:, None] // self._size == numbers // self._size
+        own = (same_block & (numbers <= numbers[:, None])).expand(batch, -1, -1)
+        tokens_at = roots[:, None] + picked.origin.depth
+        rows = BlockRows(
+            inputs=inputs.flatten(1, 2),
+            positions=(tokens_at[:, :, None] + ahead).flatten(1),
+            previous=(numbers - (numbers % self._size > 0).long()).expand(batch, -1),
+        )
+        attention = self._attention(
+            roots.new_zeros(batch, 0),
+            limits=reach.limits.repeat_interleave(self._size, dim=1),
+            live_mask=torch.cat([reach.path.repeat_interleave(self._size, dim=1), own], dim=2),
+        )
+        onward: Tensor = self._model(rows, attention)
+        return onward.view(batch, number, self._size, -1)
+
+    def _run(self, waiting: Waiting, own: int) -> Tensor:
+        entries, count = self._pool.entries, waiting.tokens.shape[1]
+        layer = self._model.input_layer
+        context, embedded = layer.condition(waiting.features), self._embed(waiting.tokens)
+        inputs = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
+        positions, order = self._committed_order(waiting)
+        committed = count * entries
+        numbers = torch.arange(committed + own, device=positions.device)
+        previous = numbers - (numbers % entries > 0).long()
+        previous[committed:] = numbers[committed:] - 1
+        if own:
+            rest = layer.blocks(context[:, -1], embedded[:, -1], slice(entries, self._size))
+            inputs = torch.cat([inputs, rest], dim=1)
+            ahead = positions[:, -1:] + 1 + torch.arange(own, device=positions.device)
+            positions, order = torch.cat([positions, ahead], dim=1), pad(order, (0, own), mode="replicate")
+        live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
+        states: Tensor = self._model(
+            BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)),
+            self._attention(self._pool.places(waiting.slots).flatten(1), limits=order, live_mask=live_mask),
+        )
+        return states
+
+    def _committed_order(self, waiting: Waiting) -> tuple[Tensor, Tensor]:
+        """Position ids and order of the waiting entries. # -> two [batch, count * entries]"""
+        entry = torch.arange(self._pool.entries, device=waiting.positions.device)
+        positions = waiting.positions.clamp(min=0)[:, :, None] + 1 + entry
+        order = waiting.positions[:, :, None] * self._pool.entries + entry
+        return positions.flatten(1), order.flatten(1)
+
+    def _attention(self, stored: Tensor, *, limits: Tensor, live_mask: Tensor) -> PoolAttention:
+        return PoolAttention(self._pool, self._window, stored, limits, live_mask, self._live)

@@ -1,0 +1,1 @@
+"""Training of drafters from what a target answered: corpus on disk, objective, fit."""

@@ -1,0 +1,134 @@
+"""What a target answered and what its layers said meanwhile, as shards on disk that training reads.
+
+One shard is one safetensors file of sequences laid end to end. Legend: sequences; tokens = positions of all sequences;
+labels = predicted positions of all sequences: a response of n tokens has n + 1, the last is what would have come next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+TOP = 64
+"""How many of the target's likeliest tokens a label keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The content of one file."""
+
+    tokens: Tensor  # [tokens] int32
+    features: Tensor  # [tokens, taps * hidden] bfloat16, tapped target layers
+    lengths: Tensor  # [sequences] int64, prompt and response
+    prompts: Tensor  # [sequences] int64, prompt tokens
+    temps: Tensor  # [sequences] float32, the temperature the response was sampled at
+    top_ids: Tensor  # [labels, TOP] int32, the target's likeliest tokens
+    top_logprobs: Tensor  # [labels, TOP] float16
+
+    def save(self, path: Path) -> None:
+        """Write under a temporary name first, so that a broken-off run leaves no half shard."""
+        part = path.with_suffix(".part")
+        save_file({name: getattr(self, name) for name in self.__slots__}, part)
+        part.rename(path)
+
+    @staticmethod
+    def load(path: Path) -> "Shard":
+        return Shard(**load_file(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence."""
+
+    tokens: Tensor  # [length] int64
+    features: Tensor  # [length, taps * hidden]
+    prompt: int
+    top_ids: Tensor  # [length - prompt + 1, TOP]
+    top_logprobs: Tensor  # [length - prompt + 1, TOP]
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[0]
+
+
+class Corpus:
+    """All sequences of a folder of shards, memory-mapped."""
+
+    def __init__(self, paths: list[Path], *, max_length: int) -> None:
+        self.examples = [example for path in paths for example in _examples(Shard.load(path), max_length)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(example.length for example in self.examples)
+
+
+def _examples(shard: Shard, max_length: int) -> Iterator[Example]:
+    token, label = 0, 0
+    for length, prompt in zip(shard.lengths.tolist(), shard.prompts.tolist(), strict=True):
+        labels = length - prompt + 1
+        kept = min(length, max_length)
+        if kept > prompt:
+            yield Example(
+                tokens=shard.tokens[token : token + kept].long(),
+                features=shard.features[token : token + kept],
+                prompt=prompt,
+                top_ids=shard.top_ids[label : label + kept - prompt + 1],
+                top_logprobs=shard.top_logprobs[label : label + kept - prompt + 1],
+            )
+        token, label = token + length, label + labels
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences side by side, padded to the longest."""
+
+    tokens: Tensor  # [batch, length] int64, 0 padded
+    features: Tensor  # [batch, length, taps * hidden]
+    label_index: Tensor  # [batch, length + block] int64, the label of each position, -1 where there is none
+    top_ids: Tensor  # [labels, TOP] int64
+    top_logprobs: Tensor  # [labels, TOP] float32
+    num_tokens: int
+
+    @staticmethod
+    def of(examples: list[Example], reach: int, device: torch.device | str) -> "Batch":
+        """`reach` positions beyond the end can be asked for; they have no label."""
+        longest = max(example.length for example in examples)
+        tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
+        features = torch.zeros(len(examples), longest, examples[0].features.shape[1], dtype=examples[0].features.dtype)
+        label_index = torch.full((len(examples), longest + reach), -1)
+        base = 0
+        for line, example in enumerate(examples):
+            tokens[line, : example.length] = example.tokens
+            features[line, : example.length] = example.features
+            labels = example.top_ids.shape[0]
+            label_index[line, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
+            base += labels
+        return Batch(
+            tokens=tokens.to(device),
+            features=features.to(device),
+            label_index=label_index.to(device),
+            top_ids=torch.cat([e.top_ids for e in examples]).long().to(device),
+            top_logprobs=torch.cat([e.top_logprobs.float() for e in examples]).to(device),
+            num_tokens=sum(e.length for e in examples),
+        )
+
+
+def batches(examples: list[Example], *, tokens: int, generator: torch.Generator) -> Iterator[list[Example]]:
+    """One pass over all examples in random order, of similar length within a batch of about that many tokens."""
+    order = torch.randperm(len(examples), generator=generator).tolist()
+    window = max(1, 32 * tokens // max(1, sum(e.length for e in examples) // max(1, len(examples))))
+    groups: list[list[Example]] = []
+    for start in range(0, len(order), window):
+        near = sorted((examples[i] for i in order[start : start + window]), key=lambda e: e.length)
+        group: list[Example] = []
+        for example in near:
+            if group and example.length * (len(group) + 1) > tokens:
+                groups.append(group)
+                group = []
+            group.append(example)
+        groups.append(group)
+    for place in torch.randperm(len(groups), generator=generator).tolist():
+        yield groups[place]

@@ -1,0 +1,195 @@
+"""The training objective of a SpecBlock drafter (SpecBlock section 3.3).
+
+Cross-entropy of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
+valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
+Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from drafters.specblock.features import TOP, rank_class, rank_features
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Batch
+from drafters.training.forward import Embed, TrainingForward
+
+_COOLEST, _HOTTEST = 0.3, 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSettings:
+    """What a step trains."""
+
+    anchor_share: float = 0.125  # part of a sequence's labelled positions that are anchors of whole blocks
+    valid_prefix: bool = True
+    cross_block: bool = True
+    coupled: bool = True  # half of the rank head's entries carry sampling noise
+    rank_rows: int = 512  # entries per step that train the rank head
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """What one step says of the drafter; counts are by place on the path from the anchor, 0 = the next token."""
+
+    draft_loss: Tensor
+    rank_loss: Tensor
+    hits: Tensor  # [2 * block], the target's likeliest token ranked first
+    covered: Tensor  # [2 * block], ranked first to fourth
+    seen: Tensor  # [2 * block], entries with a label and a valid prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Entries that teach."""
+
+    states: Tensor  # [flat, hidden]
+    logits: Tensor  # [flat, draft_vocab]
+    labels: Tensor  # [flat] int64, row of the batch's labels
+    place: Tensor  # [flat] int64, on the path from the anchor
+
+    def take(self, mask: Tensor) -> "_Entries":
+        return _Entries(self.states[mask], self.logits[mask], self.labels[mask], self.place[mask])
+
+    @staticmethod
+    def joined(parts: list["_Entries"]) -> "_Entries":
+        return _Entries(
+            torch.cat([part.states for part in parts]),
+            torch.cat([part.logits for part in parts]),
+            torch.cat([part.labels for part in parts]),
+            torch.cat([part.place for part in parts]),
+        )
+
+
+class Objective:
+    """Loss and progress numbers of one batch."""
+
+    def __init__(self, model: SpecBlock, embed: Embed, settings: ObjectiveSettings) -> None:
+        self._model = model
+        self._forward = TrainingForward(model, embed)
+        self._settings = settings
+        self._size = model.config.block_size
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
+        """`generator` draws anchors, cuts, temperatures and noise."""
+        entries = self._entries(batch, generator)
+        favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
+        ranks = _ranks(entries.logits.detach(), favourite)
+        return StepScores(
+            draft_loss=_draft_loss(entries, batch, self._model.t2d),
+            rank_loss=self._rank_loss(entries, batch, generator),
+            hits=self._count(entries.place, ranks == 0),
+            covered=self._count(entries.place, ranks < 4),
+            seen=self._count(entries.place, ranks >= 0),
+        )
+
+    def _entries(self, batch: Batch, generator: torch.Generator) -> _Entries:
+        anchors = self._draw_anchors(batch, generator)
+        first = self._forward.first(batch, anchors)
+        positions = torch.arange(first.stream.shape[1], device=anchors.device)
+        stream = self._labelled(first.stream, (positions + 2).expand(first.stream.shape[:2]), batch, place=0)
+        found = [stream]
+        ahead = torch.arange(self._size, device=anchors.device)
+        predicted = anchors[:, :, None] + 2 + ahead
+        reached = self._reached(first.states, predicted, batch)  # [batch, anchors, block + 1]
+        rest = predicted.masked_fill(~reached[:, :, :-1], -1)[:, :, 1:]
+        found.append(self._labelled(first.states[:, :, 1:], rest, batch, place=ahead[1:]))
+        if self._settings.cross_block:
+            cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
+            states = self._forward.next(batch, anchors, cuts, first)
+            predicted = (anchors + cuts)[:, :, None] + 2 + ahead
+            onward = self._reached(states, predicted, batch)[:, :, :-1] & reached.gather(2, cuts[:, :, None])
+            predicted = predicted.masked_fill(~onward, -1)
+            found.append(self._labelled(states, predicted, batch, place=cuts[:, :, None] + ahead))
+        return _Entries.joined(found)
+
+    def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""
+        labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
+        number = max(1, int(labelled.sum() * self._settings.anchor_share / labelled.shape[0]))
+        keys = torch.rand(labelled.shape, generator=generator).to(labelled.device)
+        return keys.masked_fill(~labelled, -1.0).topk(min(number, labelled.shape[1]), dim=1).indices
+
+    @torch.no_grad()
+    def _reached(self, states: Tensor, predicted: Tensor, batch: Batch) -> Tensor:
+        """Whether each entry can be reached: all tokens before it, along the text, could have been drafted.
+
+        states [batch, anchors, block, hidden], predicted [batch, anchors, block] -> [batch, anchors, block + 1] bool
+        """
+        if not self._settings.valid_prefix:
+            return torch.ones(*predicted.shape[:2], predicted.shape[2] + 1, dtype=torch.bool, device=states.device)
+        length = batch.tokens.shape[1]
+        tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=length - 1)).view(predicted.shape)
+        drafted = self._model.t2d[tokens].flatten()
+        ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
+        return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
+
+    def _labelled(self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int) -> _Entries:
+        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]"""
+        width = batch.label_index.shape[1]
+        flat = predicted.flatten(1)
+        labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
+        known = (labels >= 0) & (predicted >= 0)
+        places = torch.as_tensor(place, device=states.device).expand(predicted.shape)
+        kept = states[known]
+        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known])
+
+    def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Cross-entropy of the rank head, half of it at a temperature: labels are ranks of the token noise selects."""
+        flat = entries.labels.shape[0]
+        chosen = torch.randperm(flat, generator=generator)[: self._settings.rank_rows].to(entries.labels.device)
+        logits = entries.logits.detach()[chosen].float()
+        labels = entries.labels[chosen]
+        warm = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        if self._settings.coupled:
+            warm[: logits.shape[0] // 2] = True
+        noise = _gumbel(logits.shape, generator).to(logits.device)
+        spread = torch.rand(logits.shape[0], 1, generator=generator).to(logits.device)
+        temperature = _COOLEST + (_HOTTEST - _COOLEST) * spread
+        scores = logits.log_softmax(-1)
+        scores = torch.where(warm[:, None], scores / temperature + noise, scores)
+        features, ids = rank_features(scores)
+        wanted = self._selected(batch, labels, noise, temperature, warm, generator)
+        inputs = torch.cat([entries.states.detach()[chosen].float(), features], dim=-1)
+        return cross_entropy(self._model.rank_head(inputs).float(), rank_class(ids, wanted))
+
+    def _selected(
+        self,
+        batch: Batch,
+        labels: Tensor,
+        noise: Tensor,
+        temperature: Tensor,
+        warm: Tensor,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """The draft id of the target's token, -1 for one that cannot be drafted. # -> [rows] int64"""
+        drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
+        fresh = _gumbel(drafted.shape, generator).to(drafted.device)
+        shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)
+        scores = batch.top_logprobs[labels]
+        scores = torch.where(warm[:, None], scores / temperature + shared, scores)
+        return drafted.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+
+    def _count(self, place: Tensor, mask: Tensor) -> Tensor:
+        return torch.bincount(place[mask], minlength=2 * self._size).cpu()
+
+
+def _draft_loss(entries: _Entries, batch: Batch, t2d: Tensor) -> Tensor:
+    """Mean of -sum_v p(v) log q(v) over the target's top tokens that can be drafted."""
+    drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
+    weight = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
+    logits = entries.logits.float()
+    expected = (weight * logits.gather(1, drafted.clamp(min=0))).sum(1)
+    return (weight.sum(1) * logits.logsumexp(1) - expected).mean()
+
+
+def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
+    """How many tokens score higher; the whole vocabulary for a token that cannot be drafted (-1). # -> [rows] int64"""
+    own = logits.gather(1, drafted.clamp(min=0)[:, None])
+    return torch.where(drafted >= 0, (logits > own).sum(1), logits.shape[1])
+
+
+def _gumbel(shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return -torch.empty(shape).exponential_(generator=generator).log()
