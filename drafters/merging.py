@@ -39,15 +39,20 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
 
 
 def prefix_hashes(tokens: Tensor) -> Tensor:
-    """The same sums for every beginning of a text after the root. # tokens [batch, depth] -> [batch, depth] int64"""
+    """The same sums for the beginnings of a text after the root, as far as trees reach.
+
+    tokens [batch, count] -> [batch, at most MAX_DEPTH] int64
+    """
+    tokens = tokens[:, :MAX_DEPTH]
     factors = _FACTORS.to(tokens.device)[1 : tokens.shape[1] + 1]
     return ((tokens + 1) * factors).cumsum(1)
 
 
 def came_true(hashes: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
     """Which nodes lie on the committed text. # hashes [batch, nodes], tokens [batch, depth], counts [batch] -> bool"""
-    known = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-    return ((hashes[:, :, None] == prefix_hashes(tokens)[:, None]) & known[:, None]).any(2)
+    wanted = prefix_hashes(tokens)
+    known = torch.arange(wanted.shape[1], device=tokens.device) < counts[:, None]
+    return ((hashes[:, :, None] == wanted[:, None]) & known[:, None]).any(2)
 
 
 def joined(trees: Sequence[Candidates]) -> Candidates:

@@ -22,6 +22,7 @@ class SpecBlockConfig:
     rank_hidden: int = 256
     prefix_entries: PrefixEntries = "first"  # which of a committed position's K entries later ones attend to
     normalise_features: bool = True  # each tapped feature before the projection (EAGLE-3.1; not in published files)
+    normalise_rank_inputs: bool = True  # states and features of the rank head, which learns nothing from raw ones
     shift: bool = True  # False: ablation without the layer-wise shift
     broadcast: bool = True  # False: ablation, only a block's first position sees the condition
     coupled: bool = True  # rank head trained on scores with the sampling noise

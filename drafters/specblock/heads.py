@@ -52,6 +52,5 @@ def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) 
     """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
     logits = model.lm_head(states).float()
     features, ids = rank_features(noise.scores(logits, depths))
-    inputs = torch.cat([states.float(), features], dim=-1)
-    classes = model.rank_head(inputs.to(states.dtype)).float().softmax(-1)
+    classes = model.rank_logits(states, features).softmax(-1)
     return Proposal(model.d2t[ids], BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes))

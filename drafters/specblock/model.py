@@ -22,6 +22,7 @@ from drafters.specblock.config import RANK_CLASSES, SpecBlockConfig
 from drafters.specblock.features import NUM_FEATURES
 
 ATTENTION_NAME = "adaptree_draft"
+_FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 
 
 class RowAttention(Protocol):
@@ -103,6 +104,7 @@ class SpecBlock(nn.Module):
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
         )
+        self.rank_norm = nn.RMSNorm(hidden) if config.normalise_rank_inputs else None
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
         layers = list(self.decoder.get_submodule("layers").children())
@@ -124,6 +126,10 @@ class SpecBlock(nn.Module):
         self.t2d.fill_(-1)
         self.t2d[d2t] = torch.arange(d2t.shape[0], device=self.t2d.device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.input_layer.token_norm.weight.dtype
+
     def forward(self, rows: BlockRows, attention: RowAttention) -> Tensor:
         """States after the output norm: what the heads read, and the context of blocks that start at an entry.
 
@@ -138,6 +144,14 @@ class SpecBlock(nn.Module):
         )
         states: Tensor = output.last_hidden_state
         return states
+
+    def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
+        """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""
+        states, features = states.to(self.dtype), features.to(self.dtype)
+        if self.rank_norm is not None:
+            states, features = self.rank_norm(states), features * _FEATURE_SCALE
+        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1))
+        return logits.float()
 
 
 class _Shift:

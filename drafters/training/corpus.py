@@ -4,6 +4,7 @@ One shard is one safetensors file of sequences laid end to end. Legend: sequence
 labels = predicted positions of all sequences: a response of n tokens has n + 1, the last is what would have come next.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,16 @@ class Example:
     prompt: int
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
+    temperature: float = 0.0  # the response was sampled at
 
     @property
     def length(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def prompt_digest(self) -> bytes:
+        """Equal for sequences that answer the same prompt."""
+        return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
 class Corpus:
@@ -67,7 +74,8 @@ class Corpus:
 
 def _examples(shard: Shard, max_length: int) -> Iterator[Example]:
     token, label = 0, 0
-    for length, prompt in zip(shard.lengths.tolist(), shard.prompts.tolist(), strict=True):
+    sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
+    for length, prompt, temperature in sequences:
         labels = length - prompt + 1
         kept = min(length, max_length)
         if kept > prompt:
@@ -77,8 +85,18 @@ def _examples(shard: Shard, max_length: int) -> Iterator[Example]:
                 prompt=prompt,
                 top_ids=shard.top_ids[label : label + kept - prompt + 1],
                 top_logprobs=shard.top_logprobs[label : label + kept - prompt + 1],
+                temperature=temperature,
             )
         token, label = token + length, label + labels
+
+
+def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and those of a few prompts that are kept apart; the same ones whatever the order."""
+    digests = [example.prompt_digest for example in examples]
+    prompts = sorted(set(digests))
+    kept = set(prompts[: max(1, min(most, int(share * len(prompts))))])
+    apart = [example for example, digest in zip(examples, digests, strict=True) if digest in kept]
+    return [example for example, digest in zip(examples, digests, strict=True) if digest not in kept], apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,8 +152,8 @@ class Objective:
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
         features, ids = rank_features(scores)
         wanted = self._selected(batch, labels, noise, temperature, warm, generator)
-        inputs = torch.cat([entries.states.detach()[chosen].float(), features], dim=-1)
-        return cross_entropy(self._model.rank_head(inputs).float(), rank_class(ids, wanted))
+        classes = self._model.rank_logits(entries.states.detach()[chosen], features)
+        return cross_entropy(classes, rank_class(ids, wanted))
 
     def _selected(
         self,

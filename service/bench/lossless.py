@@ -13,7 +13,17 @@ from drafters.random_tree.drafter import RandomTreeDrafter
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.generate import Answer, count_mismatches, generate
-from service.bench.lossless_cases import NUM_COMPANIONS, SAMPLINGS, Case, Extras, Way, ordered_cases, sampling_params
+from service.bench.lossless_cases import (
+    NUM_COMPANIONS,
+    SAMPLINGS,
+    TRAINED_WAYS,
+    WAYS,
+    Case,
+    Extras,
+    Way,
+    ordered_cases,
+    sampling_params,
+)
 from service.bench.prompts import refuse_too_long
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
@@ -121,13 +131,18 @@ def check(
     bench = _Bench(assembly, prompts, answer_tokens=answer_tokens, seed=seed)
     results: list[CaseResult] = []
     compared = 0
-    for number, case in enumerate(_endless(cases or ordered_cases(seed))):
+    for number, case in enumerate(_endless(cases or ordered_cases(seed, ways_of(assembly)))):
         if compared >= num_tokens:
             return LosslessResult(tuple(results))
         results.append(bench.run(case, number))
         observe(results[-1])
         compared += results[-1].tokens_compared
     raise AssertionError("the cases never end")
+
+
+def ways_of(assembly: Assembly) -> tuple[Way, ...]:
+    """Every way this assembly can decode in."""
+    return WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
 
 
 def _endless(cases: Sequence[Case]) -> Iterator[Case]:

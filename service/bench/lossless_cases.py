@@ -5,6 +5,7 @@ Plain records; knows nothing of engines.
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +21,7 @@ NUM_COMPANIONS = 15
 class Way:
     """Who drafts, and how many nodes a step verifies."""
 
-    drafter: Literal["lookup", "random", "none"]
+    drafter: Literal["lookup", "lookup+specblock", "specblock", "random", "none"]
     nodes: int | None  # None = by cost
 
     def __str__(self) -> str:
@@ -49,14 +50,17 @@ class Case:
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 EXTRAS: tuple[Extras, ...] = ("none", "penalties", "top_p", "min_p+top_k", "stop")
 WAYS = (Way("lookup", None), Way("lookup", 16), Way("random", 16), Way("random", 48), Way("none", 0))
+TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
+"""Further ways where there is a trained drafter."""
+
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
 PREFILL_CHUNKS = (256, 17, 64)
 SAMPLINGS = tuple(itertools.product(TEMPERATURES, EXTRAS))
 
 
-def ordered_cases(seed: int) -> list[Case]:
+def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
     """All cases, each once: first a few in which every pair of choices occurs, then the others shuffled."""
-    choices = itertools.product(TEMPERATURES, EXTRAS, WAYS, COMPANIES, PREFILL_CHUNKS)
+    choices = itertools.product(TEMPERATURES, EXTRAS, ways, COMPANIES, PREFILL_CHUNKS)
     left = [Case(*chosen) for chosen in choices]
     random.Random(seed).shuffle(left)
     ordered: list[Case] = []

@@ -10,7 +10,7 @@ from rich.table import Table
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.lossless import CaseResult, LosslessResult, Mismatch, check
-from service.bench.lossless_cases import COMPANIES, EXTRAS, PREFILL_CHUNKS, TEMPERATURES, WAYS, Case
+from service.bench.lossless_cases import COMPANIES, EXTRAS, PREFILL_CHUNKS, TEMPERATURES, TRAINED_WAYS, WAYS, Case
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
 from service.bench.prompts import read_prompts
 from service.config import ServiceConfig
@@ -19,7 +19,7 @@ from service.tokenizer import ChatTokenizer
 _CHOICES: tuple[tuple[str, Sequence[object], Callable[[Case], object]], ...] = (
     ("temperature", TEMPERATURES, lambda case: case.temperature),
     ("sampling", EXTRAS, lambda case: case.extras),
-    ("drafter, nodes", WAYS, lambda case: case.way),
+    ("drafter, nodes", WAYS + TRAINED_WAYS, lambda case: case.way),
     ("company", COMPANIES, lambda case: case.company),
     ("prompt chunks", PREFILL_CHUNKS, lambda case: case.prefill_chunk),
 )

@@ -11,7 +11,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
 from service.engine import linear
-from service.engine.weights import LoadedModel
+from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 def shipped_folder(model_name: str) -> Path | None:
     """Where the weights that come with this package for a target are, if there are any."""
+    if model_name != EMBEDDED_NAME:
+        return None
     folder = Path(drafters.__file__).parent / "shipped" / model_name
     return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
 

@@ -1,0 +1,103 @@
+"""Two drafters behind one: trees merged, credits counted, and the costly one spared when it does not pay."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drafters.merged.drafter import MergedDrafter
+from drafters.merged.worth import Worth
+from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.tree import Candidates, DraftTree, VerifyResult
+
+ROW = torch.tensor([1])
+NOISE = Noise(torch.zeros(1).long(), torch.zeros(1), torch.tensor([9]))
+
+
+class Chain:
+    """Proposes one and the same chain of tokens, and notes what it hears."""
+
+    version = 3
+
+    def __init__(self, name: str, tokens: list[int], odds: float, taps: tuple[int, ...] = ()) -> None:
+        self.name = name
+        self.tap_layers = taps
+        self.heard: list[str] = []
+        survival = torch.full((1, len(tokens)), odds).cumprod(1)
+        tree = DraftTree.of(torch.tensor([tokens]), torch.arange(len(tokens))[None] - 1)
+        self.tree = DraftTree(tree.tokens, tree.parents, tree.depths, survival, tree.num_nodes)
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        self.heard.append("start")
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self.heard.append("grow")
+        return self.tree
+
+    def read(self, read: Read) -> None:
+        self.heard.append("read")
+
+    def commit(self, committed: Committed) -> None:
+        self.heard.append("commit")
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        return [len(self.name)] * len(rows)
+
+    def trainable(self) -> nn.Module | None:
+        return None
+
+
+def merged(cheap: Chain, costly: Chain, worth: Worth | None = None) -> MergedDrafter:
+    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=2, device="cpu", worth=worth)
+
+
+def committed(accepted: list[int], bonus: int) -> Committed:
+    count = len(accepted)
+    tokens = torch.tensor([[*accepted, bonus]])
+    result = VerifyResult(torch.arange(count)[None], torch.tensor([count]), torch.tensor([bonus]), tokens)
+    rows = torch.zeros(1, count + 1).long()
+    return Committed(ROW, tokens, torch.tensor([count + 1]), DraftTree.empty(1), result, None, ROW, rows)
+
+
+def test_equal_paths_become_one_node_with_the_larger_survival() -> None:
+    both = merged(Chain("lookup", [5, 6, 7], 0.5), Chain("net", [5, 6, 8], 0.9))
+    tree = both.grow(ROW, NOISE)
+    assert int(tree.num_nodes) == 4
+    found = dict(zip(tree.tokens[0].tolist(), tree.survival[0].tolist(), strict=True))
+    assert [found[token] for token in (5, 6, 8)] == torch.full((3,), 0.9).cumprod(0).tolist()
+    assert found[7] == torch.full((3,), 0.5).cumprod(0)[2].item()
+
+
+def test_it_speaks_for_both() -> None:
+    both = merged(Chain("lookup", [1], 0.5), Chain("net", [2], 0.5, taps=(1, 2)))
+    assert (both.name, both.version, both.tap_layers) == ("lookup+net", 3, (1, 2))
+    assert both.finish([1]) == [len("lookup")]  # predictions are the cheap one's business
+
+
+def test_credit_goes_to_everyone_who_was_right() -> None:
+    both = merged(Chain("lookup", [5, 6, 7], 0.5), Chain("net", [5, 9], 0.9))
+    both.grow(ROW, NOISE)
+    both.commit(committed([5, 6], 7))  # 7 came as the bonus token: nobody's acceptance
+    assert both.credits() == {"lookup": 2, "net": 1}
+    both.commit(committed([5, 6], 7))  # nothing was grown for this step
+    assert both.credits() == {"lookup": 2, "net": 1}
+
+
+def test_the_costly_one_is_spared_when_the_cheap_one_knows_it_all() -> None:
+    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
+    times = iter(range(10**6))
+    both = merged(cheap, costly, Worth(lambda: float(next(times))))
+    for _ in range(100):
+        both.grow(ROW, NOISE)
+        both.commit(committed([5, 6], 1))
+    assert cheap.heard.count("grow") == 100
+    assert costly.heard.count("grow") < 25
+    assert costly.heard.count("commit") == 100  # it goes on reading along
+
+
+def test_both_hear_everything() -> None:
+    cheap, costly = Chain("lookup", [5], 0.9), Chain("net", [5], 0.9)
+    both = merged(cheap, costly)
+    both.start([DraftContext(1, [1, 2])])
+    both.read(Read(1, 0, ROW, ROW, torch.zeros(1, 4)))
+    assert cheap.heard == costly.heard == ["start", "read"]

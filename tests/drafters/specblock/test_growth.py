@@ -1,0 +1,55 @@
+"""The lattice of a block: who is whose parent, what survives, and where the next block starts."""
+
+import torch
+
+from drafters.specblock.growth import Lattice, Origin
+from drafters.tree import MAX_DEPTH, ROOT
+
+
+def lattice(conditional: list[list[float]], origin: Origin | None = None, first_number: int = 0) -> Lattice:
+    """One sequence, one block. Tokens are 10 * position + rank."""
+    odds = torch.tensor([[conditional]])
+    block, ranks = odds.shape[2:]
+    tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks))[None, None]
+    return Lattice(origin or Origin.root(1, odds.device), tokens, odds, first_number)
+
+
+def test_the_first_ranks_are_the_spine_and_the_others_its_leaves() -> None:
+    tree = lattice([[0.5, 0.25], [0.5, 0.1]]).candidates()
+    assert tree.tokens.tolist() == [[0, 1, 10, 11]]
+    assert tree.parents.tolist() == [[ROOT, ROOT, 0, 0]]
+    assert tree.depths.tolist() == [[1, 1, 2, 2]]
+    assert tree.survival.tolist() == [[0.5, 0.25, 0.25, torch.tensor(0.5 * 0.1).item()]]
+
+
+def test_a_later_block_hangs_below_its_start() -> None:
+    origin = Origin(torch.tensor([[7]]), torch.tensor([[3]]), torch.tensor([[0.5]]))
+    tree = lattice([[0.5, 0.25], [0.5, 0.1]], origin, first_number=20).candidates()
+    assert tree.parents.tolist() == [[7, 7, 20, 20]]
+    assert tree.depths.tolist() == [[4, 4, 5, 5]]
+    assert tree.survival[0, 0] == 0.25
+
+
+def test_nothing_grows_deeper_than_trees_may_be() -> None:
+    origin = Origin(torch.tensor([[0]]), torch.tensor([[MAX_DEPTH - 1]]), torch.tensor([[1.0]]))
+    tree = lattice([[0.5, 0.25], [0.5, 0.1]], origin).candidates()
+    assert (tree.survival > 0).tolist() == [[True, True, False, False]]
+    assert tree.depths.max() <= MAX_DEPTH
+
+
+def test_blocks_start_where_they_are_likely_to_be_reached_and_nobody_went_on() -> None:
+    # Spine 0.9, 0.81; the leaf at the first position 0.09, at the second 0.9 * 0.05.
+    picked = lattice([[0.9, 0.09], [0.9, 0.05]]).pick(3)
+    assert picked.tokens.tolist() == [[10, 0, 1]]  # the end of the spine; its middle, 0.9 * (1 - 0.9), ties the leaf
+    assert picked.position.tolist() == [[1, 0, 0]]
+    assert picked.origin.depth.tolist() == [[2, 1, 1]]
+    assert picked.origin.node.tolist() == [[2, 0, 1]]
+
+
+def test_starts_are_chosen_over_all_blocks_of_a_sequence() -> None:
+    origin = Origin(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), torch.tensor([[0.9, 0.1]]))
+    odds = torch.tensor([[[[0.5, 0.2]], [[0.9, 0.05]]]])
+    tokens = torch.arange(4).view(1, 2, 1, 2)
+    picked = Lattice(origin, tokens, odds, 5).pick(2)
+    assert picked.start.tolist() == [[0, 0]]
+    assert picked.origin.node.tolist() == [[5, 6]]

@@ -1,0 +1,122 @@
+"""What the heads propose: rank features by definition, odds that sum up, and coupling to the sampling noise."""
+
+import torch
+
+from drafters.protocol import Noise
+from drafters.specblock.features import CLASS_OF_RANK, TOP, rank_class, rank_features
+from drafters.specblock.heads import TreeNoise, propose
+from drafters.specblock.policies import POLICIES, BlockOdds, best_first
+from kernels import ops
+from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
+from tests.tiny_models import VOCAB_SIZE
+
+torch.set_num_threads(1)
+
+
+def noise(temperature: float, batch: int = 2) -> Noise:
+    return Noise(
+        seeds=torch.arange(batch) + 11,
+        temperatures=torch.full((batch,), temperature),
+        positions=torch.arange(batch) * 5 + 30,
+    )
+
+
+def test_features_are_what_the_paper_lists() -> None:
+    scores = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    features, ids = rank_features(scores)
+    logs = scores.log_softmax(-1)
+    ordered = logs.sort(-1, descending=True)
+    assert ids.tolist() == ordered.indices[:, :TOP].tolist()
+    expected = torch.cat(
+        [
+            ordered.values[:, :TOP],
+            ordered.values[:, :1] - ordered.values[:, [1, 2, 4]],
+            ordered.values[:, :1].exp(),
+            -(logs.exp() * logs).sum(-1, keepdim=True),
+        ],
+        dim=-1,
+    )
+    assert features.shape == (3, 15)
+    assert (features - expected).abs().max() < 1e-5
+
+
+def test_classes_of_ranks() -> None:
+    ids = torch.arange(TOP).expand(12, TOP)
+    assert rank_class(ids, torch.tensor([*range(TOP), 77, -1])).tolist() == [*CLASS_OF_RANK, 3, 3]
+
+
+def test_odds_of_a_class_are_spread_by_draft_probability() -> None:
+    draft = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02, 0.02, 0.02])
+    classes = torch.tensor([0.5, 0.3, 0.1, 0.1])
+    odds = best_first(BlockOdds(draft, classes))
+    assert torch.allclose(odds[0], torch.tensor(0.5))
+    assert torch.allclose(odds[1:4], torch.tensor([0.15, 0.075, 0.075]))
+    assert torch.allclose(odds[4:].sum(), torch.tensor(0.1))
+
+
+def test_no_policy_is_ever_certain_or_negative() -> None:
+    generator = torch.Generator().manual_seed(1)
+    draft = torch.rand(50, 4, TOP, generator=generator).sort(-1, descending=True).values
+    odds = BlockOdds(draft / draft.sum(-1, keepdim=True), torch.rand(50, 4, 4, generator=generator).softmax(-1))
+    sure = BlockOdds(torch.eye(TOP)[0].expand(1, 4, TOP), torch.eye(4)[0].expand(1, 4, 4))
+    for policy in POLICIES.values():
+        for conditional in (policy(odds), policy(sure)):
+            assert (conditional >= 0).all()
+            assert (conditional < 1).all()
+
+
+def test_widths_follow_the_likeliest_class() -> None:
+    draft = torch.full((4, TOP), 0.1)
+    classes = torch.eye(4)[:, None].expand(4, 1, 4) * 0.9 + 0.025
+    odds = BlockOdds(draft[:, None], classes)
+    widths = {name: (POLICIES[name](odds) > 0).sum(-1)[:, 0].tolist() for name in ("rank", "rank_narrow", "uniform")}
+    assert widths == {"rank": [2, 4, 10, 0], "rank_narrow": [2, 4, 6, 4], "uniform": [4, 4, 4, 4]}
+
+
+def test_salf_ends_a_block_that_promises_too_little() -> None:
+    draft = torch.full((3, TOP), 0.1)
+    classes = torch.tensor([[0.9, 0.05, 0.03, 0.02], [0.05, 0.9, 0.03, 0.02], [0.9, 0.05, 0.03, 0.02]])
+    kept = POLICIES["salf"](BlockOdds(draft, classes)) > 0
+    assert kept.any(-1).tolist() == [True, False, False]
+
+
+def test_at_temperature_zero_noise_plays_no_part() -> None:
+    model = tiny_drafter()
+    logits = torch.randn(2, 1, 4, DRAFT_VOCAB)
+    depths = torch.arange(1, 5).expand(2, 1, 4)
+    scores = TreeNoise(noise(0.0), 8, model.d2t).scores(logits, depths)
+    assert torch.equal(scores, logits.log_softmax(-1))
+
+
+def test_a_drafter_that_knows_the_target_proposes_what_the_noise_will_select() -> None:
+    """With equal distributions the first rank is the target's own choice, at every depth and temperature."""
+    model = tiny_drafter()
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(2, 1, 4, DRAFT_VOCAB, generator=generator)
+    depths = torch.tensor([[[1, 2, 3, 4]], [[3, 4, 5, 6]]])
+    for temperature in (0.5, 1.0, 1.4):
+        keys = noise(temperature)
+        scores = TreeNoise(keys, 8, model.d2t).scores(logits, depths)
+        proposed = model.d2t[scores.argmax(-1)]
+        everything = torch.full((2, 1, 4, VOCAB_SIZE), -torch.inf)
+        everything[..., model.d2t] = logits
+        for line in range(2):
+            for place in range(4):
+                position = keys.positions[line] + depths[line, 0, place]
+                gumbel = ops.gumbel_noise(keys.seeds[line : line + 1], position[None], VOCAB_SIZE)[0]
+                chosen = (everything[line, 0, place] / temperature + gumbel).argmax()
+                assert proposed[line, 0, place] == chosen
+
+
+def test_sequences_of_a_batch_keep_their_own_temperature() -> None:
+    model = tiny_drafter()
+    states = torch.randn(2, 1, 4, 48, generator=torch.Generator().manual_seed(3))
+    depths = torch.arange(1, 5).expand(2, 1, 4)
+    mixed = noise(1.0)
+    mixed.temperatures[0] = 0.0
+    both = propose(model, states, depths, TreeNoise(mixed, 8, model.d2t))
+    cold = propose(model, states, depths, TreeNoise(noise(0.0), 8, model.d2t))
+    warm = propose(model, states, depths, TreeNoise(noise(1.0), 8, model.d2t))
+    assert both.tokens[0].equal(cold.tokens[0])
+    assert both.tokens[1].equal(warm.tokens[1])
+    assert not warm.tokens[1].equal(cold.tokens[1])

@@ -1,0 +1,100 @@
+"""A trained drafter from a folder, alone and merged with lookup: found by its path, refused for another target, and
+never a token different from plain decoding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.specblock import checkpoint
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
+from service.assembly import Assembly, assemble
+from service.bench.generate import generate
+from service.bench.lossless import check
+from service.bench.lossless_cases import TRAINED_WAYS, ordered_cases
+from service.engine.sequence import GenerationRequest, SamplingParams
+from service.errors import StartupError
+from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
+from tests.tiny_models import tiny_model
+
+torch.set_num_threads(1)
+TOKENS = 6_000
+
+
+def save_drafter(folder: Path, assembly: Assembly, *, entries: str = "first") -> Path:
+    """A random drafter for a loaded target."""
+    torch.manual_seed(0)
+    target = assembly.loaded.model.config.get_text_config().to_dict()
+    config = SpecBlockConfig.from_mapping(
+        {"target": target, "tap_layers": [0, 1, 1], "draft_vocab_size": 128, "prefix_entries": entries}
+    )
+    model = SpecBlock(config)
+    model.set_vocabulary(torch.randperm(config.target_vocab_size)[:128])
+    identity = assembly.loaded.parts.identity
+    checkpoint.save(folder, model, target_identity=identity, facts={}, own_head=True)
+    return folder
+
+
+def assembled_with(folder: Path, drafter: Path, name: str = "auto", **changes: object) -> Assembly:
+    settings = settings_for(folder).model_copy(update={"drafter_path": drafter, "drafter": name, **changes})
+    return assemble(settings)
+
+
+@pytest.mark.parametrize("entries", ["first", "all"])
+def test_text_is_that_of_plain_decoding(tmp_path: Path, entries: str) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)), entries=entries)
+    assembly = assembled_with(folder, drafter)
+    assert assembly.drafter_name == "lookup+specblock"
+    cases = [case for case in ordered_cases(0, TRAINED_WAYS) if case.way in TRAINED_WAYS]
+    result = check(assembly, varied_prompts(), num_tokens=TOKENS, cases=cases)
+    assert result.mismatched_tokens == 0
+    assert result.tokens_compared >= TOKENS
+    assert sum(case.accepted_tokens for case in result.cases) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    folder = tiny_model(family, tmp_path / "model")
+    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))
+    assembly = assembled_with(folder, drafter, "specblock")
+    cases = [case for case in ordered_cases(1, TRAINED_WAYS) if case.way.drafter == "specblock"]
+    result = check(assembly, varied_prompts(), num_tokens=1_000, cases=cases)
+    assert result.mismatched_tokens == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("growth", ["best_first", "rank", "rank_narrow", "uniform", "beam", "salf"])
+def test_every_number_of_blocks_and_policy_drafts(tmp_path: Path, blocks: int, growth: str) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))
+    assembly = assembled_with(folder, drafter, "specblock", draft_blocks=blocks, growth=growth, budget_policy="fixed")
+    prompts = varied_prompts()[:3]
+
+    def answers(name: str, temperature: float) -> list[tuple[int, ...]]:
+        params = SamplingParams(seed=5, max_tokens=12, temperature=temperature, ignore_eos=True)
+        requests = [GenerationRequest(request_id=str(i), prompt=p, sampling=params) for i, p in enumerate(prompts)]
+        run = generate(assembly.engine(drafter=assembly.drafter(name)), requests)
+        return [answer.token_ids for answer in run.answers]
+
+    for temperature in (0.0, 0.9):
+        assert answers("specblock", temperature) == answers("none", temperature)
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(save_two_layers(tmp_path / "one"))))
+    other = save_two_layers(tmp_path / "other", hidden_size=48)
+    with pytest.raises(StartupError, match=r"trained for target .* train a drafter for it"):
+        assembled_with(other, drafter)
+
+
+def test_a_trained_drafter_needs_weights(tmp_path: Path) -> None:
+    settings = settings_for(save_two_layers(tmp_path)).model_copy(update={"drafter": "specblock"})
+    with pytest.raises(StartupError, match="set drafter_path"):
+        assemble(settings)
+
+
+def test_without_weights_the_automatic_choice_is_lookup(tmp_path: Path) -> None:
+    assembly = assemble(settings_for(save_two_layers(tmp_path)))
+    assert (assembly.drafter_name, assembly.weights) == ("lookup", None)
