@@ -1,0 +1,192 @@
+"""Is the drafter that serves getting worse? Three alarms over windows of per-sequence scores (emitted per verify).
+
+`PairedCusum` compares it with the anchor drafter on the same texts; `FallingWindows` is the paper's rule on what was
+served; `Collapse` sees a drafter that earns nothing. They only say so: what follows is decided elsewhere.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+
+from adaptation.policy import State
+
+AlarmReason = Literal["quiet", "too_few", "not_finite", "worse_than_anchor", "falling", "collapsed"]
+
+_FORGET = 0.9  # weight of the past in the spread of the pairs, per window
+_GROUP = 4  # pairs
+_LEAST_SPREAD = 0.01  # emitted per verify; a smaller spread is a replay of equal drafters, not knowledge
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an alarm says after a window. It fires when `statistic` exceeds `limit`, or when a score is no number."""
+
+    fired: bool
+    reason: AlarmReason
+    statistic: float
+    limit: float
+
+
+class _CusumState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    total: NonNegativeFloat = 0.0
+    squares: NonNegativeFloat = 0.0
+    freedom: NonNegativeFloat = 0.0
+
+
+class PairedCusum:
+    """Cumulative sum of how far the serving drafter falls behind the anchor on the same sequences.
+
+        S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
+
+    One step per group of four pairs, in standard errors of its mean. With k = 0.5 and h = 6 equal drafters raise a
+    false alarm once in some 2,600 groups (single pairs: four times as often), and a drafter that is behind by one
+    standard deviation of a pair is caught within 16 pairs.
+    """
+
+    def __init__(self, *, slack: float, threshold: float, least_pairs: int) -> None:
+        assert least_pairs >= 2, "one pair has no spread"
+        self._slack = slack
+        self._threshold = threshold
+        self._least_pairs = least_pairs
+        self._now = _CusumState()
+
+    def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Verdict:
+        """Hear of one window: scores of both drafters, sequence by sequence."""
+        assert len(serving) == len(anchor), "scores do not come in pairs"
+        if not all(map(math.isfinite, serving)):
+            return Verdict(True, "not_finite", self._now.total, self._threshold)
+        differences = [ours - theirs for ours, theirs in zip(serving, anchor, strict=True)]
+        if len(differences) < self._least_pairs or not all(map(math.isfinite, differences)):
+            return Verdict(False, "too_few", self._now.total, self._threshold)
+        highest = self._add(differences)
+        fired = highest > self._threshold
+        return Verdict(fired, "worse_than_anchor" if fired else "quiet", highest, self._threshold)
+
+    def reset(self) -> None:
+        """Another drafter serves now. How far pairs spread is a matter of the traffic and stays known."""
+        self._now = self._now.model_copy(update={"total": 0.0})
+
+    def state(self) -> State:
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError for a state that is not one, and then changes nothing."""
+        self._now = _CusumState.model_validate(state)
+
+    def _add(self, differences: Sequence[float]) -> float:
+        """The highest the sum came to in this window."""
+        freedom = _FORGET * self._now.freedom + len(differences) - 1
+        squares = _FORGET * self._now.squares + variance(differences) * (len(differences) - 1)
+        spread = max(math.sqrt(squares / freedom), _LEAST_SPREAD)
+        total = highest = self._now.total
+        for start in range(0, len(differences), _GROUP):
+            group = differences[start : start + _GROUP]
+            fall = -fmean(group) / (spread / math.sqrt(len(group)))
+            total = max(0.0, total + fall - self._slack)
+            highest = max(highest, total)
+        self._now = _CusumState(total=total, squares=squares, freedom=freedom)
+        return highest
+
+
+class _Window(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    mean: float
+    squared_error: NonNegativeFloat  # of the mean
+
+
+class _FallState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    windows: tuple[_Window, ...] = ()
+
+
+class FallingWindows:
+    """Accepted length falling over three windows in a row (SpecBlock section 3.4), when the fall is significant.
+
+    On pure noise every sixth triple of windows falls; `standard_errors` = 0 is that bare rule.
+    """
+
+    def __init__(self, *, standard_errors: float) -> None:
+        self._standard_errors = standard_errors
+        self._now = _FallState()
+
+    def observe(self, scores: Sequence[float]) -> Verdict:
+        """Hear of one window of what was served."""
+        if len(scores) < 2 or not all(map(math.isfinite, scores)):
+            return Verdict(False, "too_few", 0.0, self._standard_errors)
+        window = _Window(mean=fmean(scores), squared_error=variance(scores) / len(scores))
+        self._now = _FallState(windows=(*self._now.windows, window)[-3:])
+        return self._judge()
+
+    def reset(self) -> None:
+        """Another drafter serves now."""
+        self._now = _FallState()
+
+    def state(self) -> State:
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError for a state that is not one, and then changes nothing."""
+        self._now = _FallState.model_validate(state)
+
+    def _judge(self) -> Verdict:
+        if len(self._now.windows) < 3:
+            return Verdict(False, "too_few", 0.0, self._standard_errors)
+        first, middle, last = self._now.windows
+        if not first.mean > middle.mean > last.mean:
+            return Verdict(False, "quiet", 0.0, self._standard_errors)
+        error = math.sqrt(first.squared_error + last.squared_error)
+        fall = (first.mean - last.mean) / max(error, _LEAST_SPREAD)
+        fired = fall > self._standard_errors
+        return Verdict(fired, "falling" if fired else "quiet", fall, self._standard_errors)
+
+
+class _CollapseState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    emitted_tokens: NonNegativeInt = 0
+    verifies: NonNegativeInt = 0
+    collapsed: bool = False
+
+
+class Collapse:
+    """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together."""
+
+    def __init__(self, *, margin: float, least_verifies: int) -> None:
+        self._margin = margin
+        self._least_verifies = least_verifies
+        self._now = _CollapseState()
+
+    @property
+    def collapsed(self) -> bool:
+        """What the last full window said; stays until a better one or a reset."""
+        return self._now.collapsed
+
+    def observe(self, emitted_tokens: int, verifies: int) -> Verdict:
+        """Hear of steps that verified at least one drafted node: the others emit one token whoever drafts."""
+        emitted = self._now.emitted_tokens + emitted_tokens
+        total = self._now.verifies + verifies
+        if total < self._least_verifies:
+            self._now = self._now.model_copy(update={"emitted_tokens": emitted, "verifies": total})
+            return Verdict(False, "too_few", 0.0, -self._margin)
+        loss = 1.0 - emitted / total
+        self._now = _CollapseState(collapsed=loss > -self._margin)
+        return Verdict(self.collapsed, "collapsed" if self.collapsed else "quiet", loss, -self._margin)
+
+    def reset(self) -> None:
+        """Another drafter serves now."""
+        self._now = _CollapseState()
+
+    def state(self) -> State:
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError for a state that is not one, and then changes nothing."""
+        self._now = _CollapseState.model_validate(state)

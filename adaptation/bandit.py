@@ -1,0 +1,259 @@
+"""The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
+
+Each arm has a value, the gain of throughput per unit of signal, measured over the queries after its updates with
+their training included. A query's predicted gain is its signal times that value. Knows nothing of weights or engines.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Literal, cast
+
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
+
+from adaptation.policy import ARMS, Arm, Decision, Measurement, QueryReport, Reason, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BanditRules:
+    """The numbers of algorithm 1; what they mean is said in `AdaptationConfig`."""
+
+    batch_queries: Mapping[Arm, int]
+    alpha: float
+    min_signal: float
+    warm_up_queries: int
+    cold_start_events: int
+    epsilon_start: float
+    epsilon_end: float
+    blocked_queries: int
+    measured_queries: int
+    measured_seconds: float
+    payback_queries: int
+
+
+@dataclass
+class _Work:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    tokens: NonNegativeFloat
+    cost: NonNegativeFloat
+
+    @property
+    def throughput(self) -> float:
+        return self.tokens / self.cost
+
+
+@dataclass
+class _Update:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    arm: Arm
+    signal: NonNegativeFloat
+    before: _Work
+    stage: Literal["training", "published", "discarded"] = "training"
+    ended_at: float = 0.0  # on the injected clock
+    tau_ratio: NonNegativeFloat | None = None  # candidate to serving, where a replay knows it
+    training_cost: NonNegativeFloat = 0.0
+    num_blocked: NonNegativeInt = 0
+    measured: list[_Work] = field(default_factory=list)
+
+
+@dataclass
+class _Knowledge:
+    """All that the bandit carries from one call to the next, beside its random source."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    num_queries: NonNegativeInt = 0
+    num_events: NonNegativeInt = 0
+    values: dict[Arm, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 0.0))
+    tried: list[Arm] = field(default_factory=list)
+    recent: list[_Work] = field(default_factory=list)
+    signals: dict[Arm, list[NonNegativeFloat]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    update: _Update | None = None
+    last: Measurement | None = None
+
+
+_RandomState = tuple[int, tuple[int, ...], float | None]
+_KNOWLEDGE = TypeAdapter(_Knowledge)
+_RANDOM = TypeAdapter(_RandomState)
+
+
+class Bandit:
+    """A `Policy`. `clock` must go on across restarts (time of day, in seconds)."""
+
+    def __init__(self, rules: BanditRules, *, clock: Callable[[], float], rng: random.Random) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._rng = rng
+        self._now = _Knowledge()
+
+    @property
+    def values(self) -> Mapping[Arm, float]:
+        return dict(self._now.values)
+
+    @property
+    def last_measurement(self) -> Measurement | None:
+        return self._now.last
+
+    @property
+    def epsilon(self) -> float:
+        """Share of decisions that explore: falls with every update of the cold start."""
+        rules = self._rules
+        progress = min(1.0, self._now.num_events / rules.cold_start_events)
+        return rules.epsilon_start + (rules.epsilon_end - rules.epsilon_start) * progress
+
+    def decide(self, query: QueryReport) -> Decision:
+        if not query.usable:
+            return Decision(None, "unusable", {})
+        held = self._observe(query)
+        if held is not None:
+            return Decision(None, held, {})
+        if query.signal is None:
+            return Decision(None, "not_admitted", {})
+        decision = self._choose(query.signal)
+        if decision.arm is not None:
+            waiting = self._now.signals[decision.arm]
+            waiting.append(query.signal)
+            del waiting[: -self._rules.batch_queries[decision.arm]]
+        return decision
+
+    def take_update(self) -> Arm | None:
+        self._drop_stale_measurement()
+        now = self._now
+        due = [arm for arm in ARMS if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
+        if now.update is not None or not due:
+            return None
+        arm = max(due, key=lambda arm: now.values[arm] * fmean(now.signals[arm]))
+        now.update = _Update(arm, fmean(now.signals[arm]), _total(now.recent))
+        now.signals[arm] = []
+        now.tried = sorted({*now.tried, arm})
+        return arm
+
+    def published(self, tau_ratio: float | None = None) -> None:
+        self._end_training("published", tau_ratio)
+
+    def discarded(self) -> None:
+        self._end_training("discarded", None)
+
+    def reset(self) -> None:
+        self._now = _Knowledge()
+
+    def state(self) -> State:
+        version, words, gauss = cast(_RandomState, self._rng.getstate())
+        return {
+            "knowledge": _KNOWLEDGE.dump_python(self._now, mode="json"),
+            "random": [version, list(words), gauss],
+        }
+
+    def restore(self, state: State) -> None:
+        if set(state) != {"knowledge", "random"}:
+            raise ValueError("not the state of a bandit")
+        now = _KNOWLEDGE.validate_python(state["knowledge"])
+        if set(now.values) != set(ARMS) or set(now.signals) != set(ARMS):
+            raise ValueError("the state of a bandit with other arms")
+        if now.update is not None and now.update.stage == "training":
+            now.update = None
+        self._rng.setstate(_RANDOM.validate_python(state["random"]))
+        self._now = now
+
+    def _observe(self, query: QueryReport) -> Reason | None:
+        """Count a query; says why no decision is due at it, if so."""
+        now, rules = self._now, self._rules
+        now.num_queries += 1
+        work = _Work(query.emitted_tokens, query.serving_cost)
+        now.recent = [*now.recent, work][-rules.measured_queries :]
+        blocked = self._measure(work, query.training_cost)
+        if now.num_queries <= rules.warm_up_queries:
+            return "warm_up"
+        return "blocked" if blocked else None
+
+    def _measure(self, work: _Work, training_cost: float) -> bool:
+        """Let a query count for the update under way; True while it is one of those that old and new drafter share.
+
+        Whatever training took from any query since the update began is its cost: the baseline knows none of it.
+        """
+        self._drop_stale_measurement()
+        update, rules = self._now.update, self._rules
+        if update is None:
+            return False
+        update.training_cost += training_cost
+        if update.stage == "training":
+            return False
+        blocked = update.num_blocked < rules.blocked_queries
+        if blocked:
+            update.num_blocked += 1
+        else:
+            update.measured.append(work)
+        if update.num_blocked >= rules.blocked_queries and self._measured_enough(update):
+            self._settle(update)
+        return blocked
+
+    def _measured_enough(self, update: _Update) -> bool:
+        known = update.stage == "discarded" or update.tau_ratio is not None
+        return known or len(update.measured) >= self._rules.measured_queries
+
+    def _work_after(self, update: _Update) -> _Work:
+        """A discarded update changed nothing but the time it took, and a replay has no noise of other texts: both
+        are judged on the baseline's own queries."""
+        if update.stage == "discarded":
+            return update.before
+        if update.tau_ratio is not None:
+            return replace(update.before, tokens=update.before.tokens * update.tau_ratio)
+        return _total(update.measured)
+
+    def _settle(self, update: _Update) -> None:
+        """Turn a finished measurement into the arm's value. What an update brings outlasts the queries that measure
+        it, so that only their share of its time is charged to them."""
+        work = self._work_after(update)
+        paid = update.training_cost * self._rules.measured_queries / self._rules.payback_queries
+        measurement = Measurement(
+            arm=update.arm,
+            published=update.stage == "published",
+            signal=update.signal,
+            before=update.before.throughput,
+            after=replace(work, cost=work.cost + paid).throughput,
+            counted=update.signal > 0 and update.signal >= self._rules.min_signal,
+        )
+        now, alpha = self._now, self._rules.alpha
+        if measurement.counted:
+            value = measurement.gain / measurement.signal
+            now.values[update.arm] = (1 - alpha) * now.values[update.arm] + alpha * value
+        now.num_events += 1
+        now.last = measurement
+        now.update = None
+
+    def _choose(self, signal: float) -> Decision:
+        now = self._now
+        gains = {arm: signal * now.values[arm] for arm in ARMS}
+        untried = [arm for arm in ARMS if arm not in now.tried]
+        if untried:
+            return Decision(untried[0], "untried", gains)
+        if self._rng.random() < self.epsilon:
+            return Decision(self._rng.choice(ARMS), "explore", gains)
+        best = max(ARMS, key=lambda arm: gains[arm])
+        return Decision(best, "gain", gains) if gains[best] > 0 else Decision(None, "no_gain", gains)
+
+    def _end_training(self, stage: Literal["published", "discarded"], tau_ratio: float | None) -> None:
+        update = self._now.update
+        assert update is not None, "an update ends that never began"
+        assert update.stage == "training", "an update ends twice"
+        assert tau_ratio is None or (math.isfinite(tau_ratio) and tau_ratio >= 0), "a ratio that is none"
+        update.stage = stage
+        update.tau_ratio = tau_ratio
+        update.ended_at = self._clock()
+        if not self._rules.blocked_queries and self._measured_enough(update):
+            self._settle(update)
+
+    def _drop_stale_measurement(self) -> None:
+        update = self._now.update
+        if update is None or update.stage == "training":
+            return
+        if self._clock() - update.ended_at > self._rules.measured_seconds:
+            self._now.update = None
+
+
+def _total(works: list[_Work]) -> _Work:
+    return _Work(sum(work.tokens for work in works), sum(work.cost for work in works))

@@ -1,0 +1,81 @@
+"""Unpacks the configuration into the parts that decide: policy, gate, alarms, quota, ring of snapshots."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from adaptation.alarm import Collapse, FallingWindows, PairedCusum
+from adaptation.bandit import Bandit, BanditRules
+from adaptation.config import AdaptationConfig
+from adaptation.fixed_policies import EveryBatch, Never
+from adaptation.gate import Gate
+from adaptation.policy import Policy
+from adaptation.quota import Quota
+from adaptation.snapshots import SnapshotRing
+
+Clock = Callable[[], float]
+
+
+def build_policy(config: AdaptationConfig, *, clock: Clock, rng: random.Random) -> Policy:
+    match config.policy:
+        case "bandit":
+            return Bandit(_bandit_rules(config), clock=clock, rng=rng)
+        case "always":
+            return EveryBatch("full", config.always_queries)
+        case "head_only":
+            return EveryBatch("head", config.head_queries)
+        case "full_only":
+            return EveryBatch("full", config.full_queries)
+        case "never":
+            return Never()
+
+
+def build_gate(config: AdaptationConfig) -> Gate:
+    return Gate(least_sequences=config.gate_sequences, standard_errors=config.gate_standard_errors)
+
+
+def build_cusum(config: AdaptationConfig) -> PairedCusum:
+    return PairedCusum(
+        slack=config.cusum_slack,
+        threshold=config.cusum_threshold,
+        least_pairs=max(2, config.window_sequences // 2),
+    )
+
+
+def build_falling_windows(config: AdaptationConfig) -> FallingWindows:
+    return FallingWindows(standard_errors=config.fall_standard_errors)
+
+
+def build_collapse(config: AdaptationConfig) -> Collapse:
+    return Collapse(margin=config.collapse_margin, least_verifies=config.collapse_verifies)
+
+
+def build_quota(config: AdaptationConfig, *, clock: Clock) -> Quota:
+    return Quota(
+        client_share=config.client_share,
+        free_queries=config.client_free_queries,
+        query_positions=config.query_positions,
+        half_life_seconds=config.quota_half_life_seconds,
+        most_clients=config.quota_clients,
+        clock=clock,
+    )
+
+
+def build_snapshots(config: AdaptationConfig, folder: Path) -> SnapshotRing:
+    return SnapshotRing(folder, in_memory=config.snapshots_in_memory, on_disk=config.snapshots_on_disk)
+
+
+def _bandit_rules(config: AdaptationConfig) -> BanditRules:
+    return BanditRules(
+        batch_queries={"head": config.head_queries, "full": config.full_queries},
+        alpha=config.alpha,
+        min_signal=config.min_signal,
+        warm_up_queries=config.warm_up_queries,
+        cold_start_events=config.cold_start_events,
+        epsilon_start=config.epsilon_start,
+        epsilon_end=config.epsilon_end,
+        blocked_queries=config.blocked_queries,
+        measured_queries=config.measured_queries,
+        measured_seconds=config.measured_seconds,
+        payback_queries=config.payback_queries,
+    )

@@ -1,0 +1,110 @@
+"""Every knob of learning while serving, written once, with the symbol or section of the paper behind it.
+
+The paper is SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. Values are checked here and nowhere else; no
+class takes this object: `adaptation/build.py` unpacks it.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PolicyName = Literal["bandit", "always", "head_only", "full_only", "never"]
+
+
+def _knob(default: Any, description: str, **limits: float) -> Any:
+    return Field(default=default, description=description, **limits)  # type: ignore[call-overload]
+
+
+class AdaptationConfig(BaseModel):
+    """What an operator may turn about learning; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    policy: PolicyName = Field(
+        default="bandit",
+        description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every "
+        "always_queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
+        "never: the drafter stays as it is.",
+    )
+
+    alpha: float = _knob(0.10, "Weight of a new measurement in the value of an arm (alpha).", gt=0, le=1)
+    min_signal: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
+    warm_up_queries: int = _knob(10, "Queries before the first decision: they give the first baseline.", ge=1)
+    cold_start_events: int = _knob(8, "Updates over which exploring falls from its first to its last rate.", ge=1)
+    epsilon_start: float = _knob(0.30, "Share of decisions that explore in the beginning (epsilon).", ge=0, le=1)
+    epsilon_end: float = _knob(
+        0.10, "Share of decisions that explore from the end of the cold start on (epsilon).", ge=0, le=1
+    )
+    blocked_queries: int = _knob(
+        2, "Queries after an update that are neither measured nor learnt from: old and new drafter share them.", ge=0
+    )
+    measured_queries: int = _knob(10, "Queries before and after an update whose throughput is compared (N).", ge=1)
+    measured_seconds: float = _knob(
+        900.0, "A measurement that takes longer is dropped: it would compare different traffic.", gt=0
+    )
+    payback_queries: int = _knob(
+        50,
+        "Queries after which an update shall have paid for its time; N would charge all of it to the measured.",
+        ge=1,
+    )
+    head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
+    full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
+    always_queries: int = _knob(8, "Queries between two updates of the policy `always`.", ge=1)
+
+    anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
+    head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
+    full_learning_rate: float = _knob(5e-5, "Learning rate of full updates.", gt=0)
+    gradient_norm: float = _knob(1.0, "Gradients are scaled down to this norm.", gt=0)
+    update_norm: float = _knob(0.02, "An update moves the weights by at most this share of their norm.", gt=0, le=1)
+    target_top: int = _knob(64, "Tokens of the target's distribution kept per rejected position.", ge=1, le=1024)
+    buffer_positions: int = _knob(
+        4096, "Rejected positions kept for learning, in all; the oldest make room for new ones.", ge=64
+    )
+    window_tokens: int = _knob(256, "Longest stretch of a text that a full update sees.", ge=16)
+    train_device: str = Field(
+        default="same",
+        description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",
+        pattern=r"^(same|cpu|cuda(:\d+)?)$",
+    )
+    train_threads: int = _knob(1, "CPU threads of an update.", ge=1, le=64)
+    duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
+
+    held_back_share: float = _knob(0.2, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
+    held_back_sequences: int = _knob(64, "Most recent held-back sequences that are replayed.", ge=4)
+    gate_sequences: int = _knob(16, "Least number of held-back sequences for a publish.", ge=4)
+    gate_standard_errors: float = _knob(
+        1.25,
+        "Standard errors by which a candidate must beat the serving drafter; above 1 no single text decides.",
+        ge=0,
+    )
+    cusum_slack: float = _knob(0.5, "Fall per window that the alarm forgives, in standard errors (k).", ge=0)
+    cusum_threshold: float = _knob(6.0, "Sum of falls that raises the alarm, in standard errors (h).", gt=0)
+    window_sequences: int = _knob(16, "Sequences of one window of the alarms.", ge=4)
+    fall_standard_errors: float = _knob(
+        3.0, "Standard errors a fall over three windows must exceed; 0 is the paper's bare rule.", ge=0
+    )
+    collapse_margin: float = _knob(0.05, "A drafter that earns less than this per verify has collapsed.", gt=0, lt=1)
+    collapse_verifies: int = _knob(64, "Verifies that the collapse alarm looks at.", ge=8)
+
+    client_share: float = _knob(
+        0.25, "Largest share of update data of one client; with fewer clients than fit, an equal share.", gt=0, le=1
+    )
+    client_free_queries: int = _knob(16, "Queries per half-life that a client may add whatever its share.", ge=0)
+    query_positions: int = _knob(32, "Rejected positions of one query that are learnt from at most.", ge=1)
+    quota_half_life_seconds: float = _knob(600.0, "Time after which a client's past use counts half.", gt=0)
+    quota_clients: int = _knob(4096, "Clients remembered by the quota; of more, the smallest are forgotten.", ge=16)
+
+    snapshots_in_memory: int = _knob(2, "Published drafters kept in memory for a rollback.", ge=1)
+    snapshots_on_disk: int = _knob(8, "Published drafters kept on disk (ring).", ge=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.epsilon_end > self.epsilon_start:
+            raise ValueError("epsilon_end must not exceed epsilon_start")
+        if self.payback_queries < self.measured_queries:
+            raise ValueError("payback_queries must not be below measured_queries: time would be charged more than once")
+        if self.gate_sequences > self.held_back_sequences:
+            raise ValueError("gate_sequences must not exceed held_back_sequences: no update could ever be published")
+        if self.query_positions > self.buffer_positions:
+            raise ValueError("query_positions must not exceed buffer_positions")
+        return self

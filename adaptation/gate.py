@@ -1,0 +1,94 @@
+"""May a candidate serve? Decided on a paired replay: candidate, serving and anchor drafter over the same held-back
+sequences, each scored by the tokens it would have emitted per verify.
+
+Committed tokens do not depend on the drafter, so these scores are exact; what remains uncertain is only whether the
+next texts are like the last ones, hence the standard error. Knows no drafter and no weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+GateReason = Literal[
+    "better",
+    "too_little_evidence",
+    "not_finite",
+    "worse_than_serving",
+    "worse_than_anchor",
+    "within_noise",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """Publish or not, why, and the numbers behind it; means are nan where there was nothing to average."""
+
+    publish: bool
+    reason: GateReason
+    num_sequences: int
+    candidate_mean: float
+    serving_mean: float
+    anchor_mean: float
+    standard_error: float  # of the mean difference candidate - serving
+
+    @property
+    def gain(self) -> float:
+        return self.candidate_mean - self.serving_mean
+
+
+class Gate:
+    """Lets a candidate pass that beats the serving drafter by `standard_errors` and is no worse than the anchor.
+
+    With `standard_errors` above 1 no single sequence can carry a candidate that gains on no other: if one difference
+    is x > 0 and none of the rest is, the mean is at most one standard error.
+    """
+
+    def __init__(self, *, least_sequences: int, standard_errors: float) -> None:
+        assert least_sequences >= 2, "one sequence has no standard error"
+        self._least_sequences = least_sequences
+        self._standard_errors = standard_errors
+
+    def judge(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
+        """Scores of the three, sequence by sequence."""
+        assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
+        if len(candidate) < self._least_sequences:
+            return _decision("too_little_evidence", candidate, serving, anchor)
+        if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
+            return _decision("not_finite", candidate, serving, anchor)
+        return _decision(self._reason(candidate, serving, anchor), candidate, serving, anchor)
+
+    def _reason(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateReason:
+        differences = [new - old for new, old in zip(candidate, serving, strict=True)]
+        gain = fmean(differences)
+        if gain < 0:
+            return "worse_than_serving"
+        if fmean(candidate) < fmean(anchor):
+            return "worse_than_anchor"
+        return "better" if gain > self._standard_errors * _standard_error(differences) else "within_noise"
+
+
+def _decision(
+    reason: GateReason, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]
+) -> GateDecision:
+    differences = [new - old for new, old in zip(candidate, serving, strict=True)]
+    return GateDecision(
+        reason == "better",
+        reason,
+        len(candidate),
+        _mean(candidate),
+        _mean(serving),
+        _mean(anchor),
+        _standard_error(differences),
+    )
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return fmean(scores) if scores and all(map(math.isfinite, scores)) else math.nan
+
+
+def _standard_error(differences: Sequence[float]) -> float:
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return math.nan
+    return stdev(differences) / math.sqrt(len(differences))

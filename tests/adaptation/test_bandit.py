@@ -1,0 +1,396 @@
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptation.bandit import Bandit, BanditRules
+from adaptation.policy import Arm, QueryReport, State
+from tests.adaptation.worlds import Clock, World, serve
+
+RULES = BanditRules(
+    batch_queries={"head": 2, "full": 3},
+    alpha=0.10,
+    min_signal=5.0,
+    warm_up_queries=10,
+    cold_start_events=8,
+    epsilon_start=0.30,
+    epsilon_end=0.10,
+    blocked_queries=2,
+    measured_queries=4,
+    measured_seconds=600.0,
+    payback_queries=4,
+)
+
+
+def bandit(*, clock: Clock | None = None, seed: int = 0, **changes: float) -> Bandit:
+    return Bandit(replace(RULES, **changes), clock=clock or Clock(), rng=random.Random(seed))  # type: ignore[arg-type]
+
+
+def report(tokens: int = 20, signal: float | None = 8.0, training: float = 0.0, cost: float = 10.0) -> QueryReport:
+    return QueryReport(
+        emitted_tokens=tokens, draft_cost=cost / 4, verify_cost=cost * 3 / 4, training_cost=training, signal=signal
+    )
+
+
+def feed(policy: Bandit, count: int, query: QueryReport | None = None) -> list[str]:
+    return [policy.decide(query or report()).reason for _ in range(count)]
+
+
+def update_of(policy: Bandit, arm: Arm) -> None:
+    """Bring a fresh bandit to the point where the update of an arm has begun; throughput before it is 2."""
+    feed(policy, RULES.warm_up_queries)
+    feed(policy, RULES.batch_queries["head"])
+    assert policy.take_update() == "head"
+    if arm == "full":
+        policy.discarded()
+        feed(policy, RULES.blocked_queries + RULES.batch_queries["full"])
+        assert policy.take_update() == "full"
+
+
+def test_nothing_is_decided_during_the_warm_up() -> None:
+    assert feed(bandit(), 11) == ["warm_up"] * 10 + ["untried"]
+
+
+def test_each_arm_is_tried_before_it_is_judged_the_cheaper_one_first() -> None:
+    policy = bandit()
+    feed(policy, 10)
+    assert [policy.decide(report()).arm for _ in range(2)] == ["head", "head"]
+    assert policy.take_update() == "head"
+    assert policy.decide(report()).arm == "full"
+
+
+def test_the_value_of_an_arm_is_its_gain_per_signal() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    policy.published()
+    feed(policy, 2, report(tokens=1))  # shared by old and new drafter: not measured
+    feed(policy, 4, report(tokens=25))
+    measured = policy.last_measurement
+    assert measured is not None
+    assert (measured.before, measured.after, measured.signal, measured.counted) == (2.0, 2.5, 8.0, True)
+    assert policy.values == {"head": 0.1 * (0.5 / 8.0), "full": 0.0}
+
+
+def test_values_move_slowly() -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    update_of(policy, "full")
+    policy.published()
+    feed(policy, 2)
+    feed(policy, 4, report(tokens=36))
+    first = policy.values["full"]
+    assert first == 0.1 * (1.6 / 8.0)
+    feed(policy, 3, report(tokens=36))
+    assert policy.take_update() == "full"
+    policy.published()
+    feed(policy, 6, report(tokens=20))
+    assert policy.values["full"] == pytest.approx(0.9 * first + 0.1 * (-1.6 / 8.0))
+
+
+def test_training_is_paid_by_the_update_wherever_it_fell() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    feed(policy, 3, report(training=1.0))  # while it trains
+    policy.published()
+    feed(policy, 2, report(training=2.0))  # between old and new
+    feed(policy, 3, report(tokens=30))
+    feed(policy, 1, report(tokens=30, training=3.0))
+    measured = policy.last_measurement
+    assert measured is not None
+    assert measured.before == 2.0
+    assert measured.after == 120 / (40.0 + 3.0 + 4.0 + 3.0)
+
+
+def test_training_before_an_update_does_not_lower_its_baseline() -> None:
+    policy = bandit()
+    feed(policy, 12, report(training=50.0))
+    assert policy.take_update() == "head"
+    policy.published()
+    feed(policy, 6)
+    assert policy.values["head"] == 0.0
+
+
+def test_a_discarded_update_is_worth_minus_its_time() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    feed(policy, 1, report(training=10.0))
+    policy.discarded()
+    assert feed(policy, 2, report(tokens=1)) == ["blocked", "blocked"]
+    measured = policy.last_measurement
+    assert measured is not None
+    assert not measured.published
+    assert (measured.before, measured.after) == (2.0, 80 / 50.0)
+    assert policy.values["head"] == pytest.approx(-0.1 * 0.4 / 8.0)
+
+
+def test_a_replayed_gain_needs_no_measurement() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    feed(policy, 1, report(training=10.0))
+    policy.published(1.5)
+    feed(policy, 2, report(tokens=1))
+    measured = policy.last_measurement
+    assert measured is not None
+    assert measured.published
+    assert (measured.before, measured.after) == (2.0, 120 / 50.0)
+
+
+def test_an_update_is_charged_the_measured_queries_share_of_its_time() -> None:
+    policy = bandit(payback_queries=40)
+    update_of(policy, "head")
+    feed(policy, 1, report(training=10.0))
+    policy.published()
+    feed(policy, 2)
+    feed(policy, 4, report(tokens=25))
+    assert policy.last_measurement is not None
+    assert policy.last_measurement.after == 100 / (40.0 + 1.0)
+
+
+def test_a_discarded_update_without_blocked_queries_is_settled_at_once() -> None:
+    policy = bandit(blocked_queries=0)
+    update_of(policy, "head")
+    policy.discarded()
+    assert policy.last_measurement is not None
+    assert policy.last_measurement.gain == 0.0
+
+
+@pytest.mark.parametrize(("signal", "value"), [(4.99, 0.0), (5.0, 0.1 * (0.5 / 5.0))])
+def test_an_update_on_little_signal_says_nothing(signal: float, value: float) -> None:
+    policy = bandit()
+    feed(policy, 10)
+    feed(policy, 2, report(signal=signal))
+    assert policy.take_update() == "head"
+    policy.published()
+    feed(policy, 2)
+    feed(policy, 4, report(tokens=25))
+    assert policy.values["head"] == value
+
+
+def test_queries_after_an_update_are_blocked_and_learning_goes_on_while_it_is_measured() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    policy.published()
+    assert feed(policy, 6) == ["blocked"] * 2 + ["untried"] * 4
+
+
+def test_there_is_one_update_at_a_time() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    feed(policy, 5)
+    assert policy.take_update() is None
+    policy.published()
+    for _ in range(5):
+        feed(policy, 1)
+        assert policy.take_update() is None
+    feed(policy, 1)
+    assert policy.take_update() == "full"
+
+
+def tried(policy: Bandit, head_tokens: int, full_tokens: int) -> None:
+    """Let both arms be measured; throughput before each is 2."""
+    update_of(policy, "head")
+    policy.published()
+    feed(policy, 2)
+    feed(policy, 4, report(tokens=head_tokens))
+    feed(policy, 4)
+    assert policy.take_update() == "full"
+    policy.published()
+    feed(policy, 2)
+    feed(policy, 4, report(tokens=full_tokens))
+
+
+@pytest.mark.parametrize(
+    ("head_tokens", "full_tokens", "choice", "reason"),
+    [(22, 30, "full", "gain"), (30, 22, "head", "gain"), (15, 22, "full", "gain"), (15, 12, "skip", "no_gain")],
+)
+def test_the_larger_gain_wins_and_none_is_skipped(head_tokens: int, full_tokens: int, choice: str, reason: str) -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    tried(policy, head_tokens, full_tokens)
+    decision = policy.decide(report(signal=3.0))
+    assert (decision.choice, decision.reason) == (choice, reason)
+    assert decision.predicted_gains == {arm: 3.0 * value for arm, value in policy.values.items()}
+
+
+def test_exploring_falls_over_the_cold_start_and_stays() -> None:
+    policy = bandit()
+    seen = [policy.epsilon]
+    for _ in range(12):
+        while policy.take_update() is None:
+            feed(policy, 1)
+        policy.discarded()
+        feed(policy, 2)
+        seen.append(policy.epsilon)
+    assert seen[:9] == pytest.approx([0.30 - 0.025 * event for event in range(9)])
+    assert seen[8:] == pytest.approx([0.10] * 5)
+
+
+def test_a_share_of_epsilon_explores() -> None:
+    policy = bandit(cold_start_events=2)
+    tried(policy, 15, 12)
+    counts = Counter(policy.decide(report()).choice for _ in range(5000))
+    assert 0.08 < (counts["head"] + counts["full"]) / 5000 < 0.12
+    assert 0.4 < counts["head"] / (counts["head"] + counts["full"]) < 0.6
+
+
+def test_a_measurement_over_a_long_pause_is_dropped() -> None:
+    clock = Clock()
+    policy = bandit(clock=clock)
+    update_of(policy, "head")
+    policy.published()
+    feed(policy, 4)
+    clock.now += 601
+    feed(policy, 4, report(tokens=99))
+    assert policy.last_measurement is None
+    assert policy.values["head"] == 0.0
+    assert policy.take_update() == "full"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        report(signal=float("nan")),
+        report(signal=float("inf")),
+        report(signal=-1.0),
+        report(training=float("nan")),
+        report(training=-1.0),
+        report(cost=0.0),
+        report(cost=float("inf")),
+        report(tokens=-1),
+    ],
+    ids=str,
+)
+def test_senseless_numbers_change_nothing(query: QueryReport) -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    before = policy.state()
+    assert policy.decide(query).reason == "unusable"
+    assert policy.state() == before
+
+
+def test_a_query_that_must_not_be_learnt_from_is_measured_all_the_same() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    policy.published()
+    assert feed(policy, 6, report(tokens=25, signal=None)) == ["blocked"] * 2 + ["not_admitted"] * 4
+    assert policy.values["head"] > 0
+    assert policy.take_update() is None
+
+
+def test_a_rollback_during_an_update_forgets_it() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    policy.reset()
+    with pytest.raises(AssertionError, match="never began"):
+        policy.published()
+    feed(policy, 12)
+    assert policy.take_update() == "head"
+
+
+def test_a_rollback_forgets_everything() -> None:
+    policy = bandit()
+    tried(policy, 30, 30)
+    policy.reset()
+    assert policy.values == {"head": 0.0, "full": 0.0}
+    assert policy.epsilon == 0.30
+    assert policy.take_update() is None
+    assert feed(policy, 11) == ["warm_up"] * 10 + ["untried"]
+
+
+_event = st.one_of(
+    st.tuples(st.integers(0, 60), st.none() | st.floats(0, 40), st.sampled_from([0.0, 1.5])),
+    st.sampled_from(["published", "discarded"]),
+)
+
+
+def play(policy: Bandit, events: list[object], clock: Clock) -> list[object]:
+    seen: list[object] = []
+    for event in events:
+        clock.now += 0.3
+        if isinstance(event, tuple):
+            seen.append(policy.decide(report(tokens=event[0], signal=event[1], training=event[2])))
+            seen.append(policy.take_update())
+        elif training(policy.state()):
+            getattr(policy, str(event))()
+        seen.append((policy.values, policy.last_measurement))
+    return seen
+
+
+def training(state: State) -> bool:
+    knowledge = state["knowledge"]
+    assert isinstance(knowledge, dict)
+    update = knowledge["update"]
+    return isinstance(update, dict) and update["stage"] == "training"
+
+
+@given(st.lists(_event, min_size=20, max_size=80), st.lists(_event, max_size=80), st.integers(0, 5))
+def test_it_goes_on_exactly_where_it_stopped(before: list[object], after: list[object], seed: int) -> None:
+    clock = Clock()
+    first = bandit(clock=clock, seed=seed, warm_up_queries=2)
+    play(first, before, clock)
+    if training(first.state()):
+        first.discarded()
+    resumed = bandit(clock=clock, seed=99, warm_up_queries=2)
+    resumed.restore(json.loads(json.dumps(first.state())))
+    now = clock.now
+    expected = play(first, after, clock)
+    clock.now = now
+    assert play(resumed, after, clock) == expected
+
+
+def test_an_update_that_was_training_is_lost_with_its_process() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    resumed = bandit()
+    resumed.restore(policy.state())
+    feed(resumed, 3)
+    assert resumed.take_update() == "full"
+
+
+def foreign_states() -> list[State]:
+    good = bandit().state()
+    knowledge = good["knowledge"]
+    assert isinstance(knowledge, dict)
+    return [
+        {},
+        {"knowledge": knowledge},
+        {**good, "more": 1},
+        {**good, "knowledge": {**knowledge, "num_queries": -1}},
+        {**good, "knowledge": {**knowledge, "values": {"head": 0.0}}},
+        {**good, "knowledge": {**knowledge, "values": {"head": 0.0, "full": float("nan")}}},
+        {**good, "knowledge": {**knowledge, "surprise": 1}},
+        {**good, "random": [3, [1, 2, 3], None]},
+    ]
+
+
+@pytest.mark.parametrize("state", foreign_states())
+def test_a_foreign_state_is_refused_and_changes_nothing(state: State) -> None:
+    policy = bandit()
+    feed(policy, 5)
+    before = policy.state()
+    with pytest.raises(ValueError):  # noqa: PT011  the words are those of whoever notices first
+        policy.restore(state)
+    assert policy.state() == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("replayed", [False, True])
+def test_it_learns_which_update_pays(seed: int, replayed: bool) -> None:
+    world = World(gains={"head": 0.04, "full": 0.04}, costs={"head": 2.0, "full": 400.0}, ceiling=4.0)
+    served = serve(
+        bandit(seed=seed, payback_queries=40), world, queries=400, rng=random.Random(seed), replayed=replayed
+    )
+    assert world.throughput > 3.0
+    assert served.updates["head"] > 5 * served.updates["full"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_stops_where_nothing_can_be_gained(seed: int) -> None:
+    world = World(gains={"head": 0.0, "full": 0.0}, costs={"head": 20.0, "full": 200.0}, ceiling=3.0)
+    policy = bandit(seed=seed, payback_queries=40)
+    served = serve(policy, world, queries=400, rng=random.Random(seed), replayed=True)
+    assert max(policy.values.values()) < 0
+    # Two updates that try the arms; then a tenth of the queries explores, and it takes two or three for an update.
+    assert served.updates.total() < 400 * 0.3 / 2

@@ -1,0 +1,54 @@
+import pytest
+from pydantic import ValidationError
+
+from adaptation.config import AdaptationConfig
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    config = AdaptationConfig()
+    assert (config.alpha, config.anchor_weight, config.min_signal) == (0.10, 0.01, 5.0)
+    assert (config.warm_up_queries, config.cold_start_events, config.blocked_queries) == (10, 8, 2)
+    assert (config.epsilon_start, config.epsilon_end) == (0.30, 0.10)
+    assert (config.cusum_slack, config.cusum_threshold, config.fall_standard_errors) == (0.5, 6.0, 3.0)
+    assert config.policy == "bandit"
+
+
+def test_every_knob_says_what_it_is() -> None:
+    assert [name for name, field in AdaptationConfig.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("symbol", ["(alpha)", "(lambda)", "(epsilon)", "(s_min)", "(N)", "(k)", "(h)"])
+def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
+    assert any(symbol in (field.description or "") for field in AdaptationConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"alhpa": 0.1},
+        {"alpha": 0.0},
+        {"alpha": float("nan")},
+        {"alpha": float("inf")},
+        {"policy": "sometimes"},
+        {"epsilon_start": 0.05},
+        {"epsilon_end": 1.5},
+        {"warm_up_queries": 0},
+        {"measured_queries": 2.5},
+        {"gate_sequences": 65},
+        {"payback_queries": 9},
+        {"query_positions": 5000},
+        {"duty_cycle": 0.0},
+        {"train_device": "cuda:x"},
+        {"snapshots_on_disk": 0},
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        AdaptationConfig.model_validate(wrong)
+
+
+def test_it_cannot_be_changed() -> None:
+    config = AdaptationConfig()
+    with pytest.raises(ValidationError):
+        config.alpha = 0.5

@@ -1,0 +1,208 @@
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptation.quota import Quota
+from tests.adaptation.worlds import Clock
+
+POSITIONS = 32
+
+
+def quota(clock: Clock | None = None, *, share: float = 0.25, free: int = 0, most_clients: int = 4096) -> Quota:
+    return Quota(
+        client_share=share,
+        free_queries=free,
+        query_positions=POSITIONS,
+        half_life_seconds=600.0,
+        most_clients=most_clients,
+        clock=clock or Clock(),
+    )
+
+
+def shares(fair: Quota, rates: dict[str, int], rounds: int, clock: Clock | None = None) -> dict[str, float]:
+    """What each client has had after rounds in which they send so many queries each, in random order."""
+    rng = random.Random(0)
+    taken = dict.fromkeys(rates, 0)
+    for _ in range(rounds):
+        queries = [name for name, rate in rates.items() for _ in range(rate)]
+        rng.shuffle(queries)
+        for name in queries:
+            taken[name] += fair.admit(name, 20, store=True).positions
+        if clock is not None:
+            clock.now += 20.0
+    return {name: taken[name] / sum(taken.values()) for name in taken}
+
+
+def test_a_single_client_is_learnt_from_without_limit() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for _ in range(2000):
+        clock.now += 7.3
+        assert fair.admit("only", 20, store=True).admitted
+
+
+def test_equal_clients_all_go_on() -> None:
+    got = shares(quota(Clock()), dict.fromkeys("abcde", 1), rounds=400)
+    assert all(share == pytest.approx(0.2, abs=0.01) for share in got.values())
+
+
+@pytest.mark.parametrize("num_honest", [3, 7, 30])
+def test_a_burst_gets_its_share_and_no_more(num_honest: int) -> None:
+    clock = Clock()
+    honest = {f"honest-{i}": 1 for i in range(num_honest)}
+    fair = quota(clock)
+    shares(fair, honest, rounds=10, clock=clock)
+    got = shares(fair, {**honest, "hostile": 20 * num_honest}, rounds=200, clock=clock)
+    assert got["hostile"] < 0.27
+
+
+def test_a_stealth_phase_earns_no_burst() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    honest = {f"honest-{i}": 2 for i in range(6)}
+    shares(fair, {**honest, "hostile": 1}, rounds=100, clock=clock)
+    burst = shares(fair, {**honest, "hostile": 100}, rounds=100, clock=clock)
+    assert burst["hostile"] < 0.35  # the honest history of the stealth phase counts, and fades by half in 30 rounds
+    later = shares(fair, {**honest, "hostile": 100}, rounds=100, clock=clock)
+    assert later["hostile"] < 0.27
+
+
+def test_one_who_sends_little_does_not_stop_one_who_sends_much() -> None:
+    clock = Clock()
+    fair = quota(clock, free=16)
+    admitted = 0
+    for second in range(1, 3601):
+        clock.now += 1.0
+        if second % 30 == 0:
+            fair.admit("prober", 3, store=True)
+        if second % 6 == 0:
+            admitted += fair.admit("user", POSITIONS, store=True).admitted
+    assert admitted >= 6 * 10  # at least ten queries per half-life of ten minutes
+
+
+@pytest.mark.parametrize("num_clients", range(1, 60))
+def test_equal_clients_are_not_refused_for_a_rounded_share(num_clients: int) -> None:
+    fair = quota(share=0.001)
+    for _ in range(5):
+        assert all(fair.admit(str(client), 20, store=True).admitted for client in range(num_clients))
+
+
+def test_what_was_taken_counts_half_after_a_half_life() -> None:
+    clock = Clock()
+    fair = quota(clock, free=4)
+    for client in "bcde" * 8:
+        fair.admit(client, 1, store=True)
+    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 5  # 4 are free, 1 is beyond
+    clock.now += 600.0
+    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 2  # 2.5 are left of 5
+
+
+def test_one_query_counts_for_so_many_positions_at_most() -> None:
+    assert quota().admit("a", 10_000, store=True).positions == POSITIONS
+    assert quota().admit("a", 5, store=True).positions == 5
+
+
+def test_what_must_not_be_stored_leaves_no_trace() -> None:
+    fair = quota()
+    for _ in range(100):
+        assert fair.admit("private", 20, store=False).reason == "not_stored"
+    assert fair.num_clients == 0
+
+
+@pytest.mark.parametrize("positions", [0, -3])
+def test_a_query_without_a_rejected_position_takes_nothing(positions: int) -> None:
+    fair = quota()
+    assert fair.admit("a", positions, store=True).reason == "nothing_to_learn"
+    assert fair.num_clients == 0
+
+
+_queries = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(1, 60), st.sampled_from([0.0, 1.0, 30.0, 2000.0])), max_size=200
+)
+
+
+@given(_queries, st.sampled_from([0.2, 0.5, 1.0]), st.sampled_from([0, 2]))
+def test_no_client_ever_exceeds_its_share_by_more_than_a_query(
+    queries: list[tuple[int, int, float]], share: float, free: int
+) -> None:
+    """An independent account with exact forgetting at the quota's own ticks."""
+    clock = Clock()
+    fair = quota(clock, share=share, free=free)
+    tick = 600.0 / 64
+    taken = [0.0] * 8
+    started, ticks = clock.now, 0
+    for client, positions, pause in queries:
+        clock.now += pause
+        passed = int((clock.now - started) / tick) - ticks
+        ticks += passed
+        taken = [amount * 0.5 ** (passed / 64) for amount in taken]
+        before = list(taken)
+        admission = fair.admit(str(client), positions, store=True)
+        taken[client] += admission.positions
+        assert admission.positions <= POSITIONS
+        if admission.admitted:
+            # What the quota calls negligible it forgets; the account does not.
+            assert before[client] <= max(free * POSITIONS, fair.share * sum(before)) + 0.1
+        else:
+            assert before[client] >= fair.share * sum(before) - 0.1
+
+
+@given(_queries)
+def test_somebody_is_always_admitted(queries: list[tuple[int, int, float]]) -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for client, positions, pause in queries:
+        clock.now += pause
+        fair.admit(str(client), positions, store=True)
+    assert any(fair.admit(str(client), 1, store=True).admitted for client in range(8))
+
+
+def test_memory_and_time_are_bounded_under_a_crowd_of_names() -> None:
+    fair = quota(most_clients=1000)
+    started = time.perf_counter()
+    for number in range(50_000):
+        fair.admit(f"client-{number}", 20, store=True)
+        assert fair.num_clients <= 1000
+    assert time.perf_counter() - started < 10
+
+
+def test_a_crowd_of_names_does_not_wash_a_heavy_client_clean() -> None:
+    fair = quota(most_clients=100, share=0.05)
+    for number in range(2000):
+        fair.admit("heavy", 20, store=True)
+        fair.admit(f"{number % 40}", 20, store=True)
+    while fair.admit("heavy", 20, store=True).admitted:
+        pass
+    for number in range(150):
+        fair.admit(f"new-{number}", 1, store=True)
+    assert fair.admit("heavy", 20, store=True).reason == "over_share"
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for client in "abcdefgh":
+        for _ in range(5):
+            fair.admit(client, 20, store=True)
+    assert fair.share == 0.25
+    clock.now += 600.0 * 20
+    fair.admit("new", 20, store=True)
+    assert fair.num_clients == 1
+    assert fair.share == 1.0
+
+
+def test_names_are_not_kept() -> None:
+    fair = quota()
+    fair.admit("sk-very-secret-key", 20, store=True)
+    assert "secret" not in repr({name: repr(value) for name, value in vars(fair).items()})
+    other = quota()
+    other.admit("sk-very-secret-key", 20, store=True)
+    assert set(vars(fair)["_uses"]).isdisjoint(vars(other)["_uses"])
+
+
+def test_any_text_is_a_name() -> None:
+    assert quota().admit("\ud800 naïve \0", 1, store=True).admitted
+    assert quota().admit("", 1, store=True).admitted
