@@ -1,6 +1,6 @@
 """The drafter that proposes nothing: plain decoding through the very same step. Keeps no state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -32,6 +32,9 @@ class NoDrafter:
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         return [0] * len(rows)
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
 
     def trainable(self) -> nn.Module | None:
         return None

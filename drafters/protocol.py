@@ -1,6 +1,6 @@
 """What the engine asks of a drafter. Adding a kind of drafter means implementing this and touching nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +88,10 @@ class Drafter(Protocol):
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         """Forget these sequences; says how many committed tokens of each its prediction had foretold since `start`."""
+        ...
+
+    def credits(self) -> Mapping[str, int]:
+        """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
         ...
 
     def trainable(self) -> nn.Module | None:

@@ -34,10 +34,12 @@ disable_created_metrics()
 class Metrics:
     """Everything the server exports, on a registry of its own. Safe to call from any thread."""
 
-    def __init__(self, *, max_depth: int, budget_reasons: Sequence[str], vllm_names: bool = False) -> None:
+    def __init__(
+        self, *, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str], vllm_names: bool = False
+    ) -> None:
         self._registry = CollectorRegistry()
         self._load_metrics()
-        self._speculation_metrics(max_depth, budget_reasons)
+        self._speculation_metrics(max_depth, budget_reasons, sources)
         self._latency_metrics()
         if vllm_names:
             counters = (self._drafts, self._draft_tokens, self._accepted_tokens, self._accepted_per_position)
@@ -83,6 +85,8 @@ class Metrics:
         self._drafts.inc(stats.drafts)
         self._draft_tokens.inc(stats.drafted_nodes)
         self._accepted_tokens.inc(stats.accepted_tokens)
+        for source, accepted in stats.accepted_by_source.items():
+            self._accepted_by_source[source].inc(accepted)
         for accepted in stats.accepted_per_sequence:
             self._accepted_length.observe(accepted)
             for position in self._positions[:accepted]:
@@ -100,13 +104,15 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._preemptions = self._counter("preemptions", "Sequences put back into the queue for want of slots.")
 
-    def _speculation_metrics(self, max_depth: int, budget_reasons: Sequence[str]) -> None:
+    def _speculation_metrics(self, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> None:
         self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted nodes verified.")
         self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
         self._accepted_per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted at least up to this position.", "position"
         )
+        by_source = self._counter("accepted_tokens_by_source", "Drafted tokens accepted, by who proposed.", "source")
+        self._accepted_by_source = {source: by_source.labels(source) for source in sources}
         self._positions = [self._accepted_per_position.labels(str(position)) for position in range(max_depth)]
         self._accepted_length = self._histogram(
             "accepted_length_tokens", "Drafted tokens accepted per draft.", range(max_depth + 1)

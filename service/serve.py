@@ -10,7 +10,7 @@ import uvicorn
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.settings import ApiSettings
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly, assemble, choose_drafter
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.engine import StepReport
@@ -30,7 +30,12 @@ def serve(config: ServiceConfig) -> None:
 
 
 async def _serve(config: ServiceConfig) -> None:
-    metrics = Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, vllm_names=config.vllm_metric_names)
+    metrics = Metrics(
+        max_depth=MAX_DEPTH,
+        budget_reasons=REASONS,
+        sources=choose_drafter(config)[0].split("+"),
+        vllm_names=config.vllm_metric_names,
+    )
     runtime = Runtime(lambda: _load(config, metrics), max_waiting=config.max_waiting)
     metrics.watch_event_loop(runtime.max_loop_lag_seconds)
     app = create_app(runtime, _api_settings(config), render_metrics=metrics.render)

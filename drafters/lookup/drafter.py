@@ -7,7 +7,7 @@ only lowers the odds.
 Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,9 @@ class LookupDrafter:
         self._history.finish(rows)
         foretold: list[int] = self._foretold[list(rows)].tolist()  # planned transfer
         return foretold
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
 
     def trainable(self) -> nn.Module | None:
         return None

@@ -4,7 +4,7 @@ scrambled order. For exactness checks, never for speed. The answer arrives as th
 Legend: batch, nodes as in drafters/tree.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ class RandomTreeDrafter:
         for row in rows:
             self._answers[row] = -1
         return [0] * len(rows)
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
 
     def trainable(self) -> nn.Module | None:
         return None

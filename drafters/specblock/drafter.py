@@ -3,7 +3,7 @@
 Legend: batch, rows = sequences of the engine's table, starts, block = K, rank = features.TOP, nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -141,6 +141,9 @@ class SpecBlockDrafter:
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._hashes[list(rows)] = _NO_HASH
         return [0] * len(rows)
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
 
     def trainable(self) -> nn.Module | None:
         return self._model

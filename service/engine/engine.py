@@ -72,6 +72,7 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
+        self._credited: dict[str, int] = dict(drafter.credits())
 
     @property
     def idle(self) -> bool:
@@ -171,6 +172,7 @@ class Engine:
             drafted_nodes=sum(drafted),
             accepted_tokens=sum(per_draft),
             accepted_per_sequence=per_draft,
+            accepted_by_source=self._newly_credited(sum(per_draft)),
             budget=sum(drafted),
             budget_reason=budget.reason,
             draft_seconds=clock.seconds["draft"],
@@ -179,6 +181,15 @@ class Engine:
             preemptions=self.scheduler.take_preemptions(),
             itl_seconds=emission.gaps,
         )
+
+    def _newly_credited(self, accepted: int) -> dict[str, int]:
+        """Tokens accepted in this step by who proposed them."""
+        credits = self.drafter.credits()
+        if not credits:
+            return {self.drafter.name: accepted}
+        new = {name: count - self._credited.get(name, 0) for name, count in credits.items()}
+        self._credited = dict(credits)
+        return new
 
 
 def _finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:

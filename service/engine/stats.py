@@ -3,6 +3,7 @@
 Plain records without tensors: the engine fills them, `service/metrics.py` exports them, and neither knows the other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -26,6 +27,7 @@ class StepStats:
     drafted_nodes: int
     accepted_tokens: int
     accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
+    accepted_by_source: Mapping[str, int]  # accepted tokens by who proposed them; one may have been several's
     budget: int  # nodes the whole step was allowed
     budget_reason: str
     draft_seconds: float

@@ -10,6 +10,7 @@ from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.metrics import FINISH_REASONS, PHASES, Metrics
 
 REASONS = ("load", "gain", "off")
+SOURCES = ("lookup", "specblock")
 
 STEP = StepStats(
     prompt_tokens=7,
@@ -18,6 +19,7 @@ STEP = StepStats(
     drafted_nodes=20,
     accepted_tokens=4,
     accepted_per_sequence=(3, 1, 0),
+    accepted_by_source={"lookup": 3, "specblock": 2},
     budget=24,
     budget_reason="gain",
     draft_seconds=0.25,
@@ -38,7 +40,7 @@ FINISH = FinishStats(
 
 
 def made(*, vllm_names: bool = False) -> Metrics:
-    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, vllm_names=vllm_names)
+    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, vllm_names=vllm_names)
 
 
 def series(metrics: Metrics) -> dict[str, float]:
@@ -55,6 +57,8 @@ def test_a_step_is_exported() -> None:
     found = series(metrics)
     expected = {
         "adaptree_engine_steps_total": 1,
+        "adaptree_accepted_tokens_by_source_total{lookup}": 3,
+        "adaptree_accepted_tokens_by_source_total{specblock}": 2,
         "adaptree_num_requests_running": 3,
         "adaptree_num_requests_waiting": 2,
         "adaptree_kv_cache_usage_perc": 0.25,

@@ -1,6 +1,6 @@
 """Two drafters behind one: trees merged, credits counted, and the costly one spared when it does not pay."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ class Chain:
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         return [len(self.name)] * len(rows)
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
 
     def trainable(self) -> nn.Module | None:
         return None

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def target() -> TargetParts:
 
 
 def saved(folder: Path, *, own_head: bool = True, as_published: bool = False) -> SpecBlock:
-    changes = {"normalise_features": False, "normalise_rank_inputs": False} if as_published else {}
+    changes: dict[str, Any] = {"normalise_features": False, "normalise_rank_inputs": False} if as_published else {}
     model = tiny_drafter(**changes)
     checkpoint.save(folder, model, target_identity="abc", facts={"tokens": 7}, own_head=own_head)
     return model

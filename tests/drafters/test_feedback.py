@@ -1,0 +1,189 @@
+"""A recorder against a plain list of what happened, over texts longer than its tables and in any order of rows."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.feedback import FeedbackRecorder, Foretold, Query, QueryFeedback, TargetTops
+from drafters.protocol import Committed, DraftContext, Read
+from drafters.tree import DraftTree, VerifyResult
+
+torch.set_num_threads(1)
+WIDTH, HIDDEN, TOP, WINDOW, DEPTH = 6, 2, 5, 20, 4
+
+
+def recorder(sequences: int = 3) -> FeedbackRecorder:
+    return FeedbackRecorder(
+        max_sequences=sequences,
+        window_tokens=WINDOW,
+        width=WIDTH,
+        hidden=HIDDEN,
+        top=TOP,
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+
+def query(row: int, length: int) -> Query:
+    return Query(
+        row=row,
+        tokens=list(range(length)),
+        client="a",
+        store=True,
+        temperature=0.0,
+        first_version=0,
+        version=1,
+        accepted=(2, 0),
+        plain_steps=3,
+        draft_cost=1.0,
+        verify_cost=2.0,
+        seconds=0.1,
+    )
+
+
+def telling(row: int, positions: Tensor, width: int) -> Tensor:
+    """A value for each position of each row that no other has. # positions [...] -> [..., width]"""
+    return (1000.0 * row + positions)[..., None].expand(*positions.shape, width)
+
+
+def step(rows: list[int], roots: list[int], counts: list[int], nodes: int = 4) -> tuple[Committed, TargetTops, Foretold]:
+    """A step in which everything kept at a position tells row and position."""
+    root, count = torch.tensor(roots), torch.tensor(counts)
+    here = root[:, None] + torch.arange(DEPTH + 1)
+    valid = torch.arange(DEPTH + 1) < count[:, None]
+    values = torch.stack([1000.0 * torch.tensor(row) + line for row, line in zip(rows, here, strict=True)])
+    values = values.masked_fill(~valid, float("nan"))
+    tree = DraftTree.of(torch.zeros(len(rows), nodes, dtype=torch.int64), torch.full((len(rows), nodes), -1))
+    nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
+    committed = Committed(
+        rows=torch.tensor(rows),
+        tokens=(here + 1).masked_fill(~valid, -1),
+        counts=count,
+        tree=tree,
+        result=VerifyResult(nothing, count - 1, count, nothing),
+        features=values[..., None].expand(-1, -1, WIDTH),
+        positions=root,
+        slots=here,
+    )
+    number = (values + 1).nan_to_num(7.0)
+    tops = TargetTops(number[..., None].expand(-1, -1, TOP).int(), -number[..., None].expand(-1, -1, TOP) / 10000)
+    known = valid.clone()
+    known[:, 1::2] = False
+    foretold = Foretold(known, number[..., None].expand(-1, -1, HIDDEN), number.long(), number / 10000)
+    return committed, tops, foretold
+
+
+def drive(tables: FeedbackRecorder, row: int, prompt: int, read_from: int, counts: list[int]) -> QueryFeedback:
+    """One sequence alone, from its prompt to its end."""
+    tables.start([DraftContext(row, list(range(prompt)))])
+    middle = (read_from + prompt - 1) // 2
+    for start, end in ((read_from, middle), (middle, prompt - 1)):
+        positions = torch.arange(start, end)
+        if positions.shape[0]:
+            tables.read(Read(row, start, positions + 1, positions, telling(row, positions, WIDTH)))
+    root = prompt - 1
+    for count in counts:
+        tables.commit(*step([row], [root], [count]))
+        root += count
+    return tables.finish(query(row, root + 1))
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 9, 60])
+@pytest.mark.parametrize("counts", [[1], [1, 5, 2], [3] * 4, [5] * 9])
+def test_every_position_keeps_its_own(prompt: int, counts: list[int]) -> None:
+    tables, row = recorder(), 2
+    heard = drive(tables, row, prompt, 0, counts)
+    length = prompt + sum(counts)
+    first, labelled = max(0, length - WINDOW), max(prompt, length - WINDOW)
+    assert (heard.first, heard.prompt) == (first, labelled)
+    assert tables.num_dropped == max(0, length - WINDOW)
+    assert torch.equal(heard.features, telling(row, torch.arange(first, length - 1), WIDTH))
+    assert heard.top_ids[:, 0].tolist() == [1000 * row + position for position in range(labelled, length)]
+    assert torch.equal(heard.top_logprobs[:, 0], -(heard.top_ids[:, 0] / 10000).half())
+
+
+@pytest.mark.parametrize("counts", [[1, 5, 2], [4] * 9])
+def test_marks_are_the_positions_that_a_block_foretold(counts: list[int]) -> None:
+    heard = drive(recorder(), 1, 9, 0, counts)
+    length, position = 9 + sum(counts), 9
+    expected: dict[int, bool] = {}
+    for count in counts:
+        expected |= {position + place: place == count - 1 for place in range(0, count, 2)}
+        position += count
+    expected = {place: rejected for place, rejected in expected.items() if place >= length - WINDOW}
+    marks = heard.marks
+    assert dict(zip(marks.positions.tolist(), marks.rejected.tolist(), strict=True)) == expected
+    assert (marks.drafted - 1000).tolist() == marks.positions.tolist()
+    assert torch.equal(marks.states[:, 0], marks.drafted.float())
+    assert torch.equal(marks.top_ids[:, 0], marks.drafted.int())
+    assert torch.equal(marks.chances, marks.drafted / 10000)
+    assert marks.take(marks.rejected).count == sum(expected.values())
+
+
+def test_a_step_without_drafted_nodes_rejects_nothing() -> None:
+    tables = recorder()
+    tables.start([DraftContext(0, [1, 2, 3])])
+    tables.commit(*step([0], [2], [1], nodes=0))
+    assert not tables.finish(query(0, 4)).marks.rejected.any()
+
+
+def test_positions_of_a_cached_prefix_have_no_features() -> None:
+    heard = drive(recorder(), 0, 12, 7, [2, 2])
+    assert heard.first == 7
+    assert torch.equal(heard.features, telling(0, torch.arange(7, 15), WIDTH))
+
+
+def test_what_was_written_before_a_preemption_counts_as_prompt() -> None:
+    tables = recorder()
+    drive(tables, 0, 5, 0, [3])
+    heard = drive(tables, 0, 8, 0, [2, 1])
+    assert heard.prompt == 8
+    assert heard.marks.positions.min() >= 8
+
+
+def test_a_row_leaves_nothing_to_the_next() -> None:
+    tables = recorder()
+    drive(tables, 0, 5, 0, [5, 5, 5])
+    tables.start([DraftContext(0, list(range(5)))])
+    assert tables.finish(query(0, 5)).marks.count == 0
+
+
+def test_an_answer_that_stops_inside_a_step_ends_there() -> None:
+    tables = recorder()
+    tables.start([DraftContext(0, list(range(3)))])
+    root = 2
+    for count in (5, 5, 5, 5):
+        tables.commit(*step([0], [root], [count]))
+        root += count
+    heard = tables.finish(query(0, root - 2))
+    assert heard.features[-1, 0] == root - 4
+    assert heard.top_ids[:, 0].tolist() == list(range(3, root - 2))
+    assert heard.marks.positions.max() < root - 2
+
+
+def test_rows_beside_each_other_do_not_mix() -> None:
+    rng, counts = random.Random(0), {0: [2, 5, 1], 1: [1, 1, 4], 2: [5, 5, 5]}
+    alone = {row: drive(recorder(), row, 6, 5, list(took)) for row, took in counts.items()}
+    tables, roots = recorder(), dict.fromkeys(counts, 5)
+    tables.start([DraftContext(row, list(range(6))) for row in counts])
+    for number in range(3):
+        rows = rng.sample(sorted(counts), 3)
+        tables.commit(*step(rows, [roots[row] for row in rows], [counts[row][number] for row in rows]))
+        roots = {row: root + counts[row][number] for row, root in roots.items()}
+    for row, heard in alone.items():
+        beside = tables.finish(query(row, roots[row] + 1))
+        assert torch.equal(beside.features, heard.features)
+        assert torch.equal(beside.top_ids, heard.top_ids)
+        assert torch.equal(beside.marks.states, heard.marks.states)
+
+
+def test_emitted_tokens_count_the_bonus() -> None:
+    assert drive(recorder(), 0, 3, 0, [1]).emitted_tokens == 2 + 2 + 3
+
+
+def test_what_comes_out_can_be_learnt_from() -> None:
+    heard = drive(recorder(), 0, 3, 0, [3, 3])
+    assert not heard.marks.states.is_inference()
+    assert not heard.features.is_inference()
