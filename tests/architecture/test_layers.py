@@ -30,6 +30,7 @@ ALLOWED = {
     "service.serve": PACKAGES,
     "service.cli": PACKAGES,
     "service.bench": PACKAGES,
+    "service.training": PACKAGES,
 }
 
 # Torch costs seconds to import and has no business on the event loop.

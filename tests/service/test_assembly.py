@@ -116,7 +116,7 @@ def test_the_context_defaults_to_what_the_model_was_made_for(folder: Path) -> No
 
 @pytest.mark.slow
 def test_the_embedded_model_starts_as_it_comes(tmp_path: Path) -> None:
-    assembly = assemble(ServiceConfig(state_dir=tmp_path, kv_cache_gib=0.2))
+    assembly = assemble(ServiceConfig(state_dir=tmp_path, kv_cache_gib=0.4))
     assert assembly.numerics == "exact"
     hello = assembly.tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     assert "Paris" in generate(assembly.engine(), request("a", hello, greedy(12)))["a", 0].text

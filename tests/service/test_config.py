@@ -112,8 +112,9 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
         f"Fix: change `port` in {file}; it takes at least 0 and at most 65535."
     )
     assert refusal(environ={"ADAPTREE_DRAFTER": "magic"}) == (
-        "drafter = 'magic', from environment ADAPTREE_DRAFTER, is impossible: input should be 'lookup' or 'none'. "
-        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of lookup, none."
+        "drafter = 'magic', from environment ADAPTREE_DRAFTER, is impossible: input should be 'auto', "
+        "'lookup+specblock', 'specblock', 'lookup' or 'none'. "
+        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of auto, lookup+specblock, specblock, lookup, none."
     )
 
 
