@@ -78,6 +78,7 @@ class EntryState:
 
     def start(self, rows: list[int]) -> None:
         """Forget everything about these rows."""
+        self._first[rows] = 0
         self._end[rows] = 0
         self._waiting[rows] = 0
 

@@ -1,0 +1,86 @@
+"""What is known of each sequence: positions and slots in a window, and the entries that wait."""
+
+import torch
+from torch import Tensor
+
+from drafters.specblock.pool import WAITING, EntryPool, EntryState
+from kernels.tree_attention import NULL_SLOT
+
+WIDTH = 3
+
+
+def state() -> EntryState:
+    return EntryState(max_sequences=3, max_length=64, width=WIDTH, dtype=torch.float32, device="cpu")
+
+
+def commit(entries: EntryState, row: int, start: int, count: int) -> None:
+    """Positions start.. in slots 100 + position, followed by tokens 200 + position."""
+    rows, counts = torch.tensor([row]), torch.tensor([count])
+    positions = start + torch.arange(count)[None]
+    entries.append(rows, torch.tensor([start]), counts, 100 + positions)
+    features = positions[:, :, None].float().expand(-1, -1, WIDTH)
+    entries.wait(rows, counts, features, 200 + positions)
+
+
+def rows(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+def test_a_window_ends_at_the_newest_position() -> None:
+    entries = state()
+    commit(entries, 0, 0, 5)
+    commit(entries, 2, 0, 2)
+    positions, slots = entries.window(rows(0, 2), 4)
+    assert positions.tolist() == [[1, 2, 3, 4], [-1, -1, 0, 1]]
+    assert slots[0].tolist() == [101, 102, 103, 104]
+    assert slots[1, 2:].tolist() == [100, 101]
+
+
+def test_waiting_entries_come_right_aligned() -> None:
+    entries = state()
+    commit(entries, 0, 0, 2)
+    commit(entries, 0, 2, 1)
+    commit(entries, 1, 0, 1)
+    waiting = entries.take(rows(1, 0))
+    assert waiting.positions.tolist() == [[-1, -1, 0], [0, 1, 2]]
+    assert waiting.tokens[1].tolist() == [200, 201, 202]
+    assert waiting.tokens[0, 2] == 200
+    assert waiting.slots.tolist() == [[NULL_SLOT, NULL_SLOT, 100], [100, 101, 102]]
+    assert waiting.features[1, :, 0].tolist() == [0, 1, 2]
+    assert entries.num_waiting(rows(0, 1)).tolist() == [0, 0]
+
+
+def test_as_many_can_wait_as_one_step_commits() -> None:
+    entries = state()
+    commit(entries, 1, 0, WAITING)
+    assert entries.take(rows(1)).positions.tolist() == [list(range(WAITING))]
+
+
+def test_a_text_read_from_its_middle_begins_there() -> None:
+    entries = state()
+    commit(entries, 0, 30, 3)
+    positions, _ = entries.window(rows(0), 6)
+    assert positions.tolist() == [[-1, -1, -1, 30, 31, 32]]
+    assert entries.longest(rows(0)) == 3
+
+
+def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
+    entries = state()
+    commit(entries, 0, 30, 3)
+    entries.start([0])
+    commit(entries, 0, 0, 4)
+    positions, _ = entries.window(rows(0), 4)
+    assert positions.tolist() == [[0, 1, 2, 3]]
+    assert entries.take(rows(0)).positions.tolist() == [[0, 1, 2, 3]]
+
+
+def test_entries_of_a_slot_lie_side_by_side() -> None:
+    pool = EntryPool(num_layers=2, num_slots=5, entries=3, kv_heads=2, head_dim=4, dtype=torch.float32, device="cpu")
+    places = pool.places(torch.tensor([[4, 1]]))
+    assert places.tolist() == [[[12, 13, 14], [3, 4, 5]]]
+    keys, values = torch.randn(6, 2, 4), torch.randn(6, 2, 4)
+    pool.write(1, places.flatten(), keys, values)
+    read_keys, read_values = pool.read(1, places.flatten(1))
+    assert read_keys.equal(keys.transpose(0, 1)[None])
+    assert read_values.equal(values.transpose(0, 1)[None])
+    assert pool.storage[0].eq(0).all()
