@@ -1,4 +1,4 @@
-"""The sub-commands `adaptree bench ...` and `adaptree check ...`: their options and what their results mean.
+"""The commands `adaptree bench ...`, `adaptree check ...` and `adaptree tree`: options and what results mean.
 
 Imports nothing heavy before a command runs, so that help answers at once.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from service.config import LoadedConfig, ServiceConfig
+from service.errors import StartupError
 
 MISMATCH_EXIT_CODE = 1
 
@@ -18,6 +19,28 @@ WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
 
 _Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
+]
+_Prompts = Annotated[
+    list[Path],
+    typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
+]
+_Temperatures = Annotated[
+    list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
+]
+_Observe = Annotated[
+    int, typer.Option(min=0, help="Prompts of each file to answer once more, untimed, to look into the drafts.")
+]
+_Ablate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART,...",
+        help="Instead, compare the trained drafter without some of its parts: shift, broadcast, rank, valid_prefix, "
+        "coupling, prefix.",
+    ),
+]
+_AblationWeights = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Drafters trained equally long: DIR/full, and DIR/PART for each part."),
 ]
 _Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32, help="Seed of everything random.")]
 
@@ -40,30 +63,55 @@ def check_app(with_settings: WithSettings) -> typer.Typer:
 
 def _speed(
     loaded: LoadedConfig,
-    prompts: Annotated[
-        list[Path],
-        typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
-    ],
+    prompts: _Prompts,
     more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each file.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    temperature: _Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 128,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts in flight at the same time.")] = 1,
     peer: Annotated[
         Literal["transformers"] | None, typer.Option(help="Also measure Hugging Face generate on the same weights.")
     ] = None,
+    observe: _Observe = 2,
+    ablate: _Ablate = None,
+    ablation_weights: _AblationWeights = None,
+    ablation_nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes of each step of an ablation.")] = 16,
     seed: _Seed = 0,
     out: _Out = None,
 ) -> None:
     """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
     _log_as(loaded.config)
+    from service.bench.ablation_report import run_ablation
     from service.bench.speed import Measure
     from service.bench.speed_report import run_speed
 
-    measure = Measure(temperature, max_tokens, concurrency, seed)
+    _refuse_unused(ablate, peer, ablation_weights)
+    measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     files = [*prompts, *(more_prompts or [])]
-    holds = run_speed(loaded.config, files, measure, limit=limit, peers=() if peer is None else (peer,), out=out)
+    if ablate is None:
+        peers = () if peer is None else (peer,)
+        _exit(run_speed(loaded.config, files, measures, limit=limit, peers=peers, observe=observe, out=out))
+        return
+    holds = run_ablation(
+        loaded.config,
+        files,
+        measures,
+        list(dict.fromkeys(part.strip() for part in ablate.split(","))),
+        weights=ablation_weights,
+        nodes=ablation_nodes,
+        limit=limit,
+        observe=observe,
+        out=out,
+    )
     _exit(holds)
+
+
+def _refuse_unused(ablate: str | None, peer: str | None, ablation_weights: Path | None) -> None:
+    """Raise StartupError for options that would be without effect."""
+    if ablate is not None and peer is not None:
+        raise StartupError("--peer has no part in --ablate: leave one of them out")
+    if ablate is None and ablation_weights is not None:
+        raise StartupError("--ablation-weights says nothing without --ablate: name the parts to compare")
 
 
 def _prefill(
@@ -98,6 +146,32 @@ def _lossless(
     from service.bench.lossless_report import run_lossless
 
     _exit(run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out))
+
+
+def draw_tree(
+    loaded: LoadedConfig,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to answer.")],
+    steps: Annotated[int, typer.Option(min=1, help="How many trees to draw, of steps one after the other.")] = 1,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The first step to draw. Unset: the one with the longest accepted path.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    seed: _Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Also draw to a .svg, .txt or, with matplotlib, .png file."),
+    ] = None,
+) -> None:
+    """Draw the draft tree of a step, who proposed its nodes and what was accepted, and colour the answer."""
+    _log_as(loaded.config)
+    from service.bench.tree_report import Question, run_tree
+
+    question = Question(prompt, raw, temperature, max_tokens, seed)
+    run_tree(loaded.config, question, first=step, count=steps, out=out)
 
 
 def _log_as(config: ServiceConfig) -> None:

@@ -4,7 +4,7 @@ No thread and no HTTP, so that what is measured is the engine itself.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +86,15 @@ def tau(runs: Iterable[Run]) -> float:
     """Mean emitted tokens per verify of one sequence; 1 without speculation."""
     accepted = [count for run in runs for answer in run.answers for count in answer.accepted_per_step]
     return 1 + sum(accepted) / max(1, len(accepted))
+
+
+def accepted_by_source(runs: Iterable[Run]) -> dict[str, int]:
+    """Accepted tokens by who had proposed them; one that several had proposed counts for each."""
+    counts: Counter[str] = Counter()
+    for run in runs:
+        for step in run.steps:
+            counts.update(step.stats.accepted_by_source)
+    return dict(sorted(counts.items()))
 
 
 def draft_share(runs: Iterable[Run]) -> float:

@@ -4,13 +4,14 @@ Contestants alternate prompt by prompt, and who goes first alternates too, so th
 slows all of them. They are compared token by token as well: a faster engine with another text would prove nothing.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean, geometric_mean
 from typing import Protocol
 
 from service.bench.generate import (
     Run,
+    accepted_by_source,
     count_mismatches,
     decode_tokens_per_second,
     draft_share,
@@ -74,6 +75,7 @@ class SpeedRow:
     tau: float
     draft_share: float
     mismatched_tokens: int
+    accepted_by_source: dict[str, int]
     peers: dict[str, float]
 
     def as_json(self) -> dict[str, object]:
@@ -87,20 +89,30 @@ def measure_set(
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> SpeedRow:
     """Let every contestant answer every prompt. `advance` hears of prompts as they are done."""
+    return _row(prompts, take_turns(prompts, contestants, measure, advance), measure)
+
+
+def take_turns(
+    prompts: PromptSet,
+    contestants: Sequence[Contestant],
+    measure: Measure,
+    advance: Callable[[int], None] = lambda prompts: None,
+) -> dict[str, list[Run]]:
+    """Every contestant's runs over the prompts, by its name."""
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     groups = range(0, len(prompts.prompts), measure.concurrency)
     for turn, first in enumerate(groups):
-        requests = _requests(prompts.prompts, first, measure)
+        requests = requests_from(prompts.prompts, first, measure)
         for contestant in rotated(contestants, turn):
             runs[contestant.name].append(contestant.run(requests))
         advance(len(requests))
-    return _row(prompts, runs, measure)
+    return runs
 
 
 def warm_up(contestants: Sequence[Contestant], prompt: Sequence[int], measure: Measure) -> None:
     """One answer that is not measured: first calls allocate and choose code paths."""
     for contestant in contestants:
-        contestant.run(_requests([prompt] * measure.concurrency, 0, measure))
+        contestant.run(requests_from([prompt] * measure.concurrency, 0, measure))
 
 
 def rotated(contestants: Sequence[Contestant], turn: int) -> list[Contestant]:
@@ -111,17 +123,29 @@ def rotated(contestants: Sequence[Contestant], turn: int) -> list[Contestant]:
 
 
 def summary_of(rows: Sequence[SpeedRow]) -> dict[str, object]:
-    """All sets together; the speedup is the geometric mean over sets."""
-    logs = [math.log(row.speedup) for row in rows]
+    """All sets together, and by temperature; means over sets, that of the speedup geometric."""
+    temperatures = dict.fromkeys(row.temperature for row in rows)
+    groups = [[row for row in rows if row.temperature == temperature] for temperature in temperatures]
+    return {
+        **_means(rows),
+        "by_temperature": [{"temperature": mine[0].temperature, **_means(mine)} for mine in groups],
+    }
+
+
+def _means(rows: Sequence[SpeedRow]) -> dict[str, object]:
     return {
         "sets": len(rows),
         "tokens": sum(row.tokens for row in rows),
-        "speedup": math.exp(sum(logs) / len(logs)),
+        "speedup": geometric_mean([row.speedup for row in rows]),
+        "lowest_speedup": min(row.speedup for row in rows),
+        "tau": fmean(row.tau for row in rows),
+        "draft_share": fmean(row.draft_share for row in rows),
         "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
     }
 
 
-def _requests(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
+def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
+    """The requests that run together from the prompt with this number on."""
     chosen = prompts[first : first + measure.concurrency]
     return [
         GenerationRequest(
@@ -156,12 +180,14 @@ def _row(prompts: PromptSet, runs: dict[str, list[Run]], measure: Measure) -> Sp
         decode_speedup=decode[1] / decode[0] if decode[0] else 1.0,
         tau=tau(speculative),
         draft_share=draft_share(speculative),
-        mismatched_tokens=_mismatches(plain, speculative),
+        mismatched_tokens=mismatches(plain, speculative),
+        accepted_by_source=accepted_by_source(speculative),
         peers={name: speed for name, speed in speeds.items() if name not in (PLAIN, SPECULATIVE)},
     )
 
 
-def _mismatches(plain: Sequence[Run], speculative: Sequence[Run]) -> int:
+def mismatches(plain: Sequence[Run], speculative: Sequence[Run]) -> int:
+    """Positions at which the answers of two contestants differ."""
     return sum(
         count_mismatches(expected.token_ids, got.token_ids)
         for before, after in zip(plain, speculative, strict=True)

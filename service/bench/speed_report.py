@@ -1,7 +1,9 @@
-"""What `adaptree bench speed` does around the measurement: load, show progress, print the table, write the file."""
+"""What `adaptree bench speed` does around the measurement: load, show progress, print the tables, write the file."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -9,9 +11,13 @@ from rich.table import Table
 
 from drafters.none import NoDrafter
 from service.assembly import Assembly, assemble
+from service.bench.anatomy import Anatomy
+from service.bench.anatomy_report import anatomy_tables
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.observed_run import judged, observe_sets
 from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet, read_prompts, refuse_too_long
+from service.bench.records import StepRecord
 from service.bench.speed import (
     PLAIN,
     SPECULATIVE,
@@ -30,58 +36,124 @@ from service.engine.budget import FixedBudget
 def run_speed(
     config: ServiceConfig,
     files: Sequence[Path],
-    measure: Measure,
+    measures: Sequence[Measure],
     *,
     limit: int | None,
     peers: Sequence[str],
+    observe: int,
     out: Path | None,
 ) -> bool:
-    """Measure all files and report; whether plain and speculative text were the same."""
+    """Measure all files and report; whether plain and speculative text were the same.
+
+    `observe` prompts of each file are answered once more under observation, when all that is timed is done.
+    """
     refuse_unwritable(out)
     assembly = assemble(config)
+    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
+    rows = _measure_all(sets, contestants_of(assembly, peers), measures)
+    steps = _observe_all(assembly, [first_prompts(prompts, observe) for prompts in sets], measures) if observe else []
+    anatomies = [judged(assembly, mine) for mine in steps]
+    console, summary = Console(), summary_of(rows)
+    console.print(_table(rows, summary))
+    if steps:
+        console.print(*anatomy_tables(_by_temperature(assembly, measures, steps)))
+    write_report(out, conditions_of(assembly), _json_rows(rows, anatomies), summary)
+    return summary["mismatched_tokens"] == 0
+
+
+def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_tokens: int) -> list[PromptSet]:
+    """The prompts of all files. Raises StartupError where one leaves no room for its answer."""
     sets = [read_prompts(file, assembly.tokenizer, limit=limit) for file in files]
     for file, prompts in zip(files, sets, strict=True):
-        refuse_too_long(prompts.prompts, measure.max_tokens, assembly.limits.max_model_len, f"prompt file {file}")
-    rows = _measure_all(sets, contestants_of(assembly, peers), measure)
-    conditions, summary = conditions_of(assembly), summary_of(rows)
-    Console().print(_table(rows))
-    write_report(out, conditions, [row.as_json() for row in rows], summary)
-    return summary["mismatched_tokens"] == 0
+        refuse_too_long(prompts.prompts, max_tokens, assembly.limits.max_model_len, f"prompt file {file}")
+    return sets
+
+
+def first_prompts(prompts: PromptSet, count: int) -> PromptSet:
+    """The set's first prompts."""
+    return replace(prompts, prompts=prompts.prompts[:count])
 
 
 def contestants_of(assembly: Assembly, peers: Sequence[str]) -> list[Contestant]:
     """Plain decoding, the configured speculation, and peers, all on the same weights."""
-    plain = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
-    ours = [EngineContestant(PLAIN, plain), EngineContestant(SPECULATIVE, assembly.engine())]
+    ours = [plain_contestant(assembly), EngineContestant(SPECULATIVE, assembly.engine())]
     others = {TransformersPeer.name: TransformersPeer}
     return [*ours, *(others[name](assembly) for name in peers)]
 
 
-def _measure_all(sets: Sequence[PromptSet], contestants: Sequence[Contestant], measure: Measure) -> list[SpeedRow]:
-    warm_up(contestants, sets[0].prompts[0], measure)
-    with _progress() as progress:
-        task = progress.add_task("", total=sum(len(prompts.prompts) for prompts in sets))
-        rows = []
-        for prompts in sets:
-            progress.update(task, description=prompts.name)
-            rows.append(measure_set(prompts, contestants, measure, lambda done: progress.advance(task, done)))
-        return rows
+def plain_contestant(assembly: Assembly) -> EngineContestant:
+    return EngineContestant(PLAIN, assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0)))
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """A bar on the error stream, so that the output can be piped."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True))
 
 
-def _table(rows: Sequence[SpeedRow]) -> Table:
+def _measure_all(
+    sets: Sequence[PromptSet], contestants: Sequence[Contestant], measures: Sequence[Measure]
+) -> list[SpeedRow]:
+    warm_up(contestants, sets[0].prompts[0], measures[0])
+    with progress_bar() as progress:
+        task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
+        rows = []
+        for measure in measures:
+            for prompts in sets:
+                progress.update(task, description=f"{prompts.name}, T = {measure.temperature:g}")
+                rows.append(measure_set(prompts, contestants, measure, lambda done: progress.advance(task, done)))
+        return rows
+
+
+def _observe_all(assembly: Assembly, sets: Sequence[PromptSet], measures: Sequence[Measure]) -> list[list[StepRecord]]:
+    """Steps in the order of the rows."""
+    with progress_bar() as progress:
+        total = len(measures) * sum(len(prompts.prompts) for prompts in sets)
+        task = progress.add_task("observing", total=total)
+        return observe_sets(assembly, sets, measures, lambda done: progress.advance(task, done))
+
+
+def _by_temperature(
+    assembly: Assembly, measures: Sequence[Measure], steps: Sequence[Sequence[StepRecord]]
+) -> list[tuple[str, Anatomy]]:
+    """All sets of a temperature together."""
+    each = len(steps) // len(measures)
+    parts = [steps[first : first + each] for first in range(0, len(steps), each)]
+    return [
+        (f"T = {measure.temperature:g}", judged(assembly, [step for mine in part for step in mine]))
+        for measure, part in zip(measures, parts, strict=True)
+    ]
+
+
+def _json_rows(rows: Sequence[SpeedRow], anatomies: Sequence[Anatomy]) -> list[dict[str, object]]:
+    plain = [row.as_json() for row in rows]
+    if not anatomies:
+        return plain
+    return [{**row, **anatomy.as_json()} for row, anatomy in zip(plain, anatomies, strict=True)]
+
+
+def _table(rows: Sequence[SpeedRow], summary: dict[str, Any]) -> Table:
     peers = list(rows[0].peers)
     titles = ["plain", "speculative", "speedup", "plain, decode", "speculative, decode", "speedup, decode"]
     ratios = [title for name in peers for title in (name, f"plain / {name}", f"speculative / {name}")]
-    table = Table("set", "tokens", *titles, "tau", "drafting", "mismatched", *ratios)
-    for row in rows:
-        table.add_row(row.set, str(row.tokens), *_speeds(row), *_quality(row), *_ratios(row, peers))
-    table.caption = "speeds in tokens per second, prompts included; decode: without the steps that read prompts"
+    table = Table("set", "T", "tokens", *titles, "tau", "drafting", "mismatched", *ratios)
+    for means in summary["by_temperature"]:
+        mine = [row for row in rows if row.temperature == means["temperature"]]
+        for row in mine:
+            cells = [*_speeds(row), *_quality(row), *_ratios(row, peers)]
+            table.add_row(row.set, f"{row.temperature:g}", f"{row.tokens:,}", *cells, end_section=row is mine[-1])
+        table.add_row(*_mean_cells(means), end_section=True)
+    table.caption = (
+        "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
+        "mean: over sets, that of the speedup geometric"
+    )
     return table
+
+
+def _mean_cells(means: dict[str, Any]) -> list[str]:
+    quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]
+    tokens = f"{means['tokens']:,}"
+    return ["mean", f"{means['temperature']:g}", tokens, "", "", f"{means['speedup']:.2f}", "", "", "", *quality]
 
 
 def _speeds(row: SpeedRow) -> list[str]:

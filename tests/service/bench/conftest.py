@@ -1,11 +1,22 @@
 """One loaded tiny model for all tests of the folder."""
 
+from pathlib import Path
+
 import pytest
 
-from service.assembly import Assembly
-from tests.service.bench.parts import assembled, save_two_layers
+from service.assembly import Assembly, assemble
+from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 
 
 @pytest.fixture(scope="session")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
     return assembled(save_two_layers(tmp_path_factory.mktemp("two-layers")))
+
+
+@pytest.fixture(scope="session")
+def trained_assembly(assembly: Assembly, tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    """The same target with a random SpecBlock drafter, three blocks deep."""
+    folder = Path(assembly.config.model)
+    drafter = save_drafter(tmp_path_factory.mktemp("drafter"), assembly)
+    changes = {"drafter": "lookup+specblock", "drafter_path": drafter, "draft_blocks": 3, "max_budget": 24}
+    return assemble(settings_for(folder).model_copy(update=changes))

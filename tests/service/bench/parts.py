@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafters.specblock import checkpoint
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, save_model
 
+DRAFT_VOCAB = 64
 LENGTHS = (5, 40, 12, 90, 30, 7, 110, 60, 20, 33, 64, 9, 80, 16, 48, 3)
 
 
@@ -63,3 +68,18 @@ def written_prompts() -> Iterator[str]:
     yield '{"id": "a", "task": "t", "messages": [{"role": "user", "content": "that the other"}]}'
     yield '{"id": 2, "turns": ["in the hat", "and again"]}'
     yield '{"prompt": "the line on the table"}'
+
+
+def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: Any) -> Path:
+    """A tiny SpecBlock drafter of random weights for this target."""
+    torch.manual_seed(seed)
+    loaded = assembly.loaded
+    described = loaded.model.config.get_text_config().to_dict()
+    model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=2.0 / parameter.shape[1] ** 0.5)
+    model.set_vocabulary(torch.arange(DRAFT_VOCAB))
+    checkpoint.save(folder, model, target_identity=loaded.parts.identity, facts={}, own_head=True)
+    return folder

@@ -17,7 +17,7 @@ from service.bench.generate import (
 )
 from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet
-from service.bench.speed import Measure, measure_set, rotated, summary_of, warm_up
+from service.bench.speed import Measure, SpeedRow, measure_set, rotated, summary_of, warm_up
 from service.bench.speed_report import contestants_of
 from service.engine.sequence import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
@@ -34,6 +34,7 @@ def timed(prompt_tokens: int, emitted: int, seconds: float, draft_seconds: float
         emitted_tokens=emitted,
         accepted_tokens=0,
         accepted_per_sequence=(),
+        accepted_by_source={},
         budget=0,
         budget_reason="fixed",
         draft_seconds=draft_seconds,
@@ -81,15 +82,59 @@ def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: floa
     assert (row.set, row.prompts, row.tokens) == ("some", 5, 5 * 24)
     assert sum(done) == 5
     assert row.tau >= 1
+    assert sum(row.accepted_by_source.values()) > 0
     assert 0 <= row.draft_share < 1
     assert row.speedup == row.speculative_tokens_per_second / row.plain_tokens_per_second
     assert list(row.peers) == ["transformers"]
     assert row.peers["transformers"] > 0
-    assert summary_of([row, row]) == {
+
+
+def row_of(temperature: float, speedup: float, tokens_per_verify: float) -> SpeedRow:
+    return SpeedRow(
+        set="some",
+        temperature=temperature,
+        concurrency=1,
+        prompts=2,
+        tokens=50,
+        plain_tokens_per_second=10.0,
+        speculative_tokens_per_second=10.0 * speedup,
+        speedup=speedup,
+        plain_decode_tokens_per_second=10.0,
+        speculative_decode_tokens_per_second=10.0 * speedup,
+        decode_speedup=speedup,
+        tau=tokens_per_verify,
+        draft_share=0.25,
+        mismatched_tokens=1,
+        accepted_by_source={},
+        peers={},
+    )
+
+
+def test_the_summary_holds_means_by_temperature() -> None:
+    rows = [row_of(0.0, 4.0, 3.0), row_of(0.0, 1.0, 2.0), row_of(1.0, 0.5, 1.0)]
+    summary = summary_of(rows)
+    by_temperature = summary.pop("by_temperature")
+    assert isinstance(by_temperature, list)
+    cold, warm = by_temperature
+    assert cold == {
+        "temperature": 0.0,
         "sets": 2,
-        "tokens": 240,
-        "speedup": pytest.approx(row.speedup),
-        "mismatched_tokens": 0,
+        "tokens": 100,
+        "speedup": pytest.approx(2.0),
+        "lowest_speedup": 1.0,
+        "tau": 2.5,
+        "draft_share": 0.25,
+        "mismatched_tokens": 2,
+    }
+    assert (warm["temperature"], warm["speedup"], warm["tau"]) == (1.0, 0.5, 1.0)
+    assert summary == {
+        "sets": 3,
+        "tokens": 150,
+        "speedup": pytest.approx(2.0 ** (1 / 3)),
+        "lowest_speedup": 0.5,
+        "tau": 2.0,
+        "draft_share": 0.25,
+        "mismatched_tokens": 3,
     }
 
 
