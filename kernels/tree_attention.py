@@ -43,9 +43,6 @@ SPAN = WIDTH - MAX_NODES - MAX_DEPTH
 COMMITTED = SPAN + MAX_DEPTH
 """Columns of a tail that hold committed keys; the other MAX_NODES hold tree nodes."""
 
-MEMBER_MULTIPLE = 8
-"""Rows of an fp32 product are padded to a multiple of this, below which BLAS libraries switch kernels."""
-
 MASKED = -1e30
 """Additive mask; finite, so that a row that sees nothing (padding) has no NaN."""
 
@@ -111,22 +108,30 @@ class AttentionPlan:
 
 
 def plan_attention(
-    rows: AttentionRows, slot_table: Tensor, *, num_slots: int, query_heads: int, kv_heads: int, padding: int = 0
+    rows: AttentionRows,
+    slot_table: Tensor,
+    *,
+    num_slots: int,
+    query_heads: int,
+    kv_heads: int,
+    member_multiple: int,
+    padding: int = 0,
 ) -> AttentionPlan:
     """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the chain rows.
 
+    Members are padded to `member_multiple`, at which products no longer depend on their number (`exact_rows`).
     `padding` rows follow the rows proper; what they attend to is of no concern to anybody.
 
     Rows of prompt chunks are planned apart from decoding rows: their segments have many members, and padding a single
     decoding row to that size would cost more than the rest of its step. The layout is computed on the host, where
     hundreds of small integer operations cost a tenth of what they cost as tensor operations.
     """
-    host, heads = _HostRows.of(rows, slot_table), _Heads(query_heads, kv_heads, num_slots)
+    host, heads = _HostRows.of(rows, slot_table), _Heads(query_heads, kv_heads, num_slots, member_multiple)
     chunked = host.in_chunks()
     parts = [part.nonzero()[0] for part in (~chunked, chunked) if part.any()]
     buckets, outs, offset = [], np.zeros((len(host.sequence) + padding, query_heads), np.int64), 0
     for part in parts:
-        segments = _segment(host, part, heads.group)
+        segments = _segment(host, part, heads)
         buckets.append(_plan_bucket(host, segments, heads, slot_table.device))
         outs[part] = offset + _out_members(segments, heads)
         offset += segments.member_rows.size * kv_heads
@@ -169,11 +174,13 @@ def _attend(
 
 
 def _common_top(scores: Tensor, bucket: AttentionBucket) -> Tensor:
-    """The largest score of each query over all items of its segment. # [items, heads, members, 1]"""
+    """The largest score of each query over all items of its segment. # [items or 1, heads, members, 1]"""
+    segments = scores.shape[0] - bucket.num_chunks
+    if segments == 1:
+        return scores.amax((0, -1), keepdim=True)
     top = scores.amax(-1, keepdim=True)
     if not bucket.num_chunks:
         return top
-    segments = top.shape[0] - bucket.num_chunks
     common = top.index_select(0, bucket.segment_items).view(segments, -1, *top.shape[1:]).amax(1)
     return common.index_select(0, bucket.item_segment)
 
@@ -199,6 +206,7 @@ class _Heads:
     query_heads: int
     kv_heads: int
     num_slots: int
+    member_multiple: int
 
     @property
     def group(self) -> int:
@@ -256,7 +264,7 @@ class _Segments:
     member_rows: Ints  # [segments, members], the row behind each member; padding repeats row 0
 
 
-def _segment(rows: _HostRows, bucket_rows: Ints, group: int) -> _Segments:
+def _segment(rows: _HostRows, bucket_rows: Ints, heads: _Heads) -> _Segments:
     span = np.maximum(rows.positions[bucket_rows] - MAX_DEPTH, 0) // SPAN
     sequences = len(rows.table_rows)
     key, of_row, counts = np.unique(
@@ -265,8 +273,8 @@ def _segment(rows: _HostRows, bucket_rows: Ints, group: int) -> _Segments:
     order = np.argsort(of_row, kind="stable")
     rank = np.empty_like(of_row)
     rank[order] = np.arange(len(of_row)) - np.repeat(counts.cumsum() - counts, counts)
-    members = -(-int(counts.max()) * group // MEMBER_MULTIPLE) * MEMBER_MULTIPLE
-    place = rank[:, None] * group + np.arange(group)
+    members = -(-int(counts.max()) * heads.group // heads.member_multiple) * heads.member_multiple
+    place = rank[:, None] * heads.group + np.arange(heads.group)
     member_rows = np.zeros((len(key), members), np.int64)
     member_rows[of_row[:, None], place] = bucket_rows[:, None]
     return _Segments(key % sequences, key // sequences * SPAN, of_row, place, member_rows)

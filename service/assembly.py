@@ -52,7 +52,8 @@ class Assembly:
     @property
     def fingerprint(self) -> str:
         """What makes two servers give equal text: weights, dtype and numerics, but no drafter."""
-        layout = f"{self.target.row_multiple} {torch.get_num_threads()} {self.target.device.type}"
+        rows = f"{self.target.fewest_rows} {self.target.row_multiple}"
+        layout = f"{rows} {torch.get_num_threads()} {self.target.device.type}"
         parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -134,11 +135,12 @@ def _weights(config: ServiceConfig, folder: Path, loaded: LoadedModel) -> Traine
 def start_up_line(assembly: Assembly) -> str:
     """Model, device, dtype, slots and numerics in one line."""
     target = assembly.target
+    rows = f"rows padded to {target.fewest_rows}, then to multiples of {target.row_multiple}"
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
         f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, "
-        f"numerics: {assembly.numerics} (rows padded to {target.row_multiple}), drafter {assembly.drafter_name}"
+        f"numerics: {assembly.numerics} ({rows}), drafter {assembly.drafter_name}"
     )
 
 

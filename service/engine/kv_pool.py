@@ -31,12 +31,15 @@ class KVPool:
         self.num_slots = num_slots
         self.dtype = shape.dtype
         self.kv_heads = shape.kv_heads
+        self.head_dim = shape.head_dim
         size = (shape.num_layers, 2, num_slots, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._layers = self.storage.unbind()
+        self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * slots, kv_heads, head_dim]
 
     def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise StartupError unless keys and values look as the configuration said. # [1, kv_heads, rows, head_dim]"""
-        expected = (self.kv_heads, self.storage.shape[-1])
+        expected = (self.kv_heads, self.head_dim)
         found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
         if found != {expected}:
             raise StartupError(
@@ -46,13 +49,16 @@ class KVPool:
 
     def layer(self, index: int) -> Tensor:
         """One layer's keys and values. # [2, slots, kv_heads, head_dim]"""
-        return self.storage[index]
+        return self._layers[index]
 
-    def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows' keys and values. # slots [rows]; keys, values [rows, kv_heads, head_dim]"""
-        layer = self.storage[index]
-        layer[0].index_copy_(0, slots, keys.to(self.dtype))
-        layer[1].index_copy_(0, slots, values.to(self.dtype))
+    def places(self, slots: Tensor) -> Tensor:
+        """Where keys and values of these slots stand in a layer, the same for every layer. # [rows] -> [2, rows]"""
+        return torch.stack([slots, slots + self.num_slots])
+
+    def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows' keys and values. # places [2, rows]; keys, values [rows, kv_heads, head_dim]"""
+        both = torch.cat([keys, values]).to(self.dtype)
+        self._places[index].index_copy_(0, places.view(-1), both)
 
 
 def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int) -> int:

@@ -131,12 +131,18 @@ class SamplingTable:
 
 
 def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
-    """The target's token for each row of logits; argmax with the lowest id first among equals."""
+    """The target's token for each row of logits: the likeliest one once every stage has changed the scores."""
     # logits [rows, vocab], any float dtype, left as they are
     stages = rows.table.stages
     scores = logits.to(torch.float32, copy=True) if stages else logits
     for stage in stages:
         stage.apply(scores, rows)
+    return choose_likeliest(scores)
+
+
+def choose_likeliest(scores: Tensor) -> Choice:
+    """The token of highest score in each row, the lowest id first among equals: all of plain greedy decoding."""
+    # scores [rows, vocab], any float dtype
     best = scores.max(dim=-1)  # finds a NaN, if there is one
     bad_rows = ~best.values.isfinite()
     return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kernels import ops
-from kernels.tree_attention import AttentionPlan
+from kernels.exact_rows import exact_row_multiple
+from kernels.tree_attention import WIDTH, AttentionPlan
+from service.engine import linear
 from service.engine.kv_pool import KVPool
 from service.engine.rows import ForwardRows
 from service.engine.slots import SlotTable
@@ -27,7 +29,7 @@ class AttentionStep:
 
     plan: AttentionPlan
     pool: KVPool
-    slots: Tensor  # [rows] int64, without padding rows
+    places: Tensor  # [2, rows] int64, where the rows' keys and values go in a layer; without padding rows
     is_first: bool  # the model's first forward, which is checked for what we do not implement
     layers: list[int] = field(default_factory=list)  # those that have attended in the first forward
 
@@ -56,11 +58,13 @@ class Target:
         self.model = model
         self.pool = pool
         self.row_multiple = row_multiple
+        self.fewest_rows = linear.fewest_rows(model)
         self.device = model.device
         text = model.config.get_text_config()
         self.query_heads: int = text.num_attention_heads
         self.vocab_size: int = text.vocab_size
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
+        self._member_multiple = exact_row_multiple(WIDTH, pool.head_dim, self.device)
         self._is_first = True
 
     @torch.inference_mode()
@@ -72,14 +76,15 @@ class Target:
             num_slots=self.pool.num_slots,
             query_heads=self.query_heads,
             kv_heads=self.pool.kv_heads,
-            padding=-rows.num_rows % self.row_multiple,
+            member_multiple=self._member_multiple,
+            padding=self._padding(rows.num_rows),
         )
-        step = AttentionStep(plan, self.pool, rows.slots, self._is_first)
+        step = AttentionStep(plan, self.pool, self.pool.places(rows.slots), self._is_first)
         output = self.model(
             input_ids=self._pad(rows.tokens)[None],
             position_ids=self._pad(rows.attention.positions)[None],
             use_cache=False,
-            logits_to_keep=self._pad(rows.logit_rows) if rows.logit_rows.shape[0] else slice(0, self.row_multiple),
+            logits_to_keep=self._pad(rows.logit_rows) if rows.logit_rows.shape[0] else slice(0, self._padding(0)),
             tree_step=step,
         )
         step.refuse_bypass()
@@ -89,9 +94,14 @@ class Target:
             features=self._taps.take(rows.num_rows) if self._taps else None,
         )
 
+    def _padding(self, count: int) -> int:
+        """Rows to add: up to the number below which products get dearer, then to the multiple that keeps them equal."""
+        wanted = max(count, self.fewest_rows)
+        return wanted - count + -wanted % self.row_multiple
+
     def _pad(self, values: Tensor) -> Tensor:
-        """Repeat the first entry up to the row multiple at which products no longer depend on the number of rows."""
-        missing = -values.shape[0] % self.row_multiple
+        """Repeat the first entry as often as padding rows are needed."""
+        missing = self._padding(values.shape[0])
         return torch.cat([values, values[:1].expand(missing)]) if missing else values
 
 
@@ -150,9 +160,9 @@ def slot_attention(
         _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
         tree_step.pool.refuse_other_shape(key, value)
         tree_step.layers.append(module.layer_idx)  # type: ignore[arg-type]
-    num_rows = tree_step.slots.shape[0]
+    num_rows = tree_step.places.shape[1]
     keys, values = key.transpose(1, 2)[0, :num_rows], value.transpose(1, 2)[0, :num_rows]
-    tree_step.pool.write(module.layer_idx, tree_step.slots, keys, values)  # type: ignore[arg-type]
+    tree_step.pool.write(module.layer_idx, tree_step.places, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     queries = query.transpose(1, 2)[0].to(torch.float32) * scale
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 from service.engine.generation import Sequence
 from service.engine.rows import ForwardRows
-from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
+from service.engine.sampling import Choice, SamplingRows, SamplingTable, choose_likeliest, choose_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +45,64 @@ class VerifyStage:
 
         logits [logits, vocab], one per entry of `rows.logit_rows`
         """
+        if tree.width == 0:
+            tree = DraftTree.empty(len(completing), logits.device)
+            return _plain(tree, self._choose(completing, rows, tree, logits))
         tree = tree.take(rows.completing)
-        place = rows.attention.node[rows.logit_rows] + 1  # [logits], 0 = after the root
-        choice = choose_tokens(logits, self._sampling_rows(completing, rows, tree, place))
-        lines = (rows.logit_sequence, place)
-        target_tokens = torch.full((tree.batch, tree.width + 1), -1, dtype=torch.int64, device=logits.device)
-        target_tokens[lines] = choice.tokens
-        logit_index = torch.zeros_like(target_tokens)
-        logit_index[lines] = torch.arange(place.shape[0], device=logits.device)
-        bad = torch.zeros_like(target_tokens, dtype=torch.bool)
-        bad[lines] = choice.bad_rows
-        accepted = ops.accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
-        result = VerifyResult(accepted.path, accepted.num_accepted, accepted.bonus, target_tokens)
-        on_path = torch.nn.functional.pad(result.path + 1, (1, 0))  # rejected nodes may be as bad as they like
-        return Verified(tree, result, logit_index, bad.gather(1, on_path).any(1))
+        return _walked(rows, tree, self._choose(completing, rows, tree, logits))
 
-    def _sampling_rows(
-        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, place: Tensor
-    ) -> SamplingRows:
-        sequence, device = rows.logit_sequence, place.device
-        ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]
-        positions = rows.attention.positions[rows.logit_rows]
-        depth = positions - rows.attention.chain_end[rows.completing][sequence]
-        generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=device)
-        return SamplingRows(
-            table=self._table_of(completing),
-            sequence_idx=sequence,
-            positions=positions + 1,
-            num_generated=generated[sequence] + depth,
-            path_tokens=path_tokens(tree.tokens, ancestors, MAX_DEPTH)[sequence, place],
-        )
+    def _choose(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Choice:
+        table = self._table_of(completing)
+        if not table.stages:
+            return choose_likeliest(logits)
+        return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
 
     def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
         batch = tuple(completing)
         if batch != self._batch:
             self._batch, self._table = batch, SamplingTable.build([sequence.sampling for sequence in completing])
         return self._table
+
+
+def _sampling_rows(
+    completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, table: SamplingTable
+) -> SamplingRows:
+    sequence, place = rows.logit_sequence, _places(rows)
+    ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]
+    positions = rows.attention.positions[rows.logit_rows]
+    depth = positions - rows.attention.chain_end[rows.completing][sequence]
+    generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=place.device)
+    return SamplingRows(
+        table=table,
+        sequence_idx=sequence,
+        positions=positions + 1,
+        num_generated=generated[sequence] + depth,
+        path_tokens=path_tokens(tree.tokens, ancestors, MAX_DEPTH)[sequence, place],
+    )
+
+
+def _places(rows: ForwardRows) -> Tensor:
+    """Where each line of the logits belongs among its sequence's choices. # -> [logits] int64, 0 = after the root"""
+    return rows.attention.node[rows.logit_rows] + 1
+
+
+def _plain(tree: DraftTree, choice: Choice) -> Verified:
+    """The result for trees of zero nodes: each line of the logits is one sequence's root, in order."""
+    target_tokens = choice.tokens[:, None]
+    result = VerifyResult(target_tokens[:, :0], tree.num_nodes, choice.tokens, target_tokens)
+    return Verified(tree, result, torch.arange(tree.batch, device=choice.tokens.device)[:, None], choice.bad_rows)
+
+
+def _walked(rows: ForwardRows, tree: DraftTree, choice: Choice) -> Verified:
+    """The result of walking down each tree as far as the target agrees."""
+    device, lines = choice.tokens.device, (rows.logit_sequence, _places(rows))
+    target_tokens = torch.full((tree.batch, tree.width + 1), -1, dtype=torch.int64, device=device)
+    target_tokens[lines] = choice.tokens
+    logit_index = torch.zeros_like(target_tokens)
+    logit_index[lines] = torch.arange(choice.tokens.shape[0], device=device)
+    bad = torch.zeros_like(target_tokens, dtype=torch.bool)
+    bad[lines] = choice.bad_rows
+    accepted = ops.accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
+    result = VerifyResult(accepted.path, accepted.num_accepted, accepted.bonus, target_tokens)
+    on_path = torch.nn.functional.pad(result.path + 1, (1, 0))  # rejected nodes may be as bad as they like
+    return Verified(tree, result, logit_index, bad.gather(1, on_path).any(1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.exact_rows import exact_row_multiple
 from kernels.tree_attention import (
     MAX_DEPTH,
     MAX_NODES,
@@ -90,8 +91,11 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     seed: int = 0,
+    multiples: int = 1,
 ) -> list[Tensor]:
     """Run the kernel on a step in scrambled slots, with everything else in the pool NaN and chain rows before nodes.
+
+    Members are padded to so many times the multiple that is exact here.
 
     Returns per part [rows, query heads, dim].
     """
@@ -105,7 +109,14 @@ def attend(
         pool[0, own], pool[1, own] = part.stacked("keys"), part.stacked("values")
     rows, table, order = _layout(parts, places)
     queries = torch.cat([part.stacked("queries")[part.start :] for part in parts])
-    plan = plan_attention(rows, table, num_slots=num_slots, query_heads=heads.query, kv_heads=heads.kv)
+    plan = plan_attention(
+        rows,
+        table,
+        num_slots=num_slots,
+        query_heads=heads.query,
+        kv_heads=heads.kv,
+        member_multiple=multiples * exact_row_multiple(WIDTH, heads.dim, pool.device),
+    )
     out = torch.empty_like(queries)
     out[order] = tree_attention(queries[order], pool, plan, window=window, softcap=softcap)
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))
@@ -255,6 +266,13 @@ def test_the_same_bits_in_any_slots_and_any_line() -> None:
     heads, rng = Heads(2, 2, 16), random.Random(3)
     parts = [random_part(rng, heads) for _ in range(4)]
     once, again = attend(parts, heads, seed=1), attend(parts[::-1], heads, seed=2)[::-1]
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_more_padding_changes_no_bit(heads: Heads) -> None:
+    parts = [random_part(random.Random(seed), heads) for seed in range(3)]
+    once, again = attend(parts, heads), attend(parts, heads, multiples=3)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 

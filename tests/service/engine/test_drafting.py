@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Noise
+from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.tree import Candidates
 from service.engine.budget import FixedBudget
 from service.engine.drafting import DraftStage
@@ -35,7 +35,12 @@ class Recorder:
         self.asked.append((rows.tolist(), noise))
         return candidates_of([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4]] * rows.shape[0])
 
+    def read(self, read: Read) -> None: ...
+
     def commit(self, committed: Committed) -> None: ...
+
+    def credits(self) -> dict[str, int]:
+        return {}
 
     def finish(self, rows: Items[int]) -> list[int]:
         return [0] * len(rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.engine.linear import PackedLinear, can_pack, pack_linears
+from service.engine.linear import FEWEST_ROWS, PackedLinear, can_pack, fewest_rows, pack_linears
 
 torch.set_num_threads(1)
 
@@ -25,6 +25,24 @@ def test_products_equal_plain_ones(inputs: int, outputs: int, rows: int, bias: b
     plain = linear(inputs, outputs, bias=bias)
     x = torch.randn(1, rows, inputs, dtype=torch.bfloat16)
     torch.testing.assert_close(PackedLinear(plain.weight, plain.bias)(x), plain(x), atol=0.02, rtol=0.01)
+
+
+@needs_bf16
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (576, 320), (48, 20)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, outputs: int) -> None:
+    packed = PackedLinear(linear(inputs, outputs).weight, None)
+    x = torch.randn(1, 300, inputs, dtype=torch.bfloat16)
+    whole = packed(x)
+    for rows in (*range(FEWEST_ROWS, 70), 256, 299):
+        assert torch.equal(packed(x[:, -rows:].contiguous()), whole[:, -rows:])
+
+
+@needs_bf16
+def test_only_packed_models_want_more_than_one_row() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))).to(torch.bfloat16)
+    assert fewest_rows(model) == 1
+    pack_linears(model)
+    assert fewest_rows(model) == FEWEST_ROWS
 
 
 @needs_bf16

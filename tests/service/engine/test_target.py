@@ -145,6 +145,24 @@ def test_padding_rows_change_nothing() -> None:
     assert_close(found[2], found[0])
 
 
+@pytest.mark.parametrize(
+    ("multiple", "fewest", "rows", "padded"), [(1, 1, 1, 1), (8, 1, 1, 8), (1, 4, 1, 4), (2, 4, 5, 6), (8, 4, 9, 16)]
+)
+def test_forwards_are_padded_to_the_fewest_rows_and_to_the_multiple(
+    multiple: int, fewest: int, rows: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = Texts(tiny_target(loaded_tiny("llama")))
+    texts.target.row_multiple, texts.target.fewest_rows = multiple, fewest
+    seen = []
+    hook = texts.target.model.get_decoder().register_forward_hook(
+        lambda module, args, output: seen.append(output.last_hidden_state.shape[1])
+    )
+    found = texts.run([Chain(0, 0, prompt(4, rows), completes=True)])
+    hook.remove()
+    assert seen == [padded]
+    assert_close(found, stock_logits("llama", prompt(4, rows))[-1:])
+
+
 @pytest.mark.parametrize(("layers", "taps"), [(2, (1, 1, 0)), (3, (2, 1, 0)), (30, (2, 15, 27)), (1, (0, 0, 0))])
 def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, int, int]) -> None:
     assert default_tap_layers(layers) == taps

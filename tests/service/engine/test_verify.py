@@ -71,6 +71,41 @@ def test_each_emitted_tokens_logits_are_known() -> None:
     assert rows.logit_sequence[verified.path_logits[:, 0]].tolist() == [0, 1]
 
 
+def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verified:
+    """Verify sequences with trees of zero nodes, some of which read prompts; lines `bad` of the logits are NaN."""
+    lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
+    chains = [Chain(2, 7, [2], completes=True)]
+    chains += [Chain(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
+    rows = flatten(chains, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others))
+    logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
+    logits[list(bad)] = torch.nan
+    completing = [line for line, chain in zip(lines, chains, strict=True) if chain.completes]
+    return VerifyStage().verify(completing, rows, DraftTree.empty(1 + others), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_without_nodes_each_line_of_logits_is_one_bonus_token(others: int, temperature: float) -> None:
+    params = SamplingParams(seed=7, max_tokens=50, temperature=temperature)
+    verified, batch = plain(others, params=params), 1 + others // 2
+    scores = torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(5))
+    if temperature:
+        positions = torch.tensor([8] + [3] * (batch - 1))
+        scores = scores + gumbel_noise(torch.full((batch,), 7), positions, VOCAB)
+    assert verified.result.bonus.tolist() == scores.argmax(1).tolist()
+    assert verified.result.target_tokens.tolist() == scores.argmax(1)[:, None].tolist()
+    assert verified.result.path.shape == (batch, 0)
+    assert verified.result.num_accepted.tolist() == [0] * batch
+    assert verified.path_logits.tolist() == [[line] for line in range(batch)]
+    assert (verified.tree.batch, verified.tree.width) == (batch, 0)
+
+
+def test_without_nodes_no_score_after_the_root_fails_the_sequence() -> None:
+    verified = plain(4, 1)
+    assert verified.failed.tolist() == [False, True, False]
+    assert int(verified.result.bonus[1]) == 0
+
+
 @pytest.mark.parametrize("node", [-1, 1, 3, 4])
 def test_no_score_on_the_path_fails_the_sequence(node: int) -> None:
     assert verify(ON_PATH, node, others=2)[0].failed.tolist() == [True, False]
