@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from service import __version__
-from service.bench.commands import bench_app, check_app
+from service.bench.commands import bench_app, check_app, draw_tree
 from service.config import CONFIG_VARIABLE, LoadedConfig, ServiceConfig, load_config
 from service.config_errors import allowed_values, flag_name
 from service.errors import StartupError
+from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
 
@@ -152,3 +153,5 @@ def _shown_settings(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
 
 app.add_typer(bench_app(with_settings), name="bench")
 app.add_typer(check_app(with_settings), name="check")
+app.command("tree")(with_settings(draw_tree))
+app.add_typer(train_app(), name="train")

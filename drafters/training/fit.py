@@ -1,0 +1,159 @@
+"""The training loop: batches in random order, one optimizer step each, a report after each step.
+
+When to evaluate, save or stop early is the caller's business: it gets control back after every step. The order of
+batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up again computes
+what it would have computed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from drafters.training.corpus import Batch, Example, batches
+from drafters.training.errors import TrainingError
+from drafters.training.objective import StepScores
+from drafters.training.parallel import Ranks
+from drafters.training.schedule import Length, rate_factor
+from drafters.training.state import Position
+
+_MOST_SKIPPED = 25
+_EPOCHS_APART = 1_000_003
+_STEPS_APART = 7_919
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """How weights are changed."""
+
+    batch_tokens: int = 2000  # per process and step
+    learning_rate: float = 5e-4
+    warm_up_steps: int = 50
+    least_rate: float = 0.05  # of the learning rate, at the end
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    rank_from_step: int | None = 50  # the rank head learns from here on; None = never
+    autocast: bool = True  # products in bf16; weights, sums and the optimizer stay fp32
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did."""
+
+    position: Position
+    loss: float
+    rank_loss: float
+    gradient_norm: float
+    learning_rate: float
+    fraction: float  # of the run that was over when the step began
+
+
+Objective = Callable[[Batch, torch.Generator], StepScores]
+
+
+def make_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
+    """AdamW over what is to be trained; no decay: the weights start from the target's."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0)
+
+
+class Trainer:
+    """Owner of the weights while they are trained."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        *,
+        settings: FitSettings,
+        reach: int,
+        ranks: Ranks,
+        position: Position,
+    ) -> None:
+        self.position = position
+        self._objective = objective
+        self._optimizer = optimizer
+        self._settings = settings
+        self._reach = reach
+        self._ranks = ranks
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._device = self._trained[0].device
+        ranks.spread([parameter.detach() for parameter in model.parameters()])
+
+    def run(self, examples: list[Example], length: Length) -> Iterator[StepReport]:
+        """Steps until the end of the run, each reported after it is done."""
+        began = time.perf_counter() - self.position.seconds
+        while True:
+            for group in self._epoch(examples)[self.position.place :]:
+                seconds = self._ranks.first(time.perf_counter() - began)
+                fraction = length.fraction(self.position.step, seconds)
+                if fraction >= 1.0:
+                    return
+                self.position = replace(self.position, seconds=seconds)
+                yield self._step(Batch.of(group, self._reach, self._device), fraction)
+            self.position = replace(self.position, epoch=self.position.epoch + 1, place=0)
+
+    def _epoch(self, examples: list[Example]) -> list[list[Example]]:
+        """This process's share of the epoch's batches; every process gets the same number."""
+        order = torch.Generator().manual_seed(self._settings.seed + _EPOCHS_APART * (self.position.epoch + 1))
+        groups = list(batches(examples, tokens=self._settings.batch_tokens, generator=order))
+        even = len(groups) // self._ranks.size * self._ranks.size
+        if not even:
+            raise TrainingError(
+                f"{len(groups)} batches for {self._ranks.size} processes: give more responses or a smaller batch"
+            )
+        return groups[:even][self._ranks.rank :: self._ranks.size]
+
+    def _step(self, batch: Batch, fraction: float) -> StepReport:
+        step, settings = self.position.step, self._settings
+        scores = self._scores(batch)
+        trains_rank = settings.rank_from_step is not None and step >= settings.rank_from_step
+        loss = scores.draft_loss + scores.rank_loss if trains_rank else scores.draft_loss
+        loss.backward()
+        norm = self._norm()
+        factor = rate_factor(step, fraction, warm_up_steps=settings.warm_up_steps, least=settings.least_rate)
+        rate = settings.learning_rate * factor
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
+            self._update(rate)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._count(batch.num_tokens * self._ranks.size, is_finite)
+        return StepReport(self.position, scores.draft_loss.item(), scores.rank_loss.item(), norm.item(), rate, fraction)
+
+    def _scores(self, batch: Batch) -> StepScores:
+        place = self.position.step * self._ranks.size + self._ranks.rank
+        drawn = torch.Generator().manual_seed(self._settings.seed + _STEPS_APART * (place + 1))
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._settings.autocast):
+            return self._objective(batch, drawn)
+
+    def _norm(self) -> Tensor:
+        """Gradients averaged over all processes and clipped; their norm before that."""
+        with torch.no_grad():
+            self._ranks.average([p.grad for p in self._trained if p.grad is not None])
+        return nn.utils.clip_grad_norm_(self._trained, self._settings.clip)
+
+    def _update(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+
+    def _count(self, tokens: int, is_finite: bool) -> None:
+        before = self.position
+        in_a_row = 0 if is_finite else before.skipped_in_a_row + 1
+        if in_a_row >= _MOST_SKIPPED:
+            raise TrainingError(
+                f"the gradients of {in_a_row} steps in a row were not finite: lower the learning rate, "
+                f"which is {self._settings.learning_rate:g}, or look for broken features"
+            )
+        self.position = replace(
+            before,
+            step=before.step + 1,
+            place=before.place + 1,
+            tokens=before.tokens + tokens,
+            skipped=before.skipped + (not is_finite),
+            skipped_in_a_row=in_a_row,
+        )

@@ -1,0 +1,163 @@
+"""What a drafter would have saved on a text that is already written: tau of a chain and of a tree.
+
+The drafter sees the recorded features as it would while serving; a step accepts what continues the text, then the next
+step starts behind it. Nothing is generated, so thousands of steps take seconds.
+Legend: batch = texts side by side, nodes, depth as in drafters/tree.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from drafters import merging
+from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.policies import best_first
+from drafters.training.corpus import Batch, Example
+from drafters.training.forward import Embed, TrainingForward
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Steps over some texts and the tokens they emitted."""
+
+    tokens: int = 0
+    steps: int = 0
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+    def __add__(self, other: "Replayed") -> "Replayed":
+        return Replayed(self.tokens + other.tokens, self.steps + other.steps)
+
+
+@torch.no_grad()
+def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
+    """Two blocks in a row, the likeliest token of each position, the second block behind the whole first one."""
+    device, size = model.d2t.device, model.config.block_size
+    batch = Batch.of([example], 2 * size, device)
+    anchors = torch.arange(example.prompt - 1, example.length - 1, device=device)[None]
+    forward = TrainingForward(model, embed)
+    first = forward.first(batch, anchors)
+    second = forward.next(batch, anchors, torch.full_like(anchors, size), first)
+    states = torch.cat([first.states, second], dim=2)[0]  # [anchors, 2 * block, hidden]
+    drafted = model.d2t[model.lm_head(states).argmax(-1)]
+    ahead = anchors[0][:, None] + 2 + torch.arange(2 * size, device=device)
+    wanted = batch.tokens[0][ahead.clamp(max=example.length - 1)].masked_fill(ahead >= example.length, -1)
+    accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
+    tokens = steps = 0
+    while (left := len(accepted) - 1 - tokens) > 0:
+        tokens += min(accepted[tokens], left - 1) + 1  # a text's last token is the target's own
+        steps += 1
+    return Replayed(tokens, steps)
+
+
+def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *, max_nodes: int) -> Replayed:
+    """The serving drafter with best-first trees of so many nodes, at temperature 0."""
+    longest = max(example.length for example in examples)
+    drafter = SpecBlockDrafter(
+        model,
+        embed,
+        shape=TreeShape(max_nodes),
+        policy=best_first,
+        num_slots=len(examples) * longest + 1,
+        max_sequences=len(examples),
+        max_length=longest,
+        device=model.d2t.device,
+    )
+    texts = _Texts(examples, model.d2t.device)
+    texts.read_prompts(drafter)
+    done = Replayed()
+    while texts.rows.shape[0]:
+        tree = drafter.grow(texts.rows, texts.noise())
+        emitted = texts.commit(drafter, tree)
+        done += Replayed(int(emitted.sum()), emitted.shape[0])
+    return done
+
+
+class _Texts:
+    """Texts that are replayed together, and how far each one is."""
+
+    def __init__(self, examples: Sequence[Example], device: torch.device) -> None:
+        self._examples = examples
+        self._tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
+        self._features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
+        self._ends = torch.tensor([e.length for e in examples], device=device)
+        self._roots = torch.tensor([e.prompt for e in examples], device=device)  # the first response token
+        self.rows = torch.arange(len(examples), device=device)
+        self._drop_ended()
+
+    def read_prompts(self, drafter: SpecBlockDrafter) -> None:
+        """All prompts, and the first token of each response, which no tree drafted."""
+        drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(self._examples)])
+        for row in self.rows.tolist():
+            last = self._examples[row].prompt - 1
+            tokens, features = self._tokens[row, 1 : last + 1], self._features[row, :last]
+            drafter.read(Read(row, 0, tokens, self._slots(self.rows.new_tensor([row]), last)[0], features))
+        nothing = DraftTree.empty(self.rows.shape[0], self.rows.device)
+        self._roots[self.rows] -= 1
+        self.commit(drafter, nothing)
+
+    def noise(self) -> Noise:
+        zeros = torch.zeros_like(self.rows)
+        return Noise(seeds=zeros, temperatures=zeros.float(), positions=self._roots[self.rows])
+
+    def commit(self, drafter: SpecBlockDrafter, tree: Candidates) -> Tensor:
+        """Accept what continues the texts, move on, leave texts that end. # -> emitted tokens [batch]"""
+        rows, roots = self.rows, self._roots[self.rows]
+        reach = torch.arange(MAX_DEPTH + 1, device=rows.device)
+        ahead = roots[:, None] + 1 + reach
+        inside = ahead < self._ends[rows, None]
+        tokens = self._tokens[rows[:, None], ahead.clamp(max=self._tokens.shape[1] - 1)].masked_fill(~inside, -1)
+        result = _verified(tree, tokens, inside)
+        counts = result.num_accepted + 1
+        kept = reach < counts[:, None]
+        places = (roots[:, None] + reach).clamp(max=self._tokens.shape[1] - 1)
+        drafter.commit(
+            Committed(
+                rows=rows,
+                tokens=tokens.masked_fill(~kept, -1),
+                counts=counts,
+                tree=tree,
+                result=result,
+                features=self._features[rows[:, None], places],
+                positions=roots,
+                slots=rows[:, None] * self._tokens.shape[1] + places + 1,
+            )
+        )
+        self._roots[rows] += counts
+        self._drop_ended()
+        return counts
+
+    def _slots(self, rows: Tensor, count: int) -> Tensor:
+        """Every position of every text has a slot of its own; slot 0 is nobody's. # -> [batch, count]"""
+        return rows[:, None] * self._tokens.shape[1] + torch.arange(count, device=rows.device) + 1
+
+    def _drop_ended(self) -> None:
+        self.rows = self.rows[self._roots[self.rows] + 1 < self._ends[self.rows]]
+
+
+def _verified(tree: Candidates, tokens: Tensor, inside: Tensor) -> VerifyResult:
+    """Acceptance by a text instead of a target; its last token is always the target's own.
+
+    tokens, inside [batch, depth], the text behind the root and where there is any
+    """
+    draftable = (inside.sum(1) - 1).clamp(min=0)
+    hashes = merging.path_hashes(tree.tokens, tree.parents, tree.depths)
+    accepted = merging.came_true(hashes, tokens, draftable) & tree.valid  # [batch, nodes]
+    path = torch.full_like(tokens, ROOT)
+    line, node = accepted.nonzero(as_tuple=True)
+    path[line, tree.depths[line, node] - 1] = node
+    number = accepted.sum(1)
+    return VerifyResult(
+        path=path[:, :-1],
+        num_accepted=number,
+        bonus=tokens.gather(1, number[:, None])[:, 0],
+        target_tokens=tokens.new_full((tree.batch, tree.width + 1), ROOT),
+    )

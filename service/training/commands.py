@@ -1,0 +1,220 @@
+"""The sub-commands `adaptree train ...`: all stages in one, or one by one.
+
+Imports nothing heavy before a command runs, so that help answers at once.
+"""
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from service.config import ServiceConfig, load_config
+
+if TYPE_CHECKING:
+    from drafters.training.schedule import Length
+    from service.training.fitting import FitPlan
+    from service.training.regenerate import Answering
+
+_Target = Annotated[
+    str,
+    typer.Option(
+        "--target", help="The model to draft for: smollm2-135m, a Hugging Face id, a folder, or a .gguf file."
+    ),
+]
+_Prompts = Annotated[
+    list[Path], typer.Option("--prompts", metavar="FILE", help="JSONL file with id, task and messages; repeatable.")
+]
+_Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
+_Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Unset: one per physical core.")]
+_MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longest answer.")]
+_Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Prompts answered at the same time.")]
+_Seed = Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")]
+_Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; a run there goes on.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """Options of every command that trains; each field is one."""
+
+    draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly.")] = 2
+    prefix_entries: Annotated[
+        Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
+    ] = "first"
+    ablate: Annotated[
+        str, typer.Option(metavar="LIST", help="Leave out: shift,broadcast,valid_prefix,coupling,rank.")
+    ] = ""
+    learning_rate: Annotated[float, typer.Option(min=0, help="Largest learning rate.")] = 5e-4
+    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, in each process.")] = 2000
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps until the full rate, and until the rank head learns.")] = 50
+    evaluate_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two looks at the held-out texts.")] = (
+        5.0
+    )
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
+
+
+def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option per field of `FitOptions`, which it gets as its first argument."""
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    added = inspect.signature(FitOptions, eval_str=True).parameters.values()
+
+    def run(**options: object) -> None:
+        given = {parameter.name: options.pop(parameter.name) for parameter in added}
+        command(FitOptions(**given), **options)  # type: ignore[arg-type]
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *added)]
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    run.__doc__ = command.__doc__
+    return run
+
+
+def train_app() -> typer.Typer:
+    """`adaptree train`"""
+    app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
+    app.command("drafter")(with_fit_options(_drafter))
+    app.command("regenerate")(_regenerate)
+    app.command("features")(_features)
+    app.command("fit")(with_fit_options(_fit))
+    return app
+
+
+def _drafter(
+    options: FitOptions,
+    prompts: _Prompts,
+    out: _Folder,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")],
+    target: _Target = "smollm2-135m",
+    responses: Annotated[
+        list[Path] | None,
+        typer.Option("--responses", metavar="FILE", help="Answers of this target that are there already; repeatable."),
+    ] = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    max_new_tokens: _MaxTokens = 256,
+    concurrency: _Concurrency = 16,
+) -> None:
+    """From prompts to a drafter in a given time: 40 % of it for answers if there are none, at most 30 % for features.
+
+    Under torchrun the first process prepares the data and all train.
+    """
+    config = _config(target, device, threads, concurrency)
+    from service.training.stages import Everything, length_of, processes, train_drafter
+
+    plan = _plan(options, out / "work" / "features", out, length_of(minutes, None))
+    wanted = Everything(
+        prompts=tuple(prompts),
+        responses=tuple(responses or ()),
+        minutes=minutes,
+        answering=_answering(max_new_tokens, concurrency, options.seed, None),
+        plan=plan,
+    )
+    ranks = processes(config)
+    train_drafter(config, wanted, ranks)
+    ranks.leave()
+
+
+def _regenerate(
+    prompts: _Prompts,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL file of answers; missing ones are added.")],
+    target: _Target = "smollm2-135m",
+    minutes: Annotated[float | None, typer.Option(min=0, help="Take up no further prompt after this.")] = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    max_new_tokens: _MaxTokens = 256,
+    concurrency: _Concurrency = 16,
+    seed: _Seed = 0,
+) -> None:
+    """Stage 1: the target answers the prompts, half greedily and half at temperature 0.7 or 1.0."""
+    config = _config(target, device, threads, concurrency)
+    from service.training.stages import answer_prompts
+
+    answer_prompts(config, prompts, out, _answering(max_new_tokens, concurrency, seed, minutes))
+
+
+def _features(
+    responses: Annotated[
+        list[Path], typer.Option("--responses", metavar="FILE", help="JSONL file of this target's answers; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
+    target: _Target = "smollm2-135m",
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+) -> None:
+    """Stage 2: the target reads its answers, and what its layers say is kept."""
+    config = _config(target, device, threads)
+    from service.training.stages import make_features, processes
+
+    processes(config)
+    make_features(config, responses, out, deadline=_deadline(minutes))
+
+
+def _fit(
+    options: FitOptions,
+    features: Annotated[Path, typer.Option("--features", metavar="DIR", help="Folder of shards.")],
+    out: _Folder,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time to train.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train.")] = None,
+    target: _Target = "smollm2-135m",
+    device: _Device = "auto",
+    threads: _Threads = None,
+) -> None:
+    """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too."""
+    config = _config(target, device, threads)
+    from service.training.stages import fit_drafter, length_of, processes
+
+    plan = _plan(options, features, out, length_of(minutes, steps))
+    ranks = processes(config)
+    fit_drafter(config, plan, ranks)
+    ranks.leave()
+
+
+def _config(target: str, device: str, threads: int | None, concurrency: int | None = None) -> ServiceConfig:
+    """Settings as for serving, so that variables and a configuration file count here too.
+
+    Answers are decoded plainly: many at once keep the machine busy, and no cost has to be measured first.
+    """
+    from service.logging import configure_logging
+
+    given = {"model": target, "device": device, "threads": threads, "max_sequences": concurrency}
+    plain = {"speculation": "false", "budget_policy": "fixed"}
+    config = load_config(plain | {name: str(value) for name, value in given.items() if value is not None}).config
+    configure_logging(config.log_level, as_json=config.log_json)
+    return config
+
+
+def _answering(max_tokens: int, concurrency: int, seed: int, minutes: float | None) -> "Answering":
+    from service.training.regenerate import Answering
+
+    return Answering(max_tokens=max_tokens, concurrency=concurrency, seed=seed, deadline=_deadline(minutes))
+
+
+def _deadline(minutes: float | None) -> float | None:
+    return None if minutes is None else time.monotonic() + minutes * 60
+
+
+def _plan(options: FitOptions, features: Path, out: Path, length: "Length") -> "FitPlan":
+    from drafters.training.fit import FitSettings
+    from service.training.fitting import FitPlan
+
+    return FitPlan(
+        features=features,
+        out=out,
+        length=length,
+        draft_vocab_size=options.draft_vocab,
+        num_layers=options.layers,
+        prefix_entries=options.prefix_entries,
+        without=frozenset(name.strip() for name in options.ablate.split(",") if name.strip()),
+        evaluate_seconds=options.evaluate_minutes * 60,
+        settings=FitSettings(
+            learning_rate=options.learning_rate,
+            batch_tokens=options.batch_tokens,
+            warm_up_steps=options.warm_up,
+            rank_from_step=options.warm_up,
+            seed=options.seed,
+        ),
+    )

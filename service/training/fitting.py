@@ -1,0 +1,306 @@
+"""Stage 3: from features to a drafter's weights, with a curve and a state to go on from.
+
+Builds the parts, hands them to the training loop, and looks at the held-out texts from time to time. How an answer
+came to be, or what a drafter is used for, is not known here.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from drafters.specblock.config import PrefixEntries, SpecBlockConfig
+from drafters.specblock.model import SpecBlock
+from drafters.training import state
+from drafters.training.corpus import Corpus, Example, held_out
+from drafters.training.fit import FitSettings, StepReport, Trainer, make_optimizer
+from drafters.training.forward import Embed
+from drafters.training.initialise import TargetEnd, initialise
+from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.parallel import Ranks
+from drafters.training.schedule import Length
+from drafters.training.scores import Examiner, Scores
+from drafters.training.state import Position
+from drafters.training.vocabulary import frequent_tokens
+from service.engine.target import decoder_layers
+from service.engine.weights import LoadedModel
+from service.errors import StartupError
+from service.training.curve import Curve, CurvePoint
+from service.training.manifest import Manifest
+from service.training.progress import Advance, bar, say
+
+STATE_FILE = "fit.pt"
+ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
+"""Parts of the method that a run can leave out, to see what they are worth."""
+
+_INITIAL_POSITIONS = 100_000
+_HELD_OUT_SHARE = 0.02
+_HELD_OUT_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitPlan:
+    """What to train, on what, for how long."""
+
+    features: Path
+    out: Path
+    length: Length
+    settings: FitSettings = field(default_factory=FitSettings)
+    draft_vocab_size: int = 8192
+    num_layers: int = 2
+    block_size: int = 4
+    prefix_entries: PrefixEntries = "first"
+    anchor_share: float = 0.125
+    without: frozenset[str] = frozenset()  # of ABLATIONS
+    max_length: int = 512
+    evaluate_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.without - set(ABLATIONS))
+        if unknown:
+            raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
+
+    @property
+    def fit_settings(self) -> FitSettings:
+        return replace(self.settings, rank_from_step=None) if "rank" in self.without else self.settings
+
+    @property
+    def objective(self) -> ObjectiveSettings:
+        return ObjectiveSettings(
+            anchor_share=self.anchor_share,
+            valid_prefix="valid_prefix" not in self.without,
+            coupled="coupling" not in self.without,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that shapes the weights but the length of the run, as plain values."""
+        return {
+            **asdict(self.fit_settings),
+            "betas": list(self.settings.betas),
+            "draft_vocab_size": self.draft_vocab_size,
+            "num_layers": self.num_layers,
+            "block_size": self.block_size,
+            "prefix_entries": self.prefix_entries,
+            "anchor_share": self.anchor_share,
+            "without": sorted(self.without),
+            "max_length": self.max_length,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A trained drafter and what is to be said of its training."""
+
+    model: SpecBlock
+    identity: str
+    own_head: bool
+    position: Position
+    points: tuple[CurvePoint, ...]
+    notes: Mapping[str, Any]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A drafter before its first step, or where a run stopped."""
+
+    model: SpecBlock
+    embed: Embed
+    optimizer: torch.optim.Optimizer
+    position: Position
+    notes: Mapping[str, Any]
+
+
+def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> Fitted:
+    """Train until the plan's end. Raises StartupError or TrainingError; `loaded` has unpacked layers."""
+    manifest = Manifest.read(plan.features)
+    _refuse_other_target(manifest, loaded, plan.features)
+    corpus = Corpus(manifest.shard_paths(plan.features), max_length=plan.max_length)
+    trained, apart = held_out(corpus.examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
+    _refuse_too_few(trained, plan, ranks)
+    _make_folder(plan.out)
+    start = _begin(loaded, plan, manifest, trained)
+    trainer = Trainer(
+        start.model,
+        Objective(start.model, start.embed, plan.objective),
+        start.optimizer,
+        settings=plan.fit_settings,
+        reach=2 * plan.block_size,
+        ranks=ranks,
+        position=start.position,
+    )
+    if ranks.rank == 0:
+        examiner = Examiner(
+            start.model,
+            start.embed,
+            apart,
+            batch_tokens=2 * plan.settings.batch_tokens,
+            autocast=plan.settings.autocast,
+        )
+        points = _Watched(trainer, start, plan, examiner).run(trained)
+    else:
+        points = _followed(trainer, trained, plan.length)
+    notes = {**start.notes, "held_out_texts": len(apart), "training_texts": len(trained)}
+    own_head = start.model.lm_head.weight.requires_grad
+    return Fitted(start.model, loaded.parts.identity, own_head, trainer.position, tuple(points), notes, manifest)
+
+
+def _followed(trainer: Trainer, examples: list[Example], length: Length) -> list[CurvePoint]:
+    """A run that the first process watches."""
+    for _ in trainer.run(examples, length):
+        pass
+    return []
+
+
+class _Watched:
+    """A run with a bar, evaluations, a curve and a saved state."""
+
+    def __init__(self, trainer: Trainer, start: _Start, plan: FitPlan, examiner: Examiner) -> None:
+        self._trainer = trainer
+        self._start = start
+        self._plan = plan
+        self._examiner = examiner
+        self._curve = Curve(plan.out, up_to_step=start.position.step)
+        self._reports: list[StepReport] = []
+        self._tokens_before = start.position.tokens
+
+    def run(self, examples: list[Example]) -> list[CurvePoint]:
+        if not self._curve.points:
+            self._note(CurvePoint.at_start(self._examiner()))
+        began = evaluated = time.perf_counter()
+        with bar("training", 1.0) as advance:
+            for report in self._trainer.run(examples, self._plan.length):
+                self._reports.append(report)
+                self._show(advance, report, time.perf_counter() - began)
+                if time.perf_counter() - evaluated > self._plan.evaluate_seconds:
+                    self._evaluate()
+                    evaluated = time.perf_counter()
+        if self._reports:
+            self._evaluate()
+        return self._curve.points
+
+    def _show(self, advance: Advance, report: StepReport, seconds: float) -> None:
+        rate = (report.position.tokens - self._tokens_before) / seconds
+        advance(report.fraction, f"step {report.position.step}, loss {report.loss:.2f}, {rate:.0f} tokens/s")
+
+    def _evaluate(self) -> None:
+        self._note(CurvePoint.of(self._reports, self._examiner()))
+        self._reports = []
+        state.save(
+            self._plan.out / STATE_FILE,
+            self._start.model,
+            self._start.optimizer,
+            self._trainer.position,
+            described=self._plan.describe(),
+            notes=self._start.notes,
+        )
+
+    def _note(self, point: CurvePoint) -> None:
+        self._curve.add(point)
+        say(summary(point))
+
+
+def summary(point: CurvePoint) -> str:
+    """One evaluation in one line."""
+    scores = point.scores
+    alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
+    covered = scores.covered[0]
+    return (
+        f"step {point.step}, {point.tokens / 1e6:.2f}M tokens, {point.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
+        f"alpha {alphas}, ranks 1-4 {0.0 if covered is None else covered:.2f}, "
+        f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
+    )
+
+
+def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
+    saved = plan.out / STATE_FILE
+    text = loaded.model.config.get_text_config()
+    d2t = (
+        state.vocabulary(saved)
+        if saved.exists()
+        else frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.draft_vocab_size)
+    )
+    described = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
+    model = _model(plan, described, manifest.tap_layers, d2t).to(loaded.model.device)
+    model.lm_head.weight.requires_grad_(loaded.parts.head is None)
+    optimizer = make_optimizer(model, plan.settings)
+    embed = _embedding(loaded.parts.embedding)
+    if saved.exists():
+        position, notes = state.load(saved, model, optimizer, described=plan.describe())
+        say(f"{saved}: going on from step {position.step}")
+        return _Start(model, embed, optimizer, position, notes)
+    say("copying the target's end and solving for its input")
+    drawn = torch.Generator().manual_seed(plan.settings.seed)
+    made = initialise(model, _end(loaded), examples, positions=_INITIAL_POSITIONS, generator=drawn)
+    return _Start(model, embed, optimizer, Position(), {"initialisation": asdict(made)})
+
+
+def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
+    torch.manual_seed(plan.settings.seed)  # the rank head starts from random weights
+    config = SpecBlockConfig(
+        target=target,
+        tap_layers=taps,
+        draft_vocab_size=d2t.shape[0],
+        num_layers=plan.num_layers,
+        block_size=plan.block_size,
+        prefix_entries=plan.prefix_entries,
+        shift="shift" not in plan.without,
+        broadcast="broadcast" not in plan.without,
+        coupled="coupling" not in plan.without,
+        trained_length=plan.max_length,
+    )
+    model = SpecBlock(config).float()  # a target held in bf16 would make its layers so
+    model.set_vocabulary(d2t)
+    return model
+
+
+def _end(loaded: LoadedModel) -> TargetEnd:
+    output = loaded.model.get_output_embeddings()
+    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
+    return TargetEnd(
+        layers=list(decoder_layers(loaded.model).children()),
+        norm=loaded.model.get_decoder().get_submodule("norm"),
+        head=output.get_parameter("weight"),
+        embedding=loaded.parts.embedding,
+    )
+
+
+def _embedding(table: Tensor) -> Embed:
+    def embed(tokens: Tensor) -> Tensor:
+        return embedding(tokens, table)
+
+    return embed
+
+
+def _refuse_other_target(manifest: Manifest, loaded: LoadedModel, folder: Path) -> None:
+    if manifest.target_identity != loaded.parts.identity:
+        raise StartupError(
+            f"{folder} holds features of target {manifest.target_identity} ({manifest.target}), but this one is "
+            f"{loaded.parts.identity}: give --target {manifest.target}, or make features of this one"
+        )
+
+
+def _refuse_too_few(examples: list[Example], plan: FitPlan, ranks: Ranks) -> None:
+    tokens, needed = sum(example.length for example in examples), plan.settings.batch_tokens * ranks.size
+    if tokens < needed:
+        raise StartupError(
+            f"{plan.features} leaves {tokens} tokens to train on beside the held-out texts, fewer than one step's "
+            f"{needed}: answer more prompts, or lower --batch-tokens"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"--out {folder}: {error}") from error
+
+
+def final_scores(fitted: Fitted) -> Scores:
+    """Those of the last evaluation."""
+    return fitted.points[-1].scores

@@ -1,0 +1,64 @@
+"""Small corpora and drafters for the tests of training."""
+
+import torch
+from torch import Tensor
+
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import TOP, Example, Shard
+from tests.drafters.specblock.parts import tiny_drafter
+from tests.tiny_models import VOCAB_SIZE
+
+BLOCK = 4
+HIDDEN = 48
+WIDTH = 3 * HIDDEN
+
+
+def random_shard(sequences: int, *, seed: int = 0, length: int = 30) -> Shard:
+    """Random texts of several lengths with features and labels as the reader writes them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([length + number % 5 for number in range(sequences)])
+    prompts = torch.tensor([6 + number % 3 for number in range(sequences)])
+    tokens, labels = int(lengths.sum()), int((lengths - prompts + 1).sum())
+    logits = 3 * torch.randn(labels, VOCAB_SIZE, generator=generator)
+    top = logits.log_softmax(-1).topk(TOP)
+    return Shard(
+        tokens=torch.randint(300, (tokens,), generator=generator).to(torch.int32),
+        features=torch.randn(tokens, WIDTH, generator=generator).to(torch.bfloat16),
+        lengths=lengths,
+        prompts=prompts,
+        temps=torch.tensor([0.7 * (number % 2) for number in range(sequences)]),
+        top_ids=top.indices.to(torch.int32),
+        top_logprobs=top.values.to(torch.float16),
+    )
+
+
+def repeating_example(token: int, length: int, *, prompt: int = 5) -> Example:
+    """A text of one token throughout."""
+    generator = torch.Generator().manual_seed(length)
+    labels = length - prompt + 1
+    return Example(
+        tokens=torch.full((length,), token),
+        features=torch.randn(length, WIDTH, generator=generator).to(torch.bfloat16),
+        prompt=prompt,
+        top_ids=torch.arange(TOP).expand(labels, -1),
+        top_logprobs=torch.full((labels, TOP), -5.0),
+    )
+
+
+def trainable_drafter(seed: int = 0) -> SpecBlock:
+    return tiny_drafter(seed=seed, block_size=BLOCK).requires_grad_(True)
+
+
+def always_says(model: SpecBlock, token: int) -> SpecBlock:
+    """The same drafter with heads that propose one token everywhere and are sure of it. `token` is a target id."""
+    bias: Tensor = torch.zeros(model.d2t.shape[0])
+    bias[model.t2d[token]] = 20.0
+    head = torch.nn.Linear(HIDDEN, model.d2t.shape[0])
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(bias)
+        last = model.rank_head[2]
+        last.get_parameter("weight").zero_()
+        last.get_parameter("bias").copy_(torch.tensor([20.0, 0.0, 0.0, 0.0]))
+    model.lm_head = head
+    return model

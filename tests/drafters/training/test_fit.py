@@ -1,0 +1,165 @@
+"""The training loop: it learns, goes on exactly where it was killed, and survives gradients that are not numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drafters.specblock.model import SpecBlock
+from drafters.training import state
+from drafters.training.corpus import Batch, Corpus, Example
+from drafters.training.errors import TrainingError
+from drafters.training.fit import FitSettings, Trainer, make_optimizer
+from drafters.training.objective import Objective, ObjectiveSettings, StepScores
+from drafters.training.parallel import OneProcess
+from drafters.training.schedule import Length
+from drafters.training.state import Position
+from tests.drafters.specblock.parts import tiny_embedding
+from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
+
+torch.set_num_threads(1)
+SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=4, learning_rate=3e-3, autocast=False)
+DESCRIBED = {"seed": 0}
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> list[Example]:
+    random_shard(12).save(tmp_path / "a.safetensors")
+    return Corpus([tmp_path / "a.safetensors"], max_length=512).examples
+
+
+def objective_of(model: SpecBlock) -> Objective:
+    return Objective(model, tiny_embedding(HIDDEN), ObjectiveSettings(rank_rows=32))
+
+
+def trainer_of(
+    model: SpecBlock, optimizer: torch.optim.Optimizer, position: Position, settings: FitSettings = SETTINGS
+) -> Trainer:
+    return Trainer(
+        model,
+        objective_of(model),
+        optimizer,
+        settings=settings,
+        reach=2 * BLOCK,
+        ranks=OneProcess(),
+        position=position,
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_loss_falls(examples: list[Example]) -> None:
+    model = trainable_drafter()
+    trainer = trainer_of(model, make_optimizer(model, SETTINGS), Position())
+    losses = [report.loss for report in trainer.run(examples, Length(steps=40))]
+    assert len(losses) == 40
+    assert sum(losses[-8:]) < sum(losses[:8]) - 1.0
+    assert trainer.position.epoch > 1
+
+
+@pytest.mark.parametrize("killed_after", [3, 7])
+def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, killed_after: int) -> None:
+    whole = trainable_drafter()
+    for _ in trainer_of(whole, make_optimizer(whole, SETTINGS), Position()).run(examples, Length(steps=9)):
+        pass
+
+    file = tmp_path / "fit.pt"
+    first = trainable_drafter()
+    optimizer = make_optimizer(first, SETTINGS)
+    trainer = trainer_of(first, optimizer, Position())
+    for report in trainer.run(examples, Length(steps=9)):
+        if report.position.step == killed_after:
+            state.save(file, first, optimizer, trainer.position, described=DESCRIBED, notes={"a": 1})
+        if report.position.step == killed_after + 1:
+            break  # work after the last save is lost
+
+    second = trainable_drafter(seed=5)
+    second.set_vocabulary(state.vocabulary(file))
+    optimizer = make_optimizer(second, SETTINGS)
+    position, notes = state.load(file, second, optimizer, described=DESCRIBED)
+    assert (position.step, notes) == (killed_after, {"a": 1})
+    for _ in trainer_of(second, optimizer, position).run(examples, Length(steps=9)):
+        pass
+    assert same(weights_of(second), weights_of(whole))
+
+
+def test_other_settings_and_damaged_files_are_refused(examples: list[Example], tmp_path: Path) -> None:
+    model, file = trainable_drafter(), tmp_path / "fit.pt"
+    optimizer = make_optimizer(model, SETTINGS)
+    state.save(file, model, optimizer, Position(), described=DESCRIBED, notes={})
+    with pytest.raises(TrainingError, match="seed was 0, is 1"):
+        state.load(file, model, optimizer, described={"seed": 1})
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(TrainingError, match="delete it"):
+        state.load(file, model, optimizer, described=DESCRIBED)
+
+
+def test_the_rank_head_rests_until_its_step(examples: list[Example]) -> None:
+    model = trainable_drafter()
+    before = weights_of(model)
+    trainer = trainer_of(model, make_optimizer(model, SETTINGS), Position())
+    for report in trainer.run(examples, Length(steps=5)):
+        rests = all(torch.equal(before[n], v) for n, v in model.state_dict().items() if n.startswith("rank_head"))
+        assert rests is (report.position.step <= 4)
+
+
+def test_without_rank_training_it_rests_for_good(examples: list[Example]) -> None:
+    model = trainable_drafter()
+    before = weights_of(model)
+    settings = replace(SETTINGS, rank_from_step=None)
+    for _ in trainer_of(model, make_optimizer(model, settings), Position(), settings).run(examples, Length(steps=6)):
+        pass
+    assert torch.equal(before["rank_head.0.weight"], model.state_dict()["rank_head.0.weight"])
+
+
+class Poisoned:
+    """An objective whose loss is no number at some steps."""
+
+    def __init__(self, real: Objective, bad: set[int]) -> None:
+        self._real = real
+        self._bad = bad
+        self._calls = 0
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
+        self._calls += 1
+        scores = self._real(batch, generator)
+        factor = float("inf") if self._calls - 1 in self._bad else 1.0
+        return replace(scores, draft_loss=scores.draft_loss * factor)
+
+
+def poisoned_trainer(model: SpecBlock, bad: set[int]) -> Trainer:
+    return Trainer(
+        model,
+        Poisoned(objective_of(model), bad),
+        make_optimizer(model, SETTINGS),
+        settings=SETTINGS,
+        reach=2 * BLOCK,
+        ranks=OneProcess(),
+        position=Position(),
+    )
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_counted(examples: list[Example]) -> None:
+    model = trainable_drafter()
+    trainer = poisoned_trainer(model, {2, 3})
+    held = weights_of(model)
+    for report in trainer.run(examples, Length(steps=6)):
+        is_bad = report.position.step - 1 in {2, 3}
+        assert same(held, weights_of(model)) is is_bad
+        held = weights_of(model)
+    assert trainer.position.skipped == 2
+    assert trainer.position.skipped_in_a_row == 0
+
+
+def test_a_run_that_only_diverges_ends(examples: list[Example]) -> None:
+    trainer = poisoned_trainer(trainable_drafter(), set(range(100)))
+    with pytest.raises(TrainingError, match="lower the learning rate"):
+        list(trainer.run(examples, Length(steps=100)))

@@ -1,0 +1,81 @@
+"""Two processes train one drafter: the same weights on both, from different batches."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Corpus
+from drafters.training.errors import TrainingError
+from drafters.training.fit import FitSettings, Trainer, make_optimizer
+from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.parallel import OneProcess, ProcessGroup, Ranks, join, local_device
+from drafters.training.schedule import Length
+from drafters.training.state import Position
+from tests.drafters.specblock.parts import tiny_embedding
+from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
+
+SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=2, learning_rate=3e-3, autocast=False)
+
+
+def train(ranks: Ranks, model: SpecBlock, folder: Path, steps: int = 4) -> None:
+    """Weights and losses go into the folder."""
+    torch.set_num_threads(1)
+    examples = Corpus([folder / "a.safetensors"], max_length=512).examples
+    objective = Objective(model, tiny_embedding(HIDDEN), ObjectiveSettings(rank_rows=32))
+    trainer = Trainer(
+        model,
+        objective,
+        make_optimizer(model, SETTINGS),
+        settings=SETTINGS,
+        reach=2 * BLOCK,
+        ranks=ranks,
+        position=Position(),
+    )
+    losses = [report.loss for report in trainer.run(examples, Length(steps=steps))]
+    torch.save({"weights": dict(model.named_parameters()), "losses": losses}, folder / f"{ranks.rank}of{ranks.size}.pt")
+
+
+def one_of_two(rank: int, folder: Path, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    model = trainable_drafter()
+    with torch.no_grad():
+        model.lm_head.weight.add_(float(rank))  # only the first process's start counts
+    ranks = ProcessGroup(torch.device("cpu"))
+    train(ranks, model, folder)
+    assert ranks.first(float(rank)) == 0.0
+    tensor = torch.full((3,), float(rank))
+    ranks.average([tensor, torch.ones(2, 2)])
+    assert tensor.tolist() == [0.5, 0.5, 0.5]
+    ranks.wait()
+    ranks.leave()
+
+
+def test_two_processes_hold_the_same_weights(tmp_path: Path) -> None:
+    random_shard(16).save(tmp_path / "a.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(one_of_two, (tmp_path, port), nprocs=2)
+    left, right = (torch.load(tmp_path / f"{rank}of2.pt") for rank in range(2))
+    assert all(torch.equal(value, right["weights"][name]) for name, value in left["weights"].items())
+    assert left["losses"] != right["losses"]
+    start = dict(trainable_drafter(seed=0).named_parameters())
+    assert not any(torch.equal(left["weights"][name], start[name]) for name in start if "norm" not in name)
+
+
+def test_too_few_batches_for_all_processes_are_refused(tmp_path: Path) -> None:
+    random_shard(2).save(tmp_path / "a.safetensors")
+    crowd = OneProcess()
+    crowd.size = 3
+    with pytest.raises(TrainingError, match="1 batches for 3 processes"):
+        train(crowd, trainable_drafter(), tmp_path)
+
+
+def test_without_torchrun_there_is_one_process() -> None:
+    assert isinstance(join(torch.device("cpu")), OneProcess)
+    assert local_device(torch.device("cpu")) == torch.device("cpu")

@@ -1,0 +1,66 @@
+"""Replay against drafters whose tau is known beforehand."""
+
+import pytest
+import torch
+
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
+from drafters.training.replay import replay_chain, replay_trees
+from drafters.training.scores import Examiner
+from tests.drafters.specblock.parts import tiny_embedding
+from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
+
+torch.set_num_threads(1)
+EMBED = tiny_embedding(HIDDEN)
+
+
+def drafter(right: bool) -> tuple[SpecBlock, int]:
+    """One that always proposes the text's token, or always another."""
+    model = trainable_drafter()
+    said, other = model.d2t[3].item(), model.d2t[5].item()
+    return always_says(model, int(said if right else other)), int(said)
+
+
+@pytest.mark.parametrize("length", [7, 14, 15, 40])
+def test_a_drafter_that_is_always_right(length: int) -> None:
+    model, token = drafter(right=True)
+    text = repeating_example(token, length)
+    drafted = length - text.prompt - 1  # the first response token comes from the prompt
+    steps = -(-drafted // (2 * BLOCK + 1))
+    for done in (replay_chain(model, EMBED, text), replay_trees(model, EMBED, [text], max_nodes=16)):
+        assert done.steps == steps
+        assert done.tokens == drafted
+
+
+def test_a_drafter_that_is_always_wrong() -> None:
+    model, token = drafter(right=False)
+    texts = [repeating_example(token, 20), repeating_example(token, 30)]
+    assert [replay_chain(model, EMBED, text).tau for text in texts] == [1.0, 1.0]
+    assert replay_trees(model, EMBED, texts, max_nodes=16).tau == 1.0
+
+
+def test_texts_beside_each_other_do_not_matter() -> None:
+    model = trainable_drafter()
+    generator = torch.Generator().manual_seed(0)
+
+    def text(length: int) -> Example:
+        base = repeating_example(0, length)
+        tokens = model.d2t[torch.randint(6, (length,), generator=generator)]
+        return Example(tokens, base.features, base.prompt, base.top_ids, base.top_logprobs)
+
+    texts = [text(length) for length in (40, 25, 33)]
+    alone = [replay_trees(model, EMBED, [one], max_nodes=16) for one in texts]
+    assert sum(done.tokens for done in alone) == sum(e.length - e.prompt - 1 for e in texts)
+    together = replay_trees(model, EMBED, texts, max_nodes=16)
+    assert together.tokens == sum(done.tokens for done in alone)
+    assert together.tau > 1.0
+
+
+def test_the_examiner_says_the_same_twice() -> None:
+    model, token = drafter(right=True)
+    texts = [repeating_example(token, length) for length in (20, 30, 40)]
+    examiner = Examiner(model, EMBED, texts, batch_tokens=100, autocast=False)
+    first = examiner()
+    assert first == examiner()
+    assert first.chain_tau == first.tree_tau > 5
+    assert len(first.alpha) == len(first.seen) == 2 * BLOCK

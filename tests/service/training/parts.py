@@ -1,0 +1,74 @@
+"""A tiny target with enough layers for the exact start, prompts for it, and its own answers as files."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from service.config import ServiceConfig
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, save_model
+
+NUM_LAYERS = 8
+TAPS = (2, 4, 5)
+
+
+def save_target(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """A Llama of eight layers with random weights."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=tied,
+    )
+    save_model(AutoModelForCausalLM.from_config(config), folder, seed=seed)
+    return folder
+
+
+def settings(target: Path) -> ServiceConfig:
+    return ServiceConfig.model_validate(
+        {
+            "model": str(target),
+            "load_dtype": "float32",
+            "device": "cpu",
+            "threads": 1,
+            "max_model_len": 256,
+            "max_sequences": 4,
+            "kv_cache_gib": 0.01,
+            "drafter": "lookup",
+            "state_dir": target / "state",
+        }
+    )
+
+
+def write_prompts(file: Path, count: int = 12) -> Path:
+    lines = [
+        {"id": f"songs-of-{number % 3}-{number}", "task": "chat", "messages": [_message(number)]}
+        for number in range(count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def write_responses(file: Path, count: int = 12, *, length: int = 24, seed: int = 0) -> Path:
+    """Random tokens in the form of answers, of several lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    with file.open("w") as stream:
+        for number in range(count):
+            prompt = torch.randint(300, (5 + number % 4,), generator=generator).tolist()
+            response = torch.randint(300, (length + number % 7,), generator=generator).tolist()
+            line = {"id": f"random-{number}", "task": "t", "temperature": 0.0, "prompt": prompt, "response": response}
+            stream.write(json.dumps(line) + "\n")
+    return file
+
+
+def _message(number: int) -> dict[str, str]:
+    return {"role": "user", "content": "the other hat " * (number % 4 + 1) + str(number)}

@@ -1,0 +1,190 @@
+"""`adaptree train` from the outside: one command end to end, the stages one by one, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from drafters.specblock import checkpoint
+from drafters.training.corpus import Example
+from drafters.training.fit import StepReport, Trainer
+from drafters.training.schedule import Length
+from service.assembly import assemble
+from service.cli import app
+from service.engine.weights import load_model
+from service.errors import StartupError
+from service.training.manifest import MANIFEST_FILE, Manifest
+from tests.service.training.parts import TAPS, save_target, settings, write_prompts, write_responses
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+QUICK = ["--threads", "1", "--draft-vocab", "96", "--batch-tokens", "150", "--warm-up", "2"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_exact(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("ADAPTREE_STATE_DIR", str(target / "state"))
+    monkeypatch.setenv("ADAPTREE_LOAD_DTYPE", "float32")
+    monkeypatch.setenv("ADAPTREE_KV_CACHE_GIB", "0.01")
+    monkeypatch.setenv("ADAPTREE_BUDGET_POLICY", "fixed")
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+
+
+def run(*arguments: object) -> None:
+    result = CliRunner(env=WIDE).invoke(app, ["train", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner(env=WIDE).invoke(app, ["train", *map(str, arguments)])
+    assert isinstance(result.exception, StartupError), result.output
+    return str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    responses = write_responses(folder / "r.jsonl", 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADAPTREE_STATE_DIR", str(target / "state"))
+        patch.setenv("ADAPTREE_LOAD_DTYPE", "float32")
+        patch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+        run("features", "--responses", responses, "--out", folder / "f", "--target", target, "--threads", 1)
+    return folder / "f"
+
+
+def test_one_command_from_prompts_to_a_drafter_that_serves(target: Path, tmp_path: Path) -> None:
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 20), tmp_path / "drafter"
+    run(
+        *("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 0.4),
+        *("--max-new-tokens", 16, "--concurrency", 4, *QUICK),
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names == {"README.md", "config.json", "curve.jsonl", "curve.png", "fit.pt", "model.safetensors", "work"}
+    facts = json.loads((out / "config.json").read_text())["facts"]
+    assert 4 <= sum(facts["data"]["responses_by_source"].values()) <= 20  # as many as there was time for
+    assert facts["data"]["responses_by_source"].keys() == {"songs-of-0", "songs-of-1", "songs-of-2"}
+    assert facts["data"]["files"].keys() == {"responses.jsonl"}
+    assert facts["training"]["tokens_seen"] > 0
+    assert facts["training"]["initialisation"]["exact"]
+    points = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in points] == [0, facts["training"]["steps"]]
+    assert facts["scores"] == points[-1]["scores"]
+    assert "songs-of-1" in (out / "README.md").read_text()
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    served = settings(target).model_copy(update={"drafter": "specblock", "drafter_path": out})
+    assert assemble(served).drafter().tap_layers == TAPS
+
+
+def test_a_tied_head_is_not_stored_and_an_own_one_is(target: Path, features: Path, tmp_path: Path) -> None:
+    fit = ("--steps", 2, *QUICK)
+    run("fit", "--features", features, "--out", tmp_path / "tied", "--target", target, *fit)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    free = save_target(tmp_path / "free", tied=False)
+    responses = write_responses(tmp_path / "r.jsonl", 20)
+    run("features", "--responses", responses, "--out", tmp_path / "f", "--target", free, "--threads", 1)
+    run("fit", "--features", tmp_path / "f", "--out", tmp_path / "own", "--target", free, *fit)
+    assert load_file(tmp_path / "own" / "model.safetensors")["lm_head.weight"].shape == (96, 32)
+
+
+class Killed(Exception):
+    """What a kill is to a run."""
+
+
+def test_fit_goes_on_where_it_was_killed(
+    target: Path, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps in one go, and two steps, a kill and the rest: weights are equal bit for bit."""
+    common = ("fit", "--features", features, "--target", target, "--steps", 4, *QUICK)
+    run(*common, "--out", tmp_path / "whole")
+    true_run = Trainer.run
+
+    def killed_run(self: Trainer, examples: list[Example], length: Length) -> Iterator[StepReport]:
+        for report in true_run(self, examples, length):
+            if report.position.step == 3:
+                raise Killed
+            yield report
+
+    monkeypatch.setattr(Trainer, "run", killed_run)
+    with pytest.raises(Killed):
+        run(*common, "--out", tmp_path / "torn", "--evaluate-minutes", 0)
+    monkeypatch.setattr(Trainer, "run", true_run)
+    assert torch.load(tmp_path / "torn" / "fit.pt")["position"]["step"] == 2
+    run(*common, "--out", tmp_path / "torn")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    torn = load_file(tmp_path / "torn" / "model.safetensors")
+    assert all(torch.equal(value, torn[name]) for name, value in whole.items())
+    steps = [json.loads(line)["step"] for line in (tmp_path / "torn" / "curve.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 4]
+
+
+def test_a_finished_run_is_only_written_again(target: Path, features: Path, tmp_path: Path) -> None:
+    arguments = ("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 3, *QUICK)
+    run(*arguments)
+    before, curve = load_file(tmp_path / "model.safetensors"), (tmp_path / "curve.jsonl").read_text()
+    run(*arguments)
+    after = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert (tmp_path / "curve.jsonl").read_text() == curve
+
+
+@pytest.mark.parametrize("ablation", ["shift", "broadcast", "valid_prefix", "coupling", "rank", "shift,rank"])
+def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, ablation: str) -> None:
+    without = ("--steps", 2, "--ablate", ablation)
+    run("fit", "--features", features, "--out", tmp_path, "--target", target, *without, *QUICK)
+    cpu = torch.device("cpu")
+    loaded = load_model(str(target), revision=None, dtype=torch.float32, device=cpu, cache_dir=target / "state")
+    model = checkpoint.load(tmp_path, loaded.parts, dtype=torch.float32, device="cpu")
+    assert bool(model.shift_proj) is ("shift" not in ablation)
+    assert model.config.broadcast is (ablation != "broadcast")
+    assert model.config.coupled is (ablation != "coupling")
+    facts = json.loads((tmp_path / "config.json").read_text())["facts"]
+    assert facts["training"]["without"] == sorted(ablation.split(","))
+
+
+def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) -> None:
+    entries = ("--prefix-entries", "all")
+    run("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 2, *entries, *QUICK)
+    assert checkpoint.read_config(tmp_path).prefix_entries == "all"
+
+
+def test_what_does_not_fit_is_refused(target: Path, features: Path, tmp_path: Path) -> None:
+    fit = ("fit", "--out", tmp_path / "out", "--target", target, "--threads", 1)
+    assert "choose among shift" in refused(*fit, "--features", features, "--steps", 1, "--ablate", "shft")
+    assert "give --minutes or --steps" in refused(*fit, "--features", features)
+    assert "adaptree train features" in refused(*fit, "--features", tmp_path, "--steps", 1)
+    assert "lower --batch-tokens" in refused(*fit, "--features", features, "--steps", 1)
+    other = save_target(tmp_path / "other", seed=3)
+    wrong = refused("fit", "--out", tmp_path / "out", "--target", other, "--features", features, "--steps", 1)
+    assert "holds features of target" in wrong
+
+
+def test_settings_of_a_run_do_not_change(target: Path, features: Path, tmp_path: Path) -> None:
+    fit = ("fit", "--features", features, "--out", tmp_path, "--target", target, *QUICK)
+    run(*fit, "--steps", 2)
+    assert "learning_rate was 0.0005, is 0.1" in refused(*fit, "--steps", 3, "--learning-rate", 0.1)
+
+
+def test_features_say_what_they_are_made_of(target: Path, features: Path) -> None:
+    manifest = Manifest.read(features)
+    assert (manifest.shards, manifest.tap_layers) == (1, TAPS)
+    assert manifest.responses_by_source == {"random": 20}
+    assert manifest.files.keys() == {"r.jsonl"}
+    assert len(list(features.iterdir())) == 2
+    assert (features / MANIFEST_FILE).is_file()
+
+
+def test_help_names_the_stages() -> None:
+    result = CliRunner(env=WIDE).invoke(app, ["train", "--help"])
+    assert all(stage in result.output for stage in ("drafter", "regenerate", "features", "fit"))

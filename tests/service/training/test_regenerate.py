@@ -1,0 +1,86 @@
+"""Answers: the engine's own, at mixed temperatures, the same after a kill."""
+
+from pathlib import Path
+
+import pytest
+
+from service.assembly import Assembly, assemble
+from service.engine.sequence import GenerationRequest, SamplingParams
+from service.training.prompts import Prompt, read_prompts
+from service.training.regenerate import Answering, regenerate
+from service.training.responses import Response, read_responses
+from tests.service.training.parts import save_target, settings, write_prompts
+
+HOW = Answering(max_tokens=10, concurrency=3, seed=5)
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assemble(settings(save_target(tmp_path_factory.mktemp("target"))))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[Prompt]:
+    return read_prompts([write_prompts(tmp_path / "p.jsonl", 14)])
+
+
+def answer(assembly: Assembly, prompts: list[Prompt], out: Path, how: Answering = HOW) -> dict[str, Response]:
+    engine, longest = assembly.engine(), assembly.limits.max_model_len
+    assert regenerate(engine, assembly.tokenizer, prompts, out, how, max_model_len=longest) == len(
+        out.read_text().splitlines()
+    )
+    return {response.id: response for response in read_responses([out]).responses}
+
+
+def test_answers_are_what_the_engine_says(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
+    found = answer(assembly, prompts, tmp_path / "r.jsonl")
+    assert found.keys() == {prompt.id for prompt in prompts}
+    assert {response.temperature for response in found.values()} == {0.0, 0.7, 1.0}
+    greedy = next(response for response in found.values() if response.temperature == 0)
+    engine = assembly.engine()
+    engine.add(
+        GenerationRequest(
+            request_id="again",
+            prompt=greedy.prompt,
+            sampling=SamplingParams(seed=0, max_tokens=HOW.max_tokens, temperature=0.0),
+        )
+    )
+    tokens: list[int] = []
+    while not engine.idle:
+        tokens += [token for output in engine.step().outputs for token in output.token_ids]
+    assert greedy.response == tokens
+    messages = next(prompt.messages for prompt in prompts if prompt.id == greedy.id)
+    assert greedy.prompt == assembly.tokenizer.render_chat(messages)
+
+
+def test_a_killed_run_ends_with_the_same_answers(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
+    whole = answer(assembly, prompts, tmp_path / "whole.jsonl")
+    torn = tmp_path / "torn.jsonl"
+    content = (tmp_path / "whole.jsonl").read_bytes()
+    torn.write_bytes(content[: len(content) // 2])
+    assert answer(assembly, prompts, torn) == whole
+
+
+def test_nothing_is_answered_twice(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    answer(assembly, prompts, out)
+    before = out.read_bytes()
+    answer(assembly, prompts, out)
+    assert out.read_bytes() == before
+
+
+def test_prompts_that_leave_no_room_are_left_out(
+    assembly: Assembly, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Prompt("long-1", "t", ({"role": "user", "content": "the hat " * 300},))
+    found = answer(assembly, [long, *prompts[:2]], tmp_path / "r.jsonl")
+    assert found.keys() == {prompt.id for prompt in prompts[:2]}
+    assert "left out 1 prompts of more than 246 tokens" in capsys.readouterr().err
+
+
+def test_when_time_is_up_what_was_begun_is_finished(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
+    ended = Answering(max_tokens=10, concurrency=3, seed=5, deadline=0.0)
+    engine, out = assembly.engine(), tmp_path / "r.jsonl"
+    count = regenerate(engine, assembly.tokenizer, prompts, out, ended, max_model_len=256)
+    assert count == 3
+    assert engine.idle
