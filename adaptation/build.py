@@ -1,4 +1,7 @@
-"""Unpacks the configuration into the parts that decide: policy, gate, alarms, quota, ring of snapshots."""
+"""Unpacks the configuration into the parts that decide: policy, gate, alarms, quota, ring of snapshots.
+
+Adaptation as a whole is put together in `adaptation/assembly.py`.
+"""
 
 import random
 from collections.abc import Callable
@@ -6,12 +9,16 @@ from pathlib import Path
 
 from adaptation.alarm import Collapse, FallingWindows, PairedCusum
 from adaptation.bandit import Bandit, BanditRules
+from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.config import AdaptationConfig
 from adaptation.fixed_policies import EveryBatch, Never
 from adaptation.gate import Gate
 from adaptation.policy import Policy
 from adaptation.quota import Quota
 from adaptation.snapshots import SnapshotRing
+from adaptation.trainer import Rules
+from adaptation.watch import Watch
+from adaptation.worker import Loop, Worker
 
 Clock = Callable[[], float]
 
@@ -78,4 +85,43 @@ def _bandit_rules(config: AdaptationConfig) -> BanditRules:
         measured_queries=config.measured_queries,
         measured_seconds=config.measured_seconds,
         payback_queries=config.payback_queries,
+    )
+
+
+def build_buffers(config: AdaptationConfig) -> LessonBuffers:
+    return LessonBuffers(most_positions=config.buffer_positions)
+
+
+def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack:
+    return HeldBack(share=config.held_back_share, most=config.held_back_sequences, rng=rng)
+
+
+def build_watch(config: AdaptationConfig) -> Watch:
+    return Watch(
+        build_cusum(config),
+        build_cusum(config),
+        build_falling_windows(config),
+        build_collapse(config),
+        window=config.window_sequences,
+        pairs=max(2, config.window_sequences // 2),
+    )
+
+
+def build_rules(config: AdaptationConfig, *, autocast: bool) -> Rules:
+    return Rules(
+        rates={"head": config.head_learning_rate, "full": config.full_learning_rate},
+        steps={"head": config.head_steps, "full": config.full_steps},
+        anchor_weight=config.anchor_weight,
+        gradient_norm=config.gradient_norm,
+        update_norm=config.update_norm,
+        autocast=autocast,
+    )
+
+
+def build_worker(config: AdaptationConfig, loop: Loop) -> Worker:
+    return Worker(
+        loop,
+        most_waiting=config.queued_queries,
+        threads=config.train_threads,
+        duty_cycle=config.duty_cycle,
     )

@@ -54,8 +54,15 @@ class AdaptationConfig(BaseModel):
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
     full_learning_rate: float = _knob(5e-5, "Learning rate of full updates.", gt=0)
+    head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
+    full_steps: int = _knob(2, "Optimizer steps of a full update, all on the same buffer.", ge=1, le=64)
     gradient_norm: float = _knob(1.0, "Gradients are scaled down to this norm.", gt=0)
     update_norm: float = _knob(0.02, "An update moves the weights by at most this share of their norm.", gt=0, le=1)
+    kept_refusals: int = _knob(
+        8,
+        "Times in a row that a refused candidate which is not clearly worse is trained on: small updates add up.",
+        ge=0,
+    )
     target_top: int = _knob(64, "Tokens of the target's distribution kept per rejected position.", ge=1, le=1024)
     buffer_positions: int = _knob(
         4096, "Rejected positions kept for learning, in all; the oldest make room for new ones.", ge=64
@@ -66,11 +73,18 @@ class AdaptationConfig(BaseModel):
         description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",
         pattern=r"^(same|cpu|cuda(:\d+)?)$",
     )
+    queued_queries: int = _knob(256, "Finished queries that wait to be heard; the oldest make room.", ge=1)
     train_threads: int = _knob(1, "CPU threads of an update.", ge=1, le=64)
     duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
 
     held_back_share: float = _knob(0.2, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
     held_back_sequences: int = _knob(64, "Most recent held-back sequences that are replayed.", ge=4)
+    replay: Literal["chain", "tree"] = Field(
+        default="chain",
+        description="How held-back sequences are replayed. chain: likeliest tokens only, fast. tree: trees as they are "
+        "served, with the rank head; tens of times slower.",
+    )
+    probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
     gate_sequences: int = _knob(16, "Least number of held-back sequences for a publish.", ge=4)
     gate_standard_errors: float = _knob(
         1.25,

@@ -48,7 +48,9 @@ def telling(row: int, positions: Tensor, width: int) -> Tensor:
     return (1000.0 * row + positions)[..., None].expand(*positions.shape, width)
 
 
-def step(rows: list[int], roots: list[int], counts: list[int], nodes: int = 4) -> tuple[Committed, TargetTops, Foretold]:
+def step(
+    rows: list[int], roots: list[int], counts: list[int], nodes: int = 4
+) -> tuple[Committed, TargetTops, Foretold]:
     """A step in which everything kept at a position tells row and position."""
     root, count = torch.tensor(roots), torch.tensor(counts)
     here = root[:, None] + torch.arange(DEPTH + 1)

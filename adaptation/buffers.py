@@ -1,0 +1,83 @@
+"""Where lessons wait for an update, and texts that are never learnt from wait to judge one.
+
+Both are bounded: the oldest make room and are counted. Knows neither policy nor drafter.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from adaptation.policy import ARMS, Arm
+from adaptation.signal import Lesson
+from drafters.training.corpus import Example
+
+
+class LessonBuffers:
+    """One queue of lessons per arm, bounded by the rejected positions in all of them."""
+
+    def __init__(self, *, most_positions: int) -> None:
+        self.num_dropped = 0  # lessons
+        self._most_positions = most_positions
+        self._waiting: deque[tuple[Arm, Lesson]] = deque()
+
+    @property
+    def positions(self) -> int:
+        return sum(lesson.num_rejected for _, lesson in self._waiting)
+
+    def count(self, arm: Arm) -> int:
+        return sum(name == arm for name, _ in self._waiting)
+
+    def add(self, arm: Arm, lesson: Lesson) -> None:
+        """A head update needs no text, so none is kept for it."""
+        self._waiting.append((arm, replace(lesson, example=None) if arm == "head" else lesson))
+        while self.positions > self._most_positions:
+            self._waiting.popleft()
+            self.num_dropped += 1
+
+    def take(self, arm: Arm) -> list[Lesson]:
+        """All that waits for this arm, oldest first; it waits no longer."""
+        taken = [lesson for name, lesson in self._waiting if name == arm]
+        self._waiting = deque((name, lesson) for name, lesson in self._waiting if name != arm)
+        return taken
+
+    def clear(self) -> None:
+        """The drafter these lessons are about is no longer served."""
+        self._waiting.clear()
+
+    def state(self) -> dict[Arm, int]:
+        return {arm: self.count(arm) for arm in ARMS}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBackText:
+    """A text that may be replayed, and the number by which its scores are known."""
+
+    number: int
+    example: Example
+
+
+class HeldBack:
+    """The most recent texts of a random share of queries."""
+
+    def __init__(self, *, share: float, most: int, rng: random.Random) -> None:
+        self._share = share
+        self._rng = rng
+        self._number = 0
+        self._texts: deque[HeldBackText] = deque(maxlen=most)
+
+    @property
+    def texts(self) -> Sequence[HeldBackText]:
+        return tuple(self._texts)
+
+    def draws(self) -> bool:
+        """Whether the next query is held back."""
+        return self._rng.random() < self._share
+
+    def number(self, example: Example) -> HeldBackText:
+        """A text under a number of its own, kept or not."""
+        self._number += 1
+        return HeldBackText(self._number, example)
+
+    def keep(self, text: HeldBackText) -> None:
+        self._texts.append(text)

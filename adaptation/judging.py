@@ -1,0 +1,117 @@
+"""Scores of drafters on held-back texts: the evidence of gate and alarms, each replay done once.
+
+A text's score is tau, mean emitted tokens per verify, had this drafter drafted it. The anchor's never changes, the
+serving drafter's only with its version.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+
+from adaptation.buffers import HeldBackText
+from adaptation.gate import Gate, GateDecision, GateReason
+from adaptation.pair import DrafterPair
+from adaptation.watch import Pair
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
+from drafters.training.forward import Embed
+from drafters.training.replay import replay_chain, replay_trees
+
+Replay = Callable[[SpecBlock, Example], float]
+ReplayName = Literal["chain", "tree"]
+_HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
+"""What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
+
+
+def chain_tau(embed: Embed, model: SpecBlock, text: Example) -> float:
+    """Two blocks in a row, likeliest tokens only: two forwards per text."""
+    with _in_its_own_type(model):
+        return replay_chain(model, embed, text).tau
+
+
+def tree_tau(embed: Embed, max_nodes: int, model: SpecBlock, text: Example) -> float:
+    """Trees as they are served, rank head and all: some forwards per step of the text."""
+    with _in_its_own_type(model):
+        return replay_trees(model, embed, [text], max_nodes=max_nodes).tau
+
+
+def _in_its_own_type(model: SpecBlock) -> torch.autocast:
+    """Attention of whole texts is fp32 whatever the weights are."""
+    return torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16)
+
+
+def replay_of(name: ReplayName, embed: Embed, *, max_nodes: int) -> Replay:
+    return partial(chain_tau, embed) if name == "chain" else partial(tree_tau, embed, max_nodes)
+
+
+@dataclass
+class _Known:
+    """Scores by number of the text, of one drafter."""
+
+    version: int
+    scores: dict[int, float] = field(default_factory=dict)
+
+
+class Judge:
+    """Compares drafters of a pair on the same texts."""
+
+    def __init__(self, pair: DrafterPair, gate: Gate, replay: Replay, *, least_texts: int, most_known: int) -> None:
+        self._pair = pair
+        self._gate = gate
+        self._replay = replay
+        self._least_texts = least_texts
+        self._most_known = most_known
+        self._anchor = _Known(0)
+        self._serving = _Known(pair.newest)
+
+    def judge(self, texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
+        """Whether the training copy may serve, and the seconds it took to find out."""
+        began = time.perf_counter()
+        few = texts[-self._least_texts :] if len(texts) >= self._least_texts else texts[:0]
+        candidate = self._scores(self._pair.candidate(), few)
+        decision = self._decide(candidate, few)
+        if decision.reason not in _HOPELESS:
+            rest = texts[: -len(few)]
+            candidate = [*self._scores(self._pair.candidate(), rest), *candidate]
+            decision = self._decide(candidate, texts)
+        return decision, time.perf_counter() - began
+
+    def _decide(self, candidate: Sequence[float], texts: Sequence[HeldBackText]) -> GateDecision:
+        return self._gate.judge(candidate, self.serving(texts), self.anchor(texts))
+
+    def scored(self, text: HeldBackText, *, with_previous: bool) -> Pair:
+        """How the drafters did on one text, the one that was replaced only where asked for."""
+        compares = with_previous and self._pair.has_previous
+        before = self._scores(self._pair.previous(), [text])[0] if compares else None
+        return Pair(self.serving([text])[0], self.anchor([text])[0], before)
+
+    def better_than_anchor(self, texts: Sequence[HeldBackText]) -> bool:
+        """Whether the serving drafter beats the anchor by more than chance would."""
+        ours, theirs = self.serving(texts), self.anchor(texts)
+        return self._gate.judge(ours, theirs, theirs).publish
+
+    def serving(self, texts: Sequence[HeldBackText]) -> list[float]:
+        if self._serving.version != self._pair.newest:
+            self._serving = _Known(self._pair.newest)
+        return self._lookup(self._serving, self._pair.served, texts)
+
+    def anchor(self, texts: Sequence[HeldBackText]) -> list[float]:
+        return self._lookup(self._anchor, self._pair.unchanged, texts)
+
+    def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[HeldBackText]) -> list[float]:
+        missing = [text for text in texts if text.number not in known.scores]
+        if missing:
+            found = self._scores(load(), missing)
+            known.scores |= {text.number: score for text, score in zip(missing, found, strict=True)}
+        scores = [known.scores[text.number] for text in texts]
+        for number in sorted(known.scores)[: -self._most_known]:
+            del known.scores[number]
+        return scores
+
+    @torch.no_grad()
+    def _scores(self, model: SpecBlock, texts: Sequence[HeldBackText]) -> list[float]:
+        return [self._replay(model, text.example) for text in texts]

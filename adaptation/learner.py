@@ -1,0 +1,265 @@
+"""The loop of learning while serving, as a plain object: hear queries, update, judge, publish, watch, take back.
+
+Every decision becomes an event with its reason. Knows no threads: whoever owns the learner calls it from one thread,
+and after any exception calls `recover`.
+"""
+
+from collections.abc import Callable
+
+from adaptation.buffers import HeldBack, LessonBuffers
+from adaptation.drift import Drift
+from adaptation.errors import AdaptationError, Damaged, NotStored
+from adaptation.events import Emit, Event, EventKind
+from adaptation.gate import GateDecision
+from adaptation.intake import Intake, Taken
+from adaptation.judging import Judge
+from adaptation.memory import Memory, Remembered
+from adaptation.pair import ANCHOR, DrafterPair, Restored
+from adaptation.policy import Arm, Policy
+from adaptation.trainer import Trainer, UpdateReport
+from adaptation.watch import Alarm, Watch
+from drafters.feedback import QueryFeedback
+
+
+def _never() -> bool:
+    return False
+
+
+class Learner:
+    """Decides when the drafter that serves is replaced, and by what."""
+
+    def __init__(
+        self,
+        *,
+        pair: DrafterPair,
+        trainer: Trainer,
+        policy: Policy,
+        intake: Intake,
+        buffers: LessonBuffers,
+        held_back: HeldBack,
+        judge: Judge,
+        watch: Watch,
+        drift: Drift,
+        memory: Memory,
+        emit: Emit,
+        kept_refusals: int,
+    ) -> None:
+        """`kept_refusals`: how often in a row a candidate may be refused and yet be trained on."""
+        self.paused = False
+        self.training_seconds = 0.0
+        self._pair = pair
+        self._trainer = trainer
+        self._policy = policy
+        self._intake = intake
+        self._buffers = buffers
+        self._held_back = held_back
+        self._judge = judge
+        self._watch = watch
+        self._drift = drift
+        self._memory = memory
+        self._emit = emit
+        self._kept_refusals = kept_refusals
+        self._num_refused = 0
+        self._unpaid_seconds = 0.0
+        self._updating = False
+
+    def hear(self, feedback: QueryFeedback) -> Taken:
+        """One finished query."""
+        if feedback.ready is not None:
+            feedback.ready.synchronize()
+        taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
+        if taken.held_back and taken.text is not None and not self._drift.ready:
+            self._drift.offer([taken.text.example])
+        self._listen(feedback, taken)
+        return taken
+
+    def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
+        """Train, judge and publish, if an update is due; says what was trained."""
+        if self.paused or self._pair.pending:
+            return None
+        arm = self._policy.take_update()
+        if arm is None:
+            return None
+        self._updating = True
+        report = self._trained(arm, interrupted)
+        if report.applied:
+            self._conclude(report)
+        else:
+            self._discarded()
+            self._tell("discarded", report.outcome, {"seconds": report.seconds})
+        return report
+
+    def pause(self) -> None:
+        """Learn nothing until resumed; alarms go on."""
+        self.paused = True
+        self._tell("paused", "operator")
+
+    def resume(self) -> None:
+        self.paused = False
+        self._tell("resumed", "operator")
+
+    def rollback(self) -> Restored:
+        """An operator distrusts what is served: back to what was before it."""
+        return self._take_back("operator", {})
+
+    def recover(self, error: str) -> None:
+        """Something broke at any place: forget the update under way and go on from what is served."""
+        self._tell("failed", error)
+        if self._updating:
+            self._discarded()
+        self._start_over()
+
+    def save(self, *, training: bool) -> None:
+        """Keep what a later process needs to go on; a full disk is told and costs nothing else."""
+        pair = self._pair
+        parts = {"policy": self._policy.state(), **self._watch.state()}
+        try:
+            self._memory.save(newest=pair.newest, origin=pair.latest_origin, condemned=pair.condemned, parts=parts)
+            if training:
+                self._memory.save_training(self._trainer.tensors(), origin=pair.latest_origin)
+        except AdaptationError as error:
+            self._tell("not_stored", str(error))
+
+    def restore(self) -> None:
+        """Take up what an earlier process left; to be called once, before the engine's first step."""
+        remembered = self._memory.load()
+        for complaint in remembered.complaints:
+            self._tell("restored", complaint)
+        self._pair.resume(remembered.newest, remembered.condemned)
+        if remembered.origin != ANCHOR:
+            self._serve_again(remembered.origin)
+        self._watch.reset()
+        self._restore_parts(remembered)
+        tensors = self._memory.load_training(self._trainer.tensors(), origin=self._pair.latest_origin)
+        if tensors is None:
+            self._start_over()
+        else:
+            self._trainer.load_tensors(tensors)
+
+    def drift(self) -> float | None:
+        """KL of the serving drafter from the anchor, once there are texts to measure it on."""
+        return self._drift.of(self._pair.served_in_full()) if self._drift.ready else None
+
+    def _pay(self, feedback: QueryFeedback) -> float:
+        """What training took since the query before, in the units of this query's costs."""
+        query, seconds = feedback.query, self._unpaid_seconds
+        self._unpaid_seconds = 0.0
+        return seconds * (query.draft_cost + query.verify_cost) / query.seconds if query.seconds > 0 else 0.0
+
+    def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
+        """Ask the alarms, unless the query was served by weights that are no longer served."""
+        query = feedback.query
+        if not query.first_version == query.version == self._pair.newest:
+            return
+        alarm = self._watch.served(query.accepted)
+        probing = self._pair.latest_origin != ANCHOR and self._watch.take_probation()
+        if alarm is None and taken.text is not None and (taken.held_back or probing):
+            alarm = self._watch.replayed(self._judge.scored(taken.text, with_previous=probing))
+        if alarm is not None:
+            self._answer(alarm)
+
+    def _answer(self, alarm: Alarm) -> None:
+        numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
+        if self._pair.latest_origin == ANCHOR:
+            self._tell("alarm", alarm.reason, numbers)
+        elif alarm.reason == "falling" and self._judge.better_than_anchor(self._held_back.texts):
+            self._tell("dismissed", "other_traffic", numbers)
+        else:
+            self._take_back(alarm.reason, numbers)
+
+    def _take_back(self, reason: str, numbers: dict[str, float]) -> Restored:
+        """Serve what was before, and believe nothing that was learnt about what is served now."""
+        condemned = self._pair.condemn()
+        restored = self._pair.restore_before(condemned)
+        self._policy.reset()
+        self._buffers.clear()
+        self._watch.reset()
+        self._start_over()
+        self._tell("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
+        self.save(training=False)
+        return restored
+
+    def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
+        report = self._trainer.update(arm, self._buffers.take(arm), interrupted)
+        self._spend(report.seconds)
+        return report
+
+    def _conclude(self, report: UpdateReport) -> None:
+        """Publish what was trained if it is better, and say which."""
+        decision, seconds = self._judge.judge(self._held_back.texts)
+        self._spend(seconds)
+        numbers = _numbers(report, decision)
+        if not decision.publish:
+            return self._refuse(decision, decision.reason, numbers)
+        scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
+        try:
+            self._pair.publish({**scores, "anchor": decision.anchor_mean})
+        except NotStored:
+            return self._refuse(decision, "not_stored", numbers)
+        self._num_refused = 0
+        self._updating = False
+        self._policy.published(decision.candidate_mean / decision.serving_mean)
+        self._watch.reset()
+        self._tell("published", decision.reason, numbers)
+        self.save(training=True)
+
+    def _refuse(self, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
+        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""
+        self._discarded()
+        self._tell("refused", reason, numbers)
+        if reason == "too_little_evidence":
+            return
+        self._num_refused += 1
+        clearly_worse = not decision.gain >= -decision.standard_error
+        if clearly_worse or self._num_refused > self._kept_refusals:
+            self._start_over()
+
+    def _discarded(self) -> None:
+        self._updating = False
+        self._policy.discarded()
+
+    def _start_over(self) -> None:
+        """Train on from what is served."""
+        self._num_refused = 0
+        self._trainer.load(self._pair.train_from_served())
+
+    def _spend(self, seconds: float) -> None:
+        self.training_seconds += seconds
+        self._unpaid_seconds += seconds
+
+    def _serve_again(self, origin: int) -> None:
+        try:
+            self._pair.restore(origin)
+            self._tell("restored", "same_weights", {"origin": origin})
+        except Damaged as error:
+            restored = self._pair.restore_before(origin)
+            self._tell("restored", f"version {origin}: {error}", {"origin": restored.origin})
+
+    def _restore_parts(self, remembered: Remembered) -> None:
+        """Whoever's state cannot be used starts anew; what was known about other weights is not wanted."""
+        if self._pair.latest_origin != remembered.origin:
+            return
+        for name, state in remembered.parts.items():
+            try:
+                if name == "policy":
+                    self._policy.restore(state)
+                else:
+                    self._watch.restore(name, state)
+            except ValueError as error:
+                self._tell("restored", f"{name}: {error}")
+
+    def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
+        self._emit(Event(kind, self._pair.newest, reason, numbers or {}))
+
+
+def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
+    return {
+        "head": float(report.arm == "head"),
+        "seconds": report.seconds,
+        "moved": report.moved,
+        "sequences": decision.num_sequences,
+        "candidate": decision.candidate_mean,
+        "serving": decision.serving_mean,
+        "anchor": decision.anchor_mean,
+        "standard_error": decision.standard_error,
+    }

@@ -1,0 +1,82 @@
+"""What updates minimise besides the training objective: distance to the target and to the anchor drafter.
+
+Legend: rows = positions, vocab = the drafter's, top = likeliest tokens of the target that are kept.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from drafters.feedback import Marks
+from drafters.specblock.features import rank_class, rank_features
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Batch
+from drafters.training.forward import Embed, TrainingForward
+
+
+def target_divergence(logits: Tensor, drafted: Tensor, top_logprobs: Tensor) -> Tensor:
+    """Mean over rows of sum_v p(v) (log p(v) - log q(v)), v over the target's top tokens that can be drafted.
+
+    logits [rows, vocab]; drafted [rows, top] draft ids or -1; top_logprobs [rows, top]
+    """
+    log_p = top_logprobs.float()
+    p = log_p.exp() * (drafted >= 0)
+    log_q = logits.float().log_softmax(-1).gather(1, drafted.clamp(min=0))
+    return torch.where(drafted >= 0, p * (log_p - log_q), 0.0).sum(1).mean()
+
+
+def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
+    """Mean over rows of KL(drafter || anchor). # both [rows, vocab]"""
+    log_q, log_a = logits.float().log_softmax(-1), anchor_logits.float().log_softmax(-1)
+    return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
+
+
+def rank_loss(model: SpecBlock, marks: Marks, logits: Tensor) -> Tensor:
+    """Cross-entropy of the rank head at marked positions, on what the draft head says now. # logits [rows, vocab]"""
+    features, ids = rank_features(logits.detach().float().log_softmax(-1))
+    return cross_entropy(model.rank_logits(marks.states, features), rank_class(ids, marks.drafted))
+
+
+class TextDivergence:
+    """KL(drafter || anchor) on texts: at every labelled position's first entry, and along whole blocks as far as the
+    anchor could draft the text (valid prefix)."""
+
+    def __init__(self, anchor: SpecBlock, embed: Embed, *, anchors: int) -> None:
+        self._anchor = anchor
+        self._embed = embed
+        self._num_anchors = anchors
+
+    def __call__(self, model: SpecBlock, batch: Batch) -> Tensor:
+        starts = self._starts(batch)
+        with torch.no_grad():
+            known = TrainingForward(self._anchor, self._embed).first(batch, starts)
+            valid = self._valid(batch, starts, known.states)
+            labelled = batch.label_index[:, 2 : 2 + known.stream.shape[1]] >= 0
+            states = torch.cat([known.stream[labelled], known.states[valid]])
+            anchor_logits = self._anchor.lm_head(states)
+        own = TrainingForward(model, self._embed).first(batch, starts)
+        return anchor_divergence(
+            model.lm_head(torch.cat([own.stream[labelled], own.states[valid]])),
+            anchor_logits,
+        )
+
+    def _starts(self, batch: Batch) -> Tensor:
+        """Positions spread evenly over each text's labelled ones. # -> [batch, anchors] int64"""
+        labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
+        share = torch.linspace(0, 1, self._num_anchors + 1, device=labelled.device)[:-1]
+        first = labelled.long().argmax(1)[:, None]
+        return first + (share * labelled.sum(1)[:, None]).long()
+
+    def _valid(self, batch: Batch, starts: Tensor, states: Tensor) -> Tensor:
+        """Later entries of the blocks that the anchor drafter could have reached. # -> [batch, anchors, block] bool"""
+        size = states.shape[2]
+        predicted = starts[:, :, None] + 2 + torch.arange(size, device=starts.device)
+        tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1)).view_as(predicted)
+        drafted = self._anchor.t2d[tokens]
+        _, ids = rank_features(self._anchor.lm_head(states))
+        reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
+        labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
+        valid = labels >= 0
+        valid[..., 0] = False  # the stream holds it
+        valid[..., 1:] &= reached[..., :-1]
+        return valid

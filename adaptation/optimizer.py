@@ -1,0 +1,45 @@
+"""AdamW whose state is a fixed set of tensors from the start, so that it can be stored, compared and undone.
+
+torch's own allocates its state at the first step; here a resumed process knows names and shapes before it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+_BETAS = (0.9, 0.98)
+_EPSILON = 1e-8
+
+
+class Adam:
+    """torch.optim.AdamW without weight decay: the weights start from a trained drafter's."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
+        self._parameters = dict(parameters)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0, foreach=False
+        )
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def step(self) -> None:
+        """Use the gradients that are there; parameters without one stay."""
+        self._optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state itself, by name."""
+        return {
+            f"{name}.{kind}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimizer.state[parameter].items()
+        }
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for value in self.tensors().values():
+            value.zero_()

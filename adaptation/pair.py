@@ -1,0 +1,263 @@
+"""The two copies of a drafter: the one that serves, written here and nowhere else, and the one that is trained.
+
+New weights are staged by the adaptation thread and written by the engine thread in `between_steps`, in place and as a
+whole, so that a step never sees two versions. Every change of weights, a restore too, is a new and higher version.
+Knows neither why weights change nor how they are served: whoever packs linear layers brings its own way of writing.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor
+
+from adaptation.errors import Damaged, NotRemoved
+from adaptation.snapshot_folder import SnapshotInfo, layout_of
+from adaptation.snapshots import Refusal, SnapshotRing
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
+
+Write = Callable[[Mapping[str, Tensor], int], None]
+"""Puts weights, by name in the serving dtype, into the drafter that serves, and tells it its version."""
+
+ANCHOR = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights on their way to the engine."""
+
+    version: int
+    origin: int
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore took: the version whose weights it brings back, and newer ones that could not be trusted."""
+
+    version: int
+    origin: int
+    refused: tuple[Refusal, ...]
+
+
+class DrafterPair:
+    """Owner of serving weights, training copy, frozen anchor, and of a replica on which drafters are scored.
+
+    `origin` names the version that first had the weights which are served now; 0 is the anchor.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        vocabulary: Tensor,
+        config: SpecBlockConfig,
+        *,
+        write: Write,
+        snapshots: SnapshotRing,
+        train_device: torch.device | str,
+    ) -> None:
+        """`weights` as they are served, by name; `vocabulary` [draft_vocab] int64, target ids."""
+        self._snapshots = snapshots
+        self._write = write
+        self._served = {name: value.detach().clone() for name, value in weights.items()}
+        self._first = {name: value.cpu().clone() for name, value in self._served.items()}
+        self._layout = layout_of(self._first)
+        self.anchor = _model(config, vocabulary, weights, torch.float32, train_device)
+        self.training = _model(config, vocabulary, weights, torch.float32, train_device).requires_grad_(True)
+        self._replica = _model(config, vocabulary, weights, self._dtype, train_device)
+        self.version = self.origin = ANCHOR
+        self.condemned: set[int] = set()
+        self.num_not_removed = 0
+        self._newest = max([ANCHOR, *snapshots.versions])
+        self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
+        self._staged: Staged | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def newest(self) -> int:
+        """The highest version so far, staged or served."""
+        return self._newest
+
+    @property
+    def latest_origin(self) -> int:
+        """The origin of what is served, or on its way to be."""
+        staged = self._staged
+        return self.origin if staged is None else staged.origin
+
+    @property
+    def pending(self) -> bool:
+        """Whether weights wait for the engine."""
+        return self._staged is not None
+
+    def between_steps(self) -> int:
+        """Write what is staged, if anything; called by the engine thread. # -> the version of the next step"""
+        if self._staged is None:
+            return self.version
+        with self._lock:
+            staged = self._staged
+            if staged is not None:
+                self._write_staged(staged)
+                self._staged = None
+        return self.version
+
+    def publish(self, scores: Mapping[str, float]) -> int:
+        """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
+        assert not self.pending, "the version before has not reached the engine"
+        version = self._newest + 1
+        weights = self._as_served(dict(self.training.named_parameters()))
+        info = SnapshotInfo(version, self.origin, datetime.now(UTC).isoformat(timespec="seconds"), dict(scores))
+        try:
+            self._snapshots.add(info, weights)
+        except NotRemoved:
+            self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
+        self._previous = {name: value.clone() for name, value in self._served.items()}
+        self._stage(Staged(version, version, weights))
+        return version
+
+    def restore(self, version: int) -> Restored:
+        """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
+        weights = self._first if version == ANCHOR else self._snapshots.get(version, self._layout).tensors
+        return self._bring_back(version, weights, ())
+
+    def restore_before(self, version: int) -> Restored:
+        """Stage the newest trusted weights that are older than `version` and were not condemned."""
+        refused: list[Refusal] = []
+        for older in reversed(self._snapshots.versions):
+            if older >= version or older in self.condemned:
+                continue
+            try:
+                snapshot = self._snapshots.get(older, self._layout)
+            except Damaged as error:
+                refused.append(Refusal(older, str(error)))
+                continue
+            return self._bring_back(older, snapshot.tensors, tuple(refused))
+        return self._bring_back(ANCHOR, self._first, tuple(refused))
+
+    def condemn(self) -> int:
+        """Never go back to what is served, or on its way to be. # -> its version"""
+        origin = self.latest_origin
+        if origin != ANCHOR:
+            self.condemned.add(origin)
+        return origin
+
+    def resume(self, newest: int, condemned: set[int]) -> None:
+        """What an earlier process knew: versions that were used, and those not to go back to."""
+        self._newest = max(self._newest, newest)
+        self.condemned |= condemned
+
+    @torch.no_grad()
+    def train_from_served(self) -> dict[str, Tensor]:
+        """The served weights, for the training copy to go on from."""
+        return {name: value.float() for name, value in self._latest().items()}
+
+    def served(self) -> SpecBlock:
+        """The replica with the weights that are served. It is one model: the next call of its kind changes it."""
+        return self._as_replica(self._latest())
+
+    @torch.no_grad()
+    def served_in_full(self) -> SpecBlock:
+        """A new model with the served weights in fp32, as the anchor is held."""
+        model = copy.deepcopy(self.anchor)
+        for name, value in model.named_parameters():
+            value.copy_(self._latest()[name])
+        return model
+
+    def candidate(self) -> SpecBlock:
+        """The replica with the training copy's weights, as they would be served."""
+        return self._as_replica(self._as_served(dict(self.training.named_parameters())))
+
+    @property
+    def has_previous(self) -> bool:
+        """Whether what serves has replaced other weights by a publish."""
+        return self._previous is not None
+
+    def previous(self) -> SpecBlock:
+        """The replica with the weights that the last publish replaced."""
+        assert self._previous is not None, "nothing was replaced"
+        return self._as_replica(self._previous)
+
+    def unchanged(self) -> SpecBlock:
+        """The replica with the anchor's weights."""
+        return self._as_replica(self._first)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._served["lm_head.weight"].dtype
+
+    def _latest(self) -> dict[str, Tensor]:
+        staged = self._staged
+        return self._served if staged is None else staged.weights
+
+    def _bring_back(self, origin: int, weights: Mapping[str, Tensor], refused: tuple[Refusal, ...]) -> Restored:
+        version = self._newest + 1
+        self._previous = None
+        self._stage(Staged(version, origin, self._as_served(weights)))
+        return Restored(version, origin, refused)
+
+    def _stage(self, staged: Staged) -> None:
+        """A restore may replace what waits: that version is then never served."""
+        device = self._served["lm_head.weight"].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
+        with self._lock:
+            self._newest = staged.version
+            self._staged = staged
+
+    @torch.no_grad()
+    def _write_staged(self, staged: Staged) -> None:
+        for name, value in self._served.items():
+            value.copy_(staged.weights[name])
+            if value.is_cuda:
+                staged.weights[name].record_stream(torch.cuda.current_stream(value.device))
+        self._write(self._served, staged.version)
+        self.version, self.origin = staged.version, staged.origin
+
+    @torch.no_grad()
+    def _as_served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: weights[name].detach().to(device=value.device, dtype=value.dtype, copy=True)
+            for name, value in self._served.items()
+        }
+
+    @torch.no_grad()
+    def _as_replica(self, weights: Mapping[str, Tensor]) -> SpecBlock:
+        for name, value in self._replica.named_parameters():
+            value.copy_(weights[name])
+        return self._replica
+
+
+def weights_of(model: SpecBlock) -> dict[str, Tensor]:
+    """The weights themselves, by name; to be asked before linear layers are packed."""
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def write_in_place(model: SpecBlock, tell_version: Callable[[int], None]) -> Write:
+    """How weights reach a drafter whose layers are not packed."""
+    parameters = dict(model.named_parameters())
+
+    @torch.no_grad()
+    def write(weights: Mapping[str, Tensor], version: int) -> None:
+        for name, value in parameters.items():
+            value.copy_(weights[name])
+        tell_version(version)
+
+    return write
+
+
+def _model(
+    config: SpecBlockConfig,
+    vocabulary: Tensor,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> SpecBlock:
+    model = SpecBlock(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
+    model.set_vocabulary(vocabulary.to(device))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(weights[name])
+    return model

@@ -1,0 +1,269 @@
+"""The training copy of a drafter and the two updates it can take: its heads alone, or all of it.
+
+An update is applied whole or not at all: a number that is not finite anywhere, in a loss, a gradient, a weight or the
+optimizer, leaves copy and optimizer as they were. Knows neither who asked for an update nor what becomes of it.
+Legend: rows = marked positions of all lessons, vocab = the drafter's.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from adaptation.losses import TextDivergence, anchor_divergence, rank_loss, target_divergence
+from adaptation.optimizer import Adam
+from adaptation.policy import ARMS, Arm
+from adaptation.signal import Lesson
+from drafters.feedback import Marks
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Batch, Example
+from drafters.training.forward import Embed
+from drafters.training.objective import Objective, ObjectiveSettings
+
+Outcome = Literal[
+    "applied",
+    "nothing_to_learn",
+    "interrupted",
+    "loss_not_finite",
+    "gradient_not_finite",
+    "optimizer_not_finite",
+    "weights_not_finite",
+]
+HEADS = ("lm_head.", "rank_head.", "rank_norm.")
+_ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How weights are changed; what the numbers mean is said in `AdaptationConfig`."""
+
+    rates: Mapping[Arm, float]
+    steps: Mapping[Arm, int]
+    anchor_weight: float
+    gradient_norm: float
+    update_norm: float
+    autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What one optimizer step saw before it changed anything."""
+
+    draft: float
+    rank: float
+    anchor: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update did."""
+
+    arm: Arm
+    outcome: Outcome
+    seconds: float
+    losses: tuple[Losses, ...] = ()  # by step
+    moved: float = 0.0  # norm of the change over norm of the weights, after clipping
+
+    @property
+    def applied(self) -> bool:
+        return self.outcome == "applied"
+
+
+class _Discard(Exception):
+    """Something is not finite, or nobody waits for the result."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome: Outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    draft: Tensor
+    rank: Tensor
+    anchor: Tensor
+
+    def numbers(self) -> Losses:
+        return Losses(*(float(term.detach()) for term in (self.draft, self.rank, self.anchor)))
+
+
+class Trainer:
+    """Sole owner of the training copy. All calls come from the adaptation thread."""
+
+    def __init__(
+        self, model: SpecBlock, anchor: SpecBlock, embed: Embed, *, rules: Rules, generator: torch.Generator
+    ) -> None:
+        """`model` in fp32; `anchor` frozen, of the same type; `generator` draws what the objective draws."""
+        assert model.dtype == torch.float32, "masters are fp32"
+        model.requires_grad_(True)
+        self._model = model
+        self._anchor = anchor
+        self._rules = rules
+        self._generator = generator
+        self._objective = Objective(model, embed, ObjectiveSettings())
+        self._divergence = TextDivergence(anchor, embed, anchors=_ANCHORS)
+        named = dict(model.named_parameters())
+        self._trained: dict[Arm, dict[str, nn.Parameter]] = {
+            "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
+            "full": named,
+        }
+        self._optimizers = {arm: Adam(self._trained[arm], rate=rules.rates[arm]) for arm in ARMS}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The masters themselves, by name."""
+        return {name: value.detach() for name, value in self._trained["full"].items()}
+
+    def update(
+        self, arm: Arm, lessons: Sequence[Lesson], interrupted: Callable[[], bool] = lambda: False
+    ) -> UpdateReport:
+        """Learn from these lessons, or leave everything as it was. `interrupted` is asked before each step."""
+        began = time.perf_counter()
+        before = _copies(self.weights[name] for name in self._trained[arm])
+        moments = _copies(self._optimizers[arm].tensors().values())
+        losses: list[Losses] = []
+        try:
+            _check_finite(before, "weights_not_finite")
+            _check_finite(moments, "optimizer_not_finite")
+            terms = self._lesson(arm, lessons)
+            for _ in range(self._rules.steps[arm]):
+                if interrupted():
+                    raise _Discard("interrupted")
+                losses.append(self._step(arm, terms()))
+            moved = self._clip_update(arm, before)
+            outcome: Outcome = "applied"
+        except _Discard as discard:
+            outcome, moved = discard.outcome, 0.0
+            self._undo(arm, before, moments)
+        except BaseException:
+            self._undo(arm, before, moments)
+            raise
+        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from other weights, with optimizers that remember nothing."""
+        for name, value in self.weights.items():
+            value.copy_(weights[name])
+        for optimizer in self._optimizers.values():
+            optimizer.reset()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a later process needs to go on: masters and optimizers, always with the same names and shapes."""
+        state = {f"weights.{name}": value for name, value in self.weights.items()}
+        for arm, optimizer in self._optimizers.items():
+            state |= {f"{arm}.{name}": value for name, value in optimizer.tensors().items()}
+        return state
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, value in self.tensors().items():
+            value.copy_(tensors[name])
+
+    def _lesson(self, arm: Arm, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
+        """What each step of an update minimises."""
+        if arm == "head":
+            marks = _joined([lesson.marks for lesson in lessons if lesson.marks.count], self._model.d2t.device)
+            with torch.no_grad(), self._autocast():
+                anchored = self._anchor.lm_head(marks.states)
+            return lambda: self._head_terms(marks, anchored)
+        examples = [lesson.example for lesson in lessons if lesson.example is not None]
+        if not examples:
+            raise _Discard("nothing_to_learn")
+        batch = self._batch(examples)
+        return lambda: self._full_terms(batch, examples)
+
+    def _head_terms(self, marks: Marks, anchored: Tensor) -> _Terms:
+        """anchored [rows, vocab], logits of the anchor's head on the same states"""
+        with self._autocast():
+            logits = self._model.lm_head(marks.states)  # [rows, vocab]
+            rank = rank_loss(self._model, marks, logits)
+        drafted = self._model.t2d[marks.top_ids.long()]
+        draft = target_divergence(logits, drafted, marks.top_logprobs)
+        return _Terms(draft, rank, anchor_divergence(logits, anchored))
+
+    def _full_terms(self, batch: Batch, examples: list[Example]) -> _Terms:
+        """The distance to the anchor is taken on one text per step, drawn at random: it would double the cost."""
+        with self._autocast():
+            scores = self._objective(batch, self._generator)
+            drawn = int(torch.randint(len(examples), (), generator=self._generator))
+            anchor = self._divergence(self._model, self._batch([examples[drawn]]))
+        return _Terms(scores.draft_loss, scores.rank_loss, anchor)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self._rules.autocast)
+
+    def _batch(self, examples: list[Example]) -> Batch:
+        return Batch.of(examples, 2 * self._model.config.block_size, self._model.d2t.device)
+
+    def _step(self, arm: Arm, terms: _Terms) -> Losses:
+        optimizer = self._optimizers[arm]
+        loss = terms.draft + terms.rank + self._rules.anchor_weight * terms.anchor
+        if not bool(torch.isfinite(loss)):
+            raise _Discard("loss_not_finite")
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), self._rules.gradient_norm)
+        if not bool(torch.isfinite(norm)):
+            raise _Discard("gradient_not_finite")
+        optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        return terms.numbers()
+
+    @torch.no_grad()
+    def _clip_update(self, arm: Arm, before: Sequence[Tensor]) -> float:
+        """Bound how far the weights moved, and see that all is finite. # -> share of their norm"""
+        after = [self.weights[name] for name in self._trained[arm]]
+        _check_finite(after, "weights_not_finite")
+        _check_finite(self._optimizers[arm].tensors().values(), "optimizer_not_finite")
+        moved = _norm(new - old for new, old in zip(after, before, strict=True)) / _norm(before)
+        if moved > self._rules.update_norm:
+            for new, old in zip(after, before, strict=True):
+                new.copy_(old + (new - old) * (self._rules.update_norm / moved))
+        return min(moved, self._rules.update_norm)
+
+    @torch.no_grad()
+    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
+        """Back to where the update began; an optimizer that was broken already forgets everything."""
+        self._model.zero_grad(set_to_none=True)
+        optimizer = self._optimizers[arm]
+        for name, old in zip(self._trained[arm], before, strict=True):
+            self.weights[name].copy_(old)
+        for value, old in zip(optimizer.tensors().values(), moments, strict=True):
+            value.copy_(old)
+        if not _finite(moments):
+            optimizer.reset()
+
+
+def _joined(parts: Sequence[Marks], device: torch.device) -> Marks:
+    if not parts:
+        raise _Discard("nothing_to_learn")
+    joined = Marks(*(torch.cat([getattr(part, name) for part in parts]) for name in Marks.__slots__)).to(device)
+    return Marks(
+        joined.positions,
+        joined.states.float(),
+        joined.drafted,
+        joined.chances,
+        joined.rejected,
+        joined.top_ids,
+        joined.top_logprobs,
+    )
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _check_finite(tensors: Iterable[Tensor], outcome: Outcome) -> None:
+    if not _finite(tensors):
+        raise _Discard(outcome)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())

@@ -1,0 +1,201 @@
+"""The side thread that learns: hears finished queries, trains between them, and never holds the engine up.
+
+The engine's calls put something into a bounded queue and return. Nothing that breaks in here reaches anybody else: it
+is counted, told, and learning goes on from what is served. Knows nothing of what learning is.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import torch
+
+from adaptation.trainer import UpdateReport
+from drafters.feedback import QueryFeedback
+
+logger = logging.getLogger(__name__)
+
+Stage = Literal["hear", "update", "command", "recover", "save"]
+Result = TypeVar("Result")
+_IDLE_SECONDS = 0.5
+
+
+class Loop(Protocol):
+    """What the thread runs: the learner, or in tests one that breaks on purpose."""
+
+    def hear(self, feedback: QueryFeedback) -> object: ...
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None: ...
+
+    def recover(self, error: str) -> None: ...
+
+    def save(self, *, training: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[], None]
+    cancel: Callable[[], bool]
+
+
+class Worker:
+    """Owner of the adaptation thread. A thread that was killed is replaced at the next query."""
+
+    def __init__(self, loop: Loop, *, most_waiting: int, threads: int, duty_cycle: float) -> None:
+        self.failures: Counter[Stage] = Counter()
+        self.num_dropped = 0  # queries that nobody heard
+        self.num_restarts = 0
+        self._loop = loop
+        self._most_waiting = most_waiting
+        self._threads = threads
+        self._duty_cycle = duty_cycle
+        self._waiting: deque[QueryFeedback] = deque()
+        self._commands: deque[_Command] = deque()
+        self._ready = threading.Condition()
+        self._stopping = threading.Event()
+        self._rest_until = 0.0
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        assert not self.alive, "started twice"
+        self._thread = threading.Thread(target=self._run, name="adaptation", daemon=True)
+        self._thread.start()
+
+    def offer(self, feedback: QueryFeedback) -> None:
+        """Hand over a finished query; of too many the oldest is dropped. Called by the engine thread."""
+        with self._ready:
+            if len(self._waiting) >= self._most_waiting:
+                self._waiting.popleft()
+                self.num_dropped += 1
+            self._waiting.append(feedback)
+            self._ready.notify()
+        self._revive()
+
+    def ask(self, command: Callable[[], Result]) -> "Future[Result]":
+        """Run something in the thread that owns the learner, before the next query."""
+        answer: Future[Result] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(command())
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+
+        with self._ready:
+            self._commands.append(_Command(run, answer.cancel))
+            self._ready.notify()
+        self._revive()
+        if self._stopping.is_set():
+            answer.cancel()
+        return answer
+
+    def stop(self, timeout_seconds: float = 5.0) -> bool:
+        """End the thread; True if it has ended in time. An update under way is broken off between its steps."""
+        self._stopping.set()
+        with self._ready:
+            self._ready.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        for command in tuple(self._commands):
+            command.cancel()
+        return not self.alive
+
+    def _revive(self) -> None:
+        if self._thread is None or self._thread.is_alive() or self._stopping.is_set():
+            return
+        self.num_restarts += 1
+        logger.error("the adaptation thread has died; starting another one")
+        self.start()
+
+    def _run(self) -> None:
+        _bound_threads(self._threads)
+        if self._busy:  # the thread before died in the middle of something
+            self._guard("recover", lambda: self._loop.recover("thread_died"))
+        while not self._stopping.is_set():
+            self._turn()
+        self._guard("save", lambda: self._loop.save(training=True))
+
+    def _turn(self) -> None:
+        """The next thing there is to do, commands first."""
+        work = self._next()
+        if work is not None:
+            stage, action = work
+            self._attempt(stage, action)
+        if self._may_train():
+            self._attempt("update", self._update)
+
+    def _next(self) -> tuple[Stage, Callable[[], object]] | None:
+        with self._ready:
+            if not (self._commands or self._waiting or self._stopping.is_set()):
+                self._ready.wait(self._patience())
+            if self._commands:
+                return "command", self._commands.popleft().run
+            if self._waiting:
+                feedback = self._waiting.popleft()
+                return "hear", lambda: self._loop.hear(feedback)
+            return None
+
+    def _patience(self) -> float:
+        rest = self._rest_until - time.monotonic()
+        return min(rest, _IDLE_SECONDS) if rest > 0 else _IDLE_SECONDS
+
+    def _may_train(self) -> bool:
+        return not self._stopping.is_set() and time.monotonic() >= self._rest_until
+
+    def _update(self) -> None:
+        """One update, and then as much rest as keeps training within its share of time."""
+        began = time.monotonic()
+        try:
+            report = self._loop.update(self._stopping.is_set)
+        except BaseException:
+            self._rest(began)
+            raise
+        if report is not None:
+            self._rest(began)
+
+    def _rest(self, began: float) -> None:
+        now = time.monotonic()
+        self._rest_until = now + (now - began) * (1 / self._duty_cycle - 1)
+
+    def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
+        self._busy = True
+        error = self._guard(stage, action)
+        if error is not None:
+            self._guard("recover", lambda: self._loop.recover(f"{stage}: {type(error).__name__}: {error}"))
+        self._busy = False
+
+    def _guard(self, stage: Stage, action: Callable[[], object]) -> Exception | None:
+        """Learning may fail in any way; serving must not notice."""
+        try:
+            action()
+        except Exception as error:
+            self.failures[stage] += 1
+            logger.exception("learning failed in stage %s", stage)
+            return error
+        return None
+
+
+def _bound_threads(number: int) -> None:
+    """Bound the torch threads of the calling thread alone.
+
+    torch takes the last number anybody set for threads that have not computed yet. A thread that ends at once sets it
+    back, or an engine thread that starts later would compute with another number, and so other sums.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(number)
+    setter = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    setter.start()
+    setter.join()

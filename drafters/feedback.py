@@ -1,0 +1,214 @@
+"""What a drafter can learn from one finished query, and the tables it is collected in while the query runs.
+
+Tables are written at the slot of a position, so that a step costs a few scatters whatever was accepted, and the
+newest positions overwrite the oldest. Knows neither the engine nor who learns.
+Legend: batch, rows = sequences of the engine's table, depth = longest accepted path, taps * hidden = width,
+top = likeliest tokens of the target that are kept, marks = positions of a query about which the drafter said something.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Committed, DraftContext, Read
+from drafters.tree import MAX_DEPTH
+
+_BEHIND = MAX_DEPTH + 1  # positions a step may commit behind the end of an answer
+_NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Positions for which a block had a state, in the order of the text."""
+
+    positions: Tensor  # [marks] int64, absolute
+    states: Tensor  # [marks, hidden], what the drafter's heads read there
+    drafted: Tensor  # [marks] int64, draft id of the target's token, -1 where it cannot be drafted
+    chances: Tensor  # [marks] float32, the drafter's probability of the target's token (r); 0 where drafted is -1
+    rejected: Tensor  # [marks] bool, the target chose what the tree did not hold
+    top_ids: Tensor  # [marks, top] int32
+    top_logprobs: Tensor  # [marks, top] float16
+
+    def take(self, lines: Tensor) -> "Marks":
+        """Some of them. # lines [marks] bool or [picked] int64"""
+        return Marks(*(getattr(self, name)[lines] for name in self.__slots__))
+
+    def to(self, device: torch.device | str) -> "Marks":
+        return Marks(*(getattr(self, name).to(device) for name in self.__slots__))
+
+    @property
+    def count(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """What the engine knows of a query at its end."""
+
+    row: int
+    tokens: Sequence[int]  # prompt and answer
+    client: str
+    store: bool  # False: must not be learnt from
+    temperature: float
+    first_version: int  # drafter that served its first step
+    version: int  # and its last
+    accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
+    plain_steps: int  # steps without one
+    draft_cost: float  # seconds, each step's divided by what the cost table predicts for its load
+    verify_cost: float
+    seconds: float  # the same steps as they were measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryFeedback:
+    """One finished query. Labels and features reach from the end of the answer as far back as was kept."""
+
+    query: Query
+    prompt: int  # position of the first label: behind it stands the answer, or what of it was kept
+    first: int  # position of the first features
+    features: Tensor  # [length - 1 - first, taps * hidden]; the last token was never run
+    top_ids: Tensor  # [length - prompt, top] int32, by position from `prompt` on
+    top_logprobs: Tensor  # [length - prompt, top] float16
+    marks: Marks
+    ready: torch.cuda.Event | None  # when the tensors may be read by another stream; None: at once
+
+    @property
+    def emitted_tokens(self) -> int:
+        return sum(self.query.accepted) + len(self.query.accepted) + self.query.plain_steps
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTops:
+    """The target's likeliest tokens behind the root and each accepted node of a step."""
+
+    ids: Tensor  # [batch, depth + 1, top]
+    logprobs: Tensor  # [batch, depth + 1, top]
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What the drafter's blocks said of the positions that a step committed, beside `Committed.tokens`."""
+
+    known: Tensor  # [batch, depth + 1] bool, some block had a state for the position
+    states: Tensor  # [batch, depth + 1, hidden]
+    drafted: Tensor  # [batch, depth + 1] int64, draft id of the committed token, -1 where it cannot be drafted
+    chances: Tensor  # [batch, depth + 1] float32
+
+
+class FeedbackRecorder:
+    """Collects the feedback of running sequences. All calls come from the engine thread."""
+
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        window_tokens: int,
+        width: int,
+        hidden: int,
+        top: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_dropped = 0  # positions that were overwritten before their query ended
+        self._window = window_tokens
+        self._places = window_tokens + _BEHIND
+        table = (max_sequences, self._places + 1)  # the last place takes what belongs nowhere
+        self._features = torch.zeros(*table, width, dtype=dtype, device=device)
+        self._top_ids = torch.zeros(*table, top, dtype=torch.int32, device=device)
+        self._top_logprobs = torch.zeros(*table, top, dtype=torch.float16, device=device)
+        self._marked = torch.full(table, _NOWHERE, dtype=torch.int64, device=device)  # absolute position of the mark
+        self._states = torch.zeros(*table, hidden, dtype=dtype, device=device)
+        self._drafted = torch.full(table, -1, dtype=torch.int64, device=device)
+        self._chances = torch.zeros(table, device=device)
+        self._rejected = torch.zeros(table, dtype=torch.bool, device=device)
+        self._first: dict[int, int] = {}
+        self._prompt: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        """Begin these sequences; what one had generated before it was preempted counts as its prompt."""
+        for context in contexts:
+            self._prompt[context.row] = len(context.tokens)
+            self._first[context.row] = len(context.tokens) - 1
+            self._marked[context.row] = _NOWHERE
+
+    @torch.inference_mode()
+    def read(self, read: Read) -> None:
+        """Keep the features of a piece of a prompt, as far as they fit."""
+        self._first[read.row] = min(self._first[read.row], read.start)
+        count = min(read.features.shape[0], self._window)
+        start = read.start + read.features.shape[0] - count
+        places = (start + torch.arange(count, device=self._marked.device)) % self._places
+        self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
+
+    @torch.inference_mode()
+    def commit(self, committed: Committed, tops: TargetTops, foretold: Foretold) -> None:
+        """Keep what a step made permanent."""
+        assert committed.features is not None, "the target taps no features to learn from"
+        ahead = torch.arange(committed.tokens.shape[1], device=self._marked.device)
+        valid = ahead < committed.counts[:, None]
+        rows = committed.rows[:, None].expand_as(valid)
+        here = committed.positions[:, None] + ahead  # root and accepted nodes; what they predict stands one further
+        self._features[rows, self._place(here, valid)] = committed.features.to(self._features.dtype)
+        places = self._place(here + 1, valid)
+        self._top_ids[rows, places] = tops.ids.to(torch.int32)
+        self._top_logprobs[rows, places] = tops.logprobs.to(torch.float16)
+        self._marked[rows, places] = torch.where(foretold.known & valid, here + 1, _NOWHERE)
+        self._states[rows, places] = foretold.states.to(self._states.dtype)
+        self._drafted[rows, places] = foretold.drafted
+        self._chances[rows, places] = foretold.chances.float()
+        drafted_any = (committed.tree.num_nodes > 0)[:, None]
+        self._rejected[rows, places] = (ahead == committed.counts[:, None] - 1) & drafted_any
+
+    @torch.inference_mode(False)
+    def finish(self, query: Query) -> QueryFeedback:
+        """Take out what a query left behind, in tensors of its own."""
+        row, length = query.row, len(query.tokens)
+        first = max(self._first.pop(row), length - self._window)
+        prompt = max(self._prompt.pop(row), length - self._window)
+        self.num_dropped += max(0, length - self._window)
+        features = self._range(first, length - 1)
+        labels = self._range(prompt, length)
+        marks = self._marks(row, labels, prompt)
+        kept = self._features[row, features], self._top_ids[row, labels], self._top_logprobs[row, labels]
+        return QueryFeedback(
+            query=query,
+            prompt=prompt,
+            first=first,
+            features=kept[0],
+            top_ids=kept[1],
+            top_logprobs=kept[2],
+            marks=marks,
+            ready=self._event(),
+        )
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Marks what this stream has been asked for up to here."""
+        if not self._marked.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._marked.device))
+        return event
+
+    def _marks(self, row: int, labels: Tensor, prompt: int) -> Marks:
+        """Of the answer's positions those that are marked, and not by an earlier lap. # labels [positions] places"""
+        expected = prompt + torch.arange(labels.shape[0], device=labels.device)
+        positions = self._marked[row, labels]
+        every = Marks(
+            positions=positions,
+            states=self._states[row, labels],
+            drafted=self._drafted[row, labels],
+            chances=self._chances[row, labels],
+            rejected=self._rejected[row, labels],
+            top_ids=self._top_ids[row, labels],
+            top_logprobs=self._top_logprobs[row, labels],
+        )
+        return every.take((positions == expected).nonzero()[:, 0])  # planned transfer: their number, once per query
+
+    def _place(self, positions: Tensor, valid: Tensor) -> Tensor:
+        return torch.where(valid, positions % self._places, self._places)
+
+    def _range(self, start: int, end: int) -> Tensor:
+        return torch.arange(start, max(start, end), device=self._marked.device) % self._places

@@ -1,0 +1,150 @@
+"""Finished queries made to order for a tiny drafter, and a learner that is fed with them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adaptation.assembly import ServedDrafter, build_learner
+from adaptation.config import AdaptationConfig
+from adaptation.events import Event
+from adaptation.learner import Learner
+from adaptation.pair import DrafterPair, weights_of, write_in_place
+from adaptation.signal import Lesson, lesson_of
+from drafters.feedback import Marks, Query, QueryFeedback
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import TOP
+from tests.adaptation.worlds import Clock
+from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
+from tests.tiny_models import VOCAB_SIZE
+
+HIDDEN, PROMPT, ANSWER = 48, 4, 16
+EMBED = tiny_embedding(HIDDEN)
+
+
+def drafter(seed: int = 0) -> SpecBlock:
+    """The same one every time: describing its target for the first time draws random numbers."""
+    target_config("llama")
+    return tiny_drafter(seed=seed)
+
+
+@cache
+def vocabulary() -> tuple[Tensor, Tensor]:
+    """Target ids of draft tokens, and draft ids of target tokens."""
+    model = drafter()
+    return model.d2t, model.t2d
+
+
+def query(tokens: list[int], *, version: int = 0, accepted: tuple[int, ...] = (1, 2), client: str = "a") -> Query:
+    return Query(
+        row=0,
+        tokens=tokens,
+        client=client,
+        store=True,
+        temperature=0.0,
+        first_version=version,
+        version=version,
+        accepted=accepted,
+        plain_steps=0,
+        draft_cost=1.0,
+        verify_cost=4.0,
+        seconds=0.5,
+    )
+
+
+def feedback(
+    seed: int,
+    *,
+    token: int | None = None,
+    version: int = 0,
+    client: str = "a",
+    accepted: tuple[int, ...] = (1, 2),
+    rejected: int = 12,
+) -> QueryFeedback:
+    """A query whose answer is random tokens, or one token throughout which the target is nearly sure of."""
+    generator = torch.Generator().manual_seed(seed)
+    d2t, t2d = vocabulary()
+    answer = d2t[torch.randint(DRAFT_VOCAB, (ANSWER,), generator=generator)]
+    if token is not None:
+        answer = torch.full((ANSWER,), token)
+    tokens = [*torch.randint(VOCAB_SIZE, (PROMPT,), generator=generator).tolist(), *answer.tolist()]
+    logits = torch.randn(ANSWER, VOCAB_SIZE, generator=generator)
+    logits[torch.arange(ANSWER), answer] += 12.0
+    top = logits.log_softmax(-1).topk(TOP)
+    marks = Marks(
+        positions=PROMPT + torch.arange(ANSWER),
+        states=torch.randn(ANSWER, HIDDEN, generator=generator),
+        drafted=t2d[answer],
+        chances=0.5 * torch.rand(ANSWER, generator=generator),
+        rejected=torch.arange(ANSWER) < rejected,
+        top_ids=top.indices.to(torch.int32),
+        top_logprobs=top.values.to(torch.float16),
+    )
+    return QueryFeedback(
+        query=query(tokens, version=version, accepted=accepted, client=client),
+        prompt=PROMPT,
+        first=0,
+        features=torch.randn(PROMPT + ANSWER - 1, 3 * HIDDEN, generator=generator),
+        top_ids=marks.top_ids,
+        top_logprobs=marks.top_logprobs,
+        marks=marks,
+        ready=None,
+    )
+
+
+def lessons(count: int, *, token: int | None = None) -> list[Lesson]:
+    return [lesson_of(feedback(seed, token=token), most_rejected=32) for seed in range(count)]
+
+
+@dataclass
+class Bench:
+    """A learner on a tiny drafter, and all it told."""
+
+    learner: Learner
+    pair: DrafterPair
+    serving: SpecBlock
+    versions: list[int]
+    clock: Clock
+    events: list[Event] = field(default_factory=list)
+
+    def hear(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
+        self.learner.hear(made(seed, version=self.pair.version, **told))
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+def bench(folder: Path, **knobs: object) -> Bench:
+    """Quick to decide: always updates, gates on four texts."""
+    settings: dict[str, object] = {
+        "policy": "head_only",
+        "head_learning_rate": 0.01,
+        "full_learning_rate": 0.003,
+        "update_norm": 1.0,
+        "gate_sequences": 4,
+        "held_back_sequences": 8,
+        "held_back_share": 0.5,
+        "window_sequences": 8,
+        "probe_texts": 2,
+        "client_free_queries": 1000,
+    }
+    config = AdaptationConfig.model_validate({**settings, **knobs})
+    serving = drafter()
+    versions: list[int] = []
+    events: list[Event] = []
+    clock = Clock()
+    served = ServedDrafter(
+        config=serving.config,
+        weights=weights_of(serving),
+        vocabulary=serving.d2t,
+        write=write_in_place(serving, versions.append),
+        embed=EMBED,
+        max_nodes=8,
+    )
+    learner, pair = build_learner(
+        config, served, folder=folder, device="cpu", clock=clock, seed=0, autocast=False, emit=events.append
+    )
+    return Bench(learner, pair, serving, versions, clock, events)

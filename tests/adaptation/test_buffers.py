@@ -1,0 +1,57 @@
+import random
+from collections import deque
+
+import torch
+
+from adaptation.buffers import HeldBack, LessonBuffers
+from adaptation.policy import ARMS, Arm
+from adaptation.signal import Lesson
+from tests.adaptation.lessons import lessons
+
+torch.set_num_threads(1)
+
+
+def test_the_oldest_lessons_make_room_and_are_counted() -> None:
+    rng, buffers = random.Random(0), LessonBuffers(most_positions=40)
+    kept: deque[tuple[Arm, Lesson]] = deque()
+    dropped = 0
+    for lesson in lessons(12):
+        arm = rng.choice(ARMS)
+        buffers.add(arm, lesson)
+        kept.append((arm, lesson))
+        while sum(one.num_rejected for _, one in kept) > 40:
+            kept.popleft()
+            dropped += 1
+        assert buffers.positions == sum(one.num_rejected for _, one in kept) <= 40
+    assert buffers.num_dropped == dropped > 0
+    for arm in ARMS:
+        expected = [one.signal for name, one in kept if name == arm]
+        assert [one.signal for one in buffers.take(arm)] == expected
+        assert buffers.count(arm) == 0
+
+
+def test_only_full_updates_keep_texts() -> None:
+    buffers = LessonBuffers(most_positions=100)
+    (lesson,) = lessons(1)
+    for arm in ARMS:
+        buffers.add(arm, lesson)
+    assert [one.example is None for one in buffers.take("head")] == [True]
+    assert [one.example is lesson.example for one in buffers.take("full")] == [True]
+
+
+def test_a_lesson_keeps_the_version_it_is_about() -> None:
+    buffers = LessonBuffers(most_positions=100)
+    for version, lesson in enumerate(lessons(3)):
+        buffers.add("head", Lesson(version, lesson.signal, lesson.num_rejected, lesson.marks, None))
+    assert [lesson.version for lesson in buffers.take("head")] == [0, 1, 2]
+
+
+def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
+    held_back = HeldBack(share=0.2, most=3, rng=random.Random(0))
+    drawn = sum(held_back.draws() for _ in range(5000))
+    assert 0.18 * 5000 < drawn < 0.22 * 5000
+    texts = [held_back.number(lesson.example) for lesson in lessons(5) if lesson.example is not None]
+    for text in texts:
+        held_back.keep(text)
+    assert list(held_back.texts) == texts[-3:]
+    assert len({text.number for text in texts}) == 5

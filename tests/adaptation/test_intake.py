@@ -1,0 +1,81 @@
+"""Whose queries become lessons, whose texts judge, and whose leave no trace."""
+
+import random
+from dataclasses import replace
+
+import torch
+
+from adaptation.bandit import Bandit
+from adaptation.buffers import HeldBack, LessonBuffers
+from adaptation.build import build_policy, build_quota
+from adaptation.config import AdaptationConfig
+from adaptation.intake import Intake
+from drafters.feedback import QueryFeedback
+from tests.adaptation.lessons import feedback
+from tests.adaptation.worlds import Clock
+
+torch.set_num_threads(1)
+
+
+class Parts:
+    def __init__(self, *, share: float = 0.5, **knobs: object) -> None:
+        config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
+        clock = Clock()
+        self.buffers = LessonBuffers(most_positions=10_000)
+        self.held_back = HeldBack(share=share, most=1000, rng=random.Random(0))
+        self.policy = build_policy(config, clock=clock, rng=random.Random(0))
+        quota = build_quota(config, clock=clock)
+        self.intake = Intake(self.policy, quota, self.buffers, self.held_back, query_positions=config.query_positions)
+
+    def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
+        """Whether it became a lesson, and whether its text may judge."""
+        before = self.buffers.count("head")
+        taken = self.intake.take(heard, training_cost=0.0, learning=learning)
+        return self.buffers.count("head") > before, taken.held_back
+
+
+def test_a_query_is_learnt_from_or_judges_never_both() -> None:
+    parts = Parts()
+    fates = [parts.take(feedback(seed)) for seed in range(40)]
+    assert {(True, False), (False, True)} == set(fates)
+    assert len(parts.held_back.texts) == sum(judges for _, judges in fates)
+
+
+def test_what_must_not_be_stored_leaves_no_trace() -> None:
+    parts = Parts()
+    for seed in range(20):
+        heard = feedback(seed)
+        private = replace(heard, query=replace(heard.query, store=False))
+        taken = parts.intake.take(private, training_cost=0.0, learning=True)
+        assert (taken.text, taken.held_back, taken.admission.reason) == (None, False, "not_stored")
+    assert (parts.buffers.count("head"), parts.held_back.texts) == (0, ())
+    assert parts.intake.refusals == {"not_stored": 20}
+    assert parts.intake.decisions == {"skip:not_admitted": 20}
+
+
+def test_a_client_beyond_its_share_neither_teaches_nor_judges() -> None:
+    parts = Parts(client_free_queries=0, client_share=0.25)
+    greedy = 0
+    for seed in range(60):
+        for client in "bcdefgh":
+            parts.take(feedback(seed, client=client, rejected=1))
+        for _ in range(5):
+            taught, judges = parts.take(feedback(seed, client="a", rejected=12))
+            greedy += taught or judges
+    assert parts.intake.refusals["over_share"] > 100
+    assert greedy < 60
+
+
+def test_while_paused_nothing_is_learnt() -> None:
+    parts = Parts()
+    fates = [parts.take(feedback(seed), learning=False) for seed in range(20)]
+    assert not any(taught for taught, _ in fates)
+    assert any(judges for _, judges in fates)
+
+
+def test_the_policy_hears_of_every_query() -> None:
+    parts = Parts(policy="bandit", warm_up_queries=10)
+    for seed in range(10):
+        parts.take(feedback(seed))
+    assert isinstance(parts.policy, Bandit)
+    assert parts.intake.decisions == {"skip:warm_up": 10}

@@ -1,0 +1,128 @@
+"""Each replay is done once, and what is remembered is never another drafter's score."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.buffers import HeldBackText
+from adaptation.gate import Gate
+from adaptation.judging import Judge, ReplayName, replay_of
+from adaptation.pair import DrafterPair
+from adaptation.signal import example_of
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
+from drafters.training.replay import replay_chain, replay_trees
+from tests.adaptation.lessons import EMBED, drafter, feedback
+from tests.adaptation.test_pair import pair_of, train
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def text(number: int) -> HeldBackText:
+    example = example_of(feedback(number))
+    assert example is not None
+    return HeldBackText(number, example)
+
+
+def first_weight(model: SpecBlock, _: Example) -> float:
+    """A score that tells which weights were asked."""
+    return model.lm_head.weight[0, 0].item()
+
+
+class Counted:
+    """A replay that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: SpecBlock, example: Example) -> float:
+        self.calls += 1
+        return first_weight(model, example)
+
+
+def judge_of(folder: Path, replay: Counted, *, least: int = 4, known: int = 100) -> tuple[Judge, DrafterPair]:
+    pair = pair_of(folder, drafter())
+    gate = Gate(least_sequences=4, standard_errors=1.0)
+    return Judge(pair, gate, replay, least_texts=least, most_known=known), pair
+
+
+def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
+    replay = Counted()
+    judge, pair = judge_of(tmp_path, replay)
+    texts = [text(number) for number in range(4)]
+    judge.judge(texts)
+    assert replay.calls == 12
+    judge.judge(texts)
+    assert replay.calls == 16
+    train(pair, 1)
+    pair.publish({})
+    pair.between_steps()
+    judge.judge(texts)
+    assert replay.calls == 24
+
+
+def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
+    judge, pair = judge_of(tmp_path, Counted())
+    texts = [text(number) for number in range(4)]
+    anchor = first_weight(pair.anchor, texts[0].example)
+    train(pair, 1)
+    published = first_weight(pair.training, texts[0].example)
+    assert judge.serving(texts) == [anchor] * 4
+    pair.publish({})
+    pair.between_steps()
+    train(pair, 2)
+    decision, seconds = judge.judge(texts)
+    assert decision.candidate_mean == pytest.approx(first_weight(pair.training, texts[0].example))
+    assert (decision.serving_mean, decision.anchor_mean) == pytest.approx((published, anchor))
+    assert seconds > 0
+    scored = judge.scored(text(9), with_previous=True)
+    assert (scored.serving, scored.anchor, scored.before) == (published, anchor, anchor)
+    assert judge.scored(text(9), with_previous=False).before is None
+
+
+def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
+    replay = Counted()
+    judge, _ = judge_of(tmp_path, replay, least=5)
+    assert judge.judge([text(number) for number in range(4)])[0].reason == "too_little_evidence"
+    assert replay.calls == 0
+
+
+def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path) -> None:
+    replay = Counted()
+    judge, pair = judge_of(tmp_path, replay)
+    texts = [text(number) for number in range(10)]
+    for change, calls in ((-1.0, 4), (1.0, 10)):
+        with torch.no_grad():
+            pair.training.lm_head.weight[0, 0] += change
+            pair.training.lm_head.weight[0, 0] += change
+        judge.serving(texts)
+        judge.anchor(texts)
+        before = replay.calls
+        decision, _ = judge.judge(texts)
+        assert replay.calls - before == calls
+        assert decision.num_sequences == calls
+
+
+def test_what_is_known_is_bounded(tmp_path: Path) -> None:
+    replay = Counted()
+    judge, _ = judge_of(tmp_path, replay, known=2)
+    for number in (0, 1, 2, 1, 2):
+        judge.anchor([text(number)])
+    assert replay.calls == 3
+    judge.anchor([text(0)])
+    assert replay.calls == 4
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_a_drafter_in_bf16_can_be_replayed(name: ReplayName) -> None:
+    tau = replay_of(name, EMBED, max_nodes=8)(drafter().to(torch.bfloat16), text(0).example)
+    assert 1.0 <= tau <= 9.0
+
+
+def test_replays_are_those_of_the_drafters() -> None:
+    model, example = drafter(), text(0).example
+    assert replay_of("chain", EMBED, max_nodes=8)(model, example) == replay_chain(model, EMBED, example).tau
+    expected = replay_trees(model, EMBED, [example], max_nodes=8).tau
+    assert replay_of("tree", EMBED, max_nodes=8)(model, example) == expected

@@ -1,0 +1,297 @@
+"""The whole loop on a tiny drafter: what helps is published, what harms is refused or taken back, what breaks is
+survived, and a later process goes on where this one stopped."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.errors import NotStored
+from adaptation.pair import weights_of
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import Bench, bench, drafter, feedback, vocabulary
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("impatient")
+DRAFTED = 5
+TOKEN = int(vocabulary()[0][DRAFTED])
+
+
+def learning(folder: Path, **knobs: object) -> Bench:
+    return bench(
+        folder,
+        **{"policy": "full_only", "full_queries": 4, "full_steps": 6, "full_learning_rate": 0.01, **knobs},
+    )
+
+
+def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), update: bool = True) -> None:
+    """Queries whose answers are one token throughout, each with an engine step and a chance to update after it."""
+    for seed in seeds:
+        tried.hear(feedback, seed, token=TOKEN, accepted=accepted)
+        if update:
+            tried.learner.update()
+        tried.pair.between_steps()
+
+
+def taught(folder: Path, **knobs: object) -> Bench:
+    tried = learning(folder, **knobs)
+    serve_until(tried, range(60), "published")
+    assert tried.pair.origin > 0
+    return tried
+
+
+def serve_until(tried: Bench, seeds: range, kind: str) -> None:
+    for seed in seeds:
+        serve(tried, range(seed, seed + 1))
+        if kind in tried.kinds():
+            return
+    raise AssertionError(f"{kind} never happened: {tried.kinds()}")
+
+
+@torch.no_grad()
+def spoil(tried: Bench, seed: int = 7) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for value in tried.pair.training.parameters():
+        value.copy_(torch.randn(value.shape, generator=generator))
+    head = tried.pair.training.lm_head.weight
+    head.mul_(50)  # more than an update can mend
+    head[DRAFTED] = 0.0
+
+
+def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    serve(tried, range(32))
+    published = [event for event in tried.events if event.kind == "published"]
+    assert tried.versions == [event.version for event in published] == list(range(1, len(published) + 1))
+    assert published[-1].numbers["candidate"] > published[-1].numbers["anchor"] + 1
+    assert all(event.numbers["candidate"] > event.numbers["serving"] for event in published)
+    assert not same(weights_of(tried.serving), weights_of(drafter()))
+    assert tried.learner.training_seconds > 0
+    assert "rolled_back" not in tried.kinds()
+
+
+def test_without_evidence_nothing_is_published(tmp_path: Path) -> None:
+    tried = learning(tmp_path, held_back_share=0.001)
+    serve(tried, range(12))
+    assert set(tried.kinds()) == {"refused"}
+    assert {event.reason for event in tried.events} == {"too_little_evidence"}
+
+
+def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
+    tried = learning(tmp_path, policy="never")
+    serve(tried, range(12))
+    assert tried.events == []
+    assert same(weights_of(tried.serving), weights_of(drafter()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> None:
+    tried = taught(tmp_path, full_steps=2, full_learning_rate=0.02)
+    served, version = {name: value.clone() for name, value in weights_of(tried.serving).items()}, tried.pair.version
+    tried.events.clear()
+    spoil(tried, seed)
+    serve(tried, range(100, 104), update=False)
+    while tried.learner.update() is None:
+        serve(tried, range(104, 106), update=False)
+    assert [(event.kind, event.reason) for event in tried.events] == [("refused", "worse_than_serving")]
+    tried.pair.between_steps()
+    assert tried.pair.version == version
+    assert same(weights_of(tried.serving), served)
+    assert same(weights_of(tried.pair.training), served)
+
+
+def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
+    tried = taught(tmp_path, window_sequences=16)
+    good = {name: value.clone() for name, value in weights_of(tried.serving).items()}
+    origin = tried.pair.origin
+    spoil(tried)
+    poisoned = tried.pair.publish({})
+    tried.pair.between_steps()
+    tried.learner._watch.reset()
+    tried.events.clear()
+    queries = 0
+    while tried.pair.origin == poisoned:
+        serve(tried, range(200 + queries, 201 + queries), update=False)
+        queries += 1
+        assert queries <= 16, "not within one window"
+    assert [event.kind for event in tried.events] == ["rolled_back"]
+    assert tried.events[0].reason == "worse_than_before"
+    assert tried.events[0].numbers["condemned"] == poisoned
+    assert tried.pair.origin == origin
+    assert same(weights_of(tried.serving), good)
+    assert same(weights_of(tried.pair.training), good)
+
+
+def test_a_collapse_is_taken_back_at_once(tmp_path: Path) -> None:
+    tried = taught(tmp_path, collapse_verifies=8)
+    origin = tried.pair.origin
+    tried.events.clear()
+    serve(tried, range(200, 201), accepted=(0,) * 8, update=False)
+    assert [(event.kind, event.reason) for event in tried.events] == [("rolled_back", "collapsed")]
+    assert tried.pair.origin < origin
+
+
+def test_a_collapse_of_the_anchor_is_only_told(tmp_path: Path) -> None:
+    tried = learning(tmp_path, policy="never", collapse_verifies=8)
+    serve(tried, range(1), accepted=(0,) * 8)
+    assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "collapsed")]
+    assert tried.pair.version == 0
+
+
+def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> None:
+    tried = taught(tmp_path, fall_standard_errors=0.0)
+    tried.events.clear()
+    tried.learner._watch.reset()
+    for start, accepted in ((200, (6, 6)), (208, (4, 4)), (216, (2, 2))):
+        serve(tried, range(start, start + 8), accepted=accepted, update=False)
+    assert [(event.kind, event.reason) for event in tried.events] == [("dismissed", "other_traffic")]
+
+
+def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
+    tried = taught(tmp_path)
+    origin, version = tried.pair.origin, tried.pair.version
+    restored = tried.learner.rollback()
+    assert restored.origin < origin
+    assert tried.pair.between_steps() == restored.version == version + 1
+    tried.learner.pause()
+    tried.events.clear()
+    serve(tried, range(100, 130))
+    assert tried.events == []
+    tried.learner.resume()
+    serve_until(tried, range(130, 190), "published")
+
+
+def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    for seed in range(60):
+        tried.hear(feedback, seed, token=TOKEN)
+        tried.learner.update()
+        if tried.pair.pending:
+            break
+    assert tried.pair.pending
+    tried.learner.rollback()
+    tried.pair.between_steps()
+    assert tried.pair.origin == 0
+    assert same(weights_of(tried.serving), weights_of(drafter()))
+
+
+def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    for seed in range(40):
+        tried.hear(feedback, seed, token=TOKEN)
+        tried.learner.update()
+    assert tried.kinds().count("published") == 1
+    assert tried.events[-1].kind == "published"
+
+
+def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    broken = feedback(0, token=TOKEN)
+    broken.features[6:] = math.nan
+    while not tried.events:
+        tried.learner.hear(broken)
+        tried.learner.update()
+    assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
+    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+
+
+@pytest.mark.parametrize("stage", ["_trained", "_conclude"])
+def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = learning(tmp_path)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tried.learner, stage, breaks)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            serve(tried, range(20))
+    spoil(tried)
+    tried.learner.recover("RuntimeError")
+    assert tried.kinds()[-1] == "failed"
+    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    serve_until(tried, range(40, 100), "published")
+
+
+def test_a_full_disk_stops_neither_serving_nor_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise NotStored("no space left")
+
+    tried = learning(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("adaptation.snapshots.write_snapshot", full)
+        serve_until(tried, range(60), "refused")
+        while tried.events[-1].reason == "too_little_evidence":
+            serve_until(tried, range(60, 120), "refused")
+    assert tried.events[-1].reason == "not_stored"
+    assert tried.pair.version == 0
+    serve_until(tried, range(120, 180), "published")
+
+
+def test_a_later_process_goes_on(tmp_path: Path) -> None:
+    before = taught(tmp_path)
+    before.learner.save(training=True)
+    after = learning(tmp_path)
+    after.learner.restore()
+    after.pair.between_steps()
+    assert after.pair.version == before.pair.version + 1
+    assert after.pair.origin == before.pair.origin
+    assert same(weights_of(after.serving), weights_of(before.serving))
+    assert same(after.learner._trainer.tensors(), before.learner._trainer.tensors())
+    assert after.learner._policy.state() == before.learner._policy.state()
+    assert [(event.kind, event.reason) for event in after.events] == [("restored", "same_weights")]
+
+
+def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
+    before = taught(tmp_path)
+    bad = before.pair.origin
+    before.learner.rollback()
+    before.pair.between_steps()
+    after = learning(tmp_path)
+    after.learner.restore()
+    after.pair.between_steps()
+    assert bad in after.pair.condemned
+    assert same(weights_of(after.serving), weights_of(before.serving))
+
+
+def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    tried.learner.restore()
+    assert (tried.events, tried.pair.pending) == ([], False)
+
+
+def test_another_policy_starts_anew(tmp_path: Path) -> None:
+    before = taught(tmp_path)
+    before.learner.save(training=False)
+    after = learning(tmp_path, policy="bandit")
+    after.learner.restore()
+    assert after.events[0].reason == "same_weights"
+    assert any("policy" in event.reason for event in after.events[1:])
+    assert after.pair.between_steps() > 0
+
+
+def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path: Path) -> None:
+    tried = taught(tmp_path, collapse_verifies=8)
+    tried.events.clear()
+    tried.learner.hear(feedback(300, token=TOKEN, version=0, accepted=(0,) * 16))
+    assert tried.events == []
+
+
+def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    tried.learner._spend(3.0)
+    heard = feedback(0, token=TOKEN)
+    assert tried.learner._pay(heard) == 3.0 * (1.0 + 4.0) / 0.5
+    assert tried.learner._pay(heard) == 0.0
+
+
+def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
+    tried = learning(tmp_path)
+    assert tried.learner.drift() is None
+    serve(tried, range(8), update=False)
+    assert tried.learner.drift() == 0.0
+    serve(tried, range(8, 48))
+    drift = tried.learner.drift()
+    assert drift is not None
+    assert drift > 0

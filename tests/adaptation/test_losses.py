@@ -1,0 +1,107 @@
+"""Divergences against torch's own, and the valid prefix against a plain loop."""
+
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import kl_div
+
+from adaptation.drift import Drift
+from adaptation.losses import TextDivergence, anchor_divergence, rank_loss, target_divergence
+from adaptation.signal import example_of
+from drafters.training.corpus import Batch, Example
+from tests.adaptation.lessons import EMBED, drafter, feedback
+
+torch.set_num_threads(1)
+
+
+def text(seed: int) -> Example:
+    made = example_of(feedback(seed))
+    assert made is not None
+    return made
+
+
+def test_the_divergence_from_the_anchor_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 7, 64, generator=generator)
+    expected = kl_div(theirs.log_softmax(-1), ours.log_softmax(-1), reduction="batchmean", log_target=True)
+    assert torch.allclose(anchor_divergence(ours, theirs), expected)
+    assert anchor_divergence(ours, ours) == 0
+
+
+def test_the_divergence_from_the_target_is_torchs_where_all_tokens_can_be_drafted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, target = torch.randn(2, 7, 64, generator=generator)
+    ids = torch.stack([torch.randperm(64, generator=generator) for _ in range(7)])
+    logs = target.log_softmax(-1).gather(1, ids)
+    expected = kl_div(ours.log_softmax(-1), target.log_softmax(-1), reduction="batchmean", log_target=True)
+    assert torch.allclose(target_divergence(ours, ids, logs), expected, atol=1e-6)
+
+
+def test_a_token_that_cannot_be_drafted_teaches_nothing() -> None:
+    logits = torch.zeros(1, 4)
+    drafted, logs = torch.tensor([[2, -1]]), torch.tensor([[0.5, 0.5]]).log()
+    assert torch.allclose(target_divergence(logits, drafted, logs), 0.5 * (torch.tensor(0.5 / 0.25)).log())
+    assert target_divergence(logits, torch.tensor([[-1, -1]]), torch.tensor([[-torch.inf, 0.0]])) == 0
+
+
+def test_the_rank_head_learns_the_rank_of_the_targets_token() -> None:
+    model = drafter()
+    marks = feedback(0).marks
+    logits = model.lm_head(marks.states)
+    with torch.no_grad():
+        last_layer = model.rank_head.get_submodule("2")
+        last_layer.get_parameter("weight").zero_()
+        last_layer.get_parameter("bias").copy_(torch.tensor([50.0, 0.0, 0.0, 0.0]))
+    first = replace(marks, drafted=logits.argmax(-1))
+    last = replace(marks, drafted=torch.full_like(marks.drafted, -1))
+    assert rank_loss(model, first, logits) < 1e-3
+    assert rank_loss(model, last, logits) > 40
+
+
+def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
+    anchor = drafter()
+    drift = Drift(anchor, EMBED, most_texts=3)
+    ready = []
+    for texts in ([text(0)], [text(seed) for seed in range(1, 6)]):
+        drift.offer(texts)
+        ready.append(drift.ready)
+    assert ready == [False, True]
+    distances = []
+    for size in (0.0, 0.05, 0.2):
+        moved = drafter()
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for value in moved.parameters():
+                value.add_(size * torch.randn(value.shape, generator=noise))
+        distances.append(drift.of(moved))
+    assert distances[0] == 0.0
+    assert 0 < distances[1] < distances[2]
+    assert drift.of(drafter()) == 0.0
+
+
+def test_later_texts_do_not_change_the_probe_set() -> None:
+    one, other = (Drift(drafter(), EMBED, most_texts=2) for _ in range(2))
+    one.offer([text(0), text(1)])
+    other.offer([text(0), text(1), text(2)])
+    other.offer([text(3)])
+    assert one.of(drafter(seed=1)) == other.of(drafter(seed=1))
+
+
+def test_a_block_teaches_as_far_as_the_anchor_could_have_drafted_it() -> None:
+    anchor = drafter()
+    divergence = TextDivergence(anchor, EMBED, anchors=4)
+    batch = Batch.of([text(0), text(1)], 8, "cpu")
+    starts = divergence._starts(batch)
+    states = torch.randn(2, 4, 4, 48, generator=torch.Generator().manual_seed(0))
+    valid = divergence._valid(batch, starts, states)
+    ranked = anchor.lm_head(states).topk(10).indices
+    for line in range(2):
+        for number, start in enumerate(starts[line].tolist()):
+            reached = True
+            for entry in range(4):
+                place = start + 2 + entry
+                labelled = bool(batch.label_index[line, place] >= 0)
+                assert bool(valid[line, number, entry]) == (entry > 0 and reached and labelled)
+                token = int(anchor.t2d[batch.tokens[line, min(place, batch.tokens.shape[1] - 1)]])
+                reached = reached and token in ranked[line, number, entry].tolist()
+    assert valid.any()

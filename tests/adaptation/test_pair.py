@@ -1,0 +1,208 @@
+"""Serving weights change between steps only, as a whole, under rising versions; a restore brings back exact bits."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaptation.errors import Damaged, NotStored
+from adaptation.pair import DrafterPair, weights_of, write_in_place
+from adaptation.signal import example_of
+from adaptation.snapshot_folder import folder_name
+from adaptation.snapshots import SnapshotRing
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Batch
+from drafters.training.forward import TrainingForward
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import EMBED, drafter, feedback
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def pair_of(folder: Path, serving: SpecBlock, *, versions: list[int] | None = None) -> DrafterPair:
+    told = [] if versions is None else versions
+    return DrafterPair(
+        weights_of(serving),
+        serving.d2t,
+        serving.config,
+        write=write_in_place(serving, told.append),
+        snapshots=SnapshotRing(folder, in_memory=1, on_disk=4),
+        train_device="cpu",
+    )
+
+
+@torch.no_grad()
+def train(pair: DrafterPair, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for value in pair.training.parameters():
+        value.add_(0.1 * torch.randn(value.shape, generator=generator))
+
+
+def bits(model: SpecBlock) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in weights_of(model).items()}
+
+
+@torch.no_grad()
+def says(model: SpecBlock) -> Tensor:
+    text = example_of(feedback(3))
+    assert text is not None
+    batch = Batch.of([text], 8, "cpu")
+    first = TrainingForward(model, EMBED).first(batch, torch.tensor([[4, 6]]))
+    return model.lm_head(torch.cat([first.stream.flatten(0, 1), first.states.flatten(0, 2)]))  # type: ignore[no-any-return]
+
+
+def test_a_publish_makes_serving_say_what_the_training_copy_says(tmp_path: Path) -> None:
+    serving = drafter()
+    pair = pair_of(tmp_path, serving)
+    assert torch.equal(says(serving), says(pair.training))
+    train(pair, 1)
+    before = bits(serving)
+    assert pair.publish({"candidate": 2.0}) == 1
+    assert (pair.version, pair.pending) == (0, True)
+    assert same(bits(serving), before)
+    assert pair.between_steps() == 1
+    assert (pair.version, pair.origin, pair.pending) == (1, 1, False)
+    assert torch.equal(says(serving), says(pair.training))
+    assert torch.equal(says(pair.served()), says(serving))
+    assert torch.equal(says(pair.served_in_full()), says(serving))
+
+
+def test_the_parameters_stay_the_same_objects(tmp_path: Path) -> None:
+    serving = drafter().to(torch.bfloat16)
+    pair, places = pair_of(tmp_path, serving), {n: v.data_ptr() for n, v in serving.named_parameters()}
+    train(pair, 1)
+    pair.publish({})
+    pair.between_steps()
+    assert places == {name: value.data_ptr() for name, value in serving.named_parameters()}
+    expected = {name: value.detach().to(torch.bfloat16) for name, value in pair.training.named_parameters()}
+    assert same(bits(serving), expected)
+
+
+def test_what_is_trained_on_touches_nothing_that_serves(tmp_path: Path) -> None:
+    serving = drafter()
+    pair, before = pair_of(tmp_path, serving), bits(serving)
+    train(pair, 1)
+    assert same(bits(serving), before)
+    assert same(bits(pair.served()), before)
+    assert same(bits(pair.anchor), before)
+    assert not same(bits(pair.candidate()), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dtype: torch.dtype) -> None:
+    serving = drafter().to(dtype)
+    versions: list[int] = []
+    pair = pair_of(tmp_path, serving, versions=versions)
+    known = {0: bits(serving)}
+    for seed in (1, 2, 3):
+        train(pair, seed)
+        known[pair.publish({})] = {}
+        pair.between_steps()
+        known[pair.version] = bits(serving)
+    for target, version in ((1, 4), (3, 5), (0, 6), (2, 7)):
+        restored = pair.restore(target)
+        assert (restored.version, restored.origin, restored.refused) == (version, target, ())
+        assert pair.between_steps() == version
+        assert pair.origin == target
+        assert same(bits(serving), known[target])
+    assert versions == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path) -> None:
+    serving = drafter()
+    pair, first = pair_of(tmp_path, serving), bits(serving)
+    for seed in (1, 2, 3, 4):
+        train(pair, seed)
+        pair.publish({})
+        pair.between_steps()
+    pair.condemned.add(3)
+    (tmp_path / folder_name(2) / "weights.safetensors").write_bytes(b"")
+    assert pair.condemn() == 4
+    restored = pair.restore_before(4)
+    assert restored.origin == 1
+    assert [refusal.version for refusal in restored.refused] == [2]
+    pair.between_steps()
+    assert pair.condemn() == 1
+    assert pair.restore_before(1).origin == 0
+    pair.between_steps()
+    assert same(bits(serving), first)
+    pair.condemn()
+    assert pair.condemned == {1, 3, 4}
+
+
+def test_a_restore_overtakes_a_publish_that_waits(tmp_path: Path) -> None:
+    serving = drafter()
+    pair, first = pair_of(tmp_path, serving), bits(serving)
+    train(pair, 1)
+    pair.publish({})
+    assert (pair.condemn(), pair.restore_before(1).version) == (1, 2)
+    assert pair.between_steps() == 2
+    assert same(bits(serving), first)
+
+
+def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
+    serving = drafter()
+    pair, before = pair_of(tmp_path / "ring", serving), bits(serving)
+    (tmp_path / "ring").write_text("in the way")
+    train(pair, 1)
+    with pytest.raises(NotStored):
+        pair.publish({})
+    assert (pair.between_steps(), pair.newest) == (0, 0)
+    assert same(bits(serving), before)
+
+
+def test_weights_that_are_not_finite_are_not_published(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, drafter())
+    with torch.no_grad():
+        pair.training.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(NotStored, match="finite"):
+        pair.publish({})
+    assert not pair.pending
+
+
+def test_a_version_that_is_not_there_is_not_restored(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, drafter())
+    with pytest.raises(Damaged):
+        pair.restore(7)
+    assert not pair.pending
+
+
+def test_a_later_process_uses_no_version_twice(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, drafter())
+    train(pair, 1)
+    pair.publish({})
+    later = pair_of(tmp_path, drafter())
+    later.resume(9, {1})
+    assert later.restore(0).version == 10
+    assert later.restore_before(9).origin == 0
+
+
+def test_steps_never_see_two_versions(tmp_path: Path) -> None:
+    """One thread steps and reads every parameter, another publishes as fast as it can."""
+    serving, done = drafter(), threading.Event()
+    pair = pair_of(tmp_path, serving)
+    seen: list[tuple[int, set[float]]] = []
+
+    def step() -> None:
+        while not done.is_set():
+            version = pair.between_steps()
+            seen.append((version, {float(value.view(-1)[0]) for value in serving.parameters()}))
+
+    engine = threading.Thread(target=step)
+    engine.start()
+    while len({version for version, _ in seen}) < 12:
+        if not pair.pending:
+            with torch.no_grad():
+                for value in pair.training.parameters():
+                    value.fill_(float(pair.newest + 1))
+            pair.publish({})
+    done.set()
+    engine.join()
+    served = [entry for entry in seen if entry[0]]
+    assert all(values == {float(version)} for version, values in served)
+    order = [version for version, _ in seen]
+    assert order == sorted(order)
+    assert set(order) == set(range(max(order) + 1))

@@ -1,0 +1,71 @@
+"""The signal by hand, the clip on one query, and texts that a drafter can be trained and scored on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adaptation.signal import example_of, lesson_of, signal_of
+from drafters.training.corpus import Batch
+from drafters.training.replay import replay_chain
+from tests.adaptation.lessons import ANSWER, EMBED, PROMPT, drafter, feedback
+
+torch.set_num_threads(1)
+
+
+def test_the_signal_is_what_the_drafter_did_not_believe_in() -> None:
+    heard = feedback(0, rejected=3)
+    marks = replace(heard.marks, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
+    assert signal_of(marks) == 0.75 + 1.0 + 0.0
+
+
+def test_a_query_counts_for_so_many_positions_at_most() -> None:
+    marks = feedback(0, rejected=12).marks
+    lesson = lesson_of(feedback(0, rejected=12), most_rejected=1)
+    assert lesson.num_rejected == 1
+    assert lesson.marks.positions[lesson.marks.rejected].tolist() == [marks.positions[11]]
+    assert lesson.marks.count == 1 + 3
+    assert lesson.signal <= 1.0
+    assert lesson_of(feedback(0, rejected=12), most_rejected=50).marks.count == ANSWER
+
+
+def test_the_text_keeps_its_labels_when_its_beginning_was_lost() -> None:
+    whole = feedback(0)
+    lost = PROMPT + 3
+    cut = replace(
+        whole,
+        first=lost,
+        prompt=lost,
+        features=whole.features[lost:],
+        top_ids=whole.top_ids[3:],
+        top_logprobs=whole.top_logprobs[3:],
+    )
+    full, part = example_of(whole), example_of(cut)
+    assert full is not None
+    assert part is not None
+    assert part.tokens.tolist() == full.tokens[lost:].tolist()
+    assert part.prompt == 2
+    assert torch.equal(part.top_ids, full.top_ids[5:])
+    assert part.length == part.features.shape[0]
+    left, right = (Batch.of([text], 8, "cpu").label_index[0] for text in (full, part))
+    assert (left >= 0).sum() == ANSWER
+    assert (right >= 0).sum() == ANSWER - 5
+
+
+def test_a_text_can_be_replayed() -> None:
+    text = example_of(feedback(0))
+    assert text is not None
+    assert replay_chain(drafter(), EMBED, text).tokens == ANSWER - 1
+
+
+@pytest.mark.parametrize("answer", [0, 1, 3])
+def test_an_answer_of_a_few_tokens_is_no_text(answer: int) -> None:
+    heard = feedback(0)
+    short = replace(
+        heard,
+        query=replace(heard.query, tokens=heard.query.tokens[: PROMPT + answer]),
+        features=heard.features[: PROMPT + answer - 1],
+        top_ids=heard.top_ids[:answer],
+        top_logprobs=heard.top_logprobs[:answer],
+    )
+    assert example_of(short) is None

@@ -1,0 +1,205 @@
+"""Updates learn, are bounded, are the same twice, and leave no trace when anything is not finite."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaptation.policy import ARMS, Arm
+from adaptation.signal import Lesson
+from adaptation.trainer import HEADS, Rules, Trainer
+from drafters.specblock.model import SpecBlock
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import EMBED, drafter, lessons, vocabulary
+
+torch.set_num_threads(1)
+TOKEN = int(vocabulary()[0][5])
+
+
+def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int = 4, autocast: bool = False) -> Rules:
+    return Rules(
+        rates={"head": 0.01, "full": 0.003},
+        steps=dict.fromkeys(ARMS, steps),
+        anchor_weight=anchor_weight,
+        gradient_norm=1.0,
+        update_norm=update_norm,
+        autocast=autocast,
+    )
+
+
+def trainer(settings: Rules | None = None) -> tuple[Trainer, SpecBlock]:
+    model = drafter()
+    anchor = copy.deepcopy(model)
+    return Trainer(model, anchor, EMBED, rules=settings or rules(), generator=torch.Generator().manual_seed(0)), model
+
+
+def state_of(trained: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trained.tensors().items()}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> None:
+    trained, _ = trainer(rules(steps=12, autocast=autocast))
+    report = trained.update(arm, lessons(4, token=TOKEN))
+    assert report.outcome == "applied"
+    assert report.seconds > 0
+    assert 0 < report.moved < 1
+    assert report.losses[-1].draft < 0.8 * report.losses[0].draft
+    assert report.losses[-1].rank < report.losses[0].rank
+    assert abs(report.losses[0].anchor) < 1e-5 < report.losses[-1].anchor
+
+
+def test_a_head_update_moves_heads_only() -> None:
+    trained, _ = trainer()
+    before = {name: value.clone() for name, value in trained.weights.items()}
+    trained.update("head", lessons(4))
+    moved = {name for name, value in trained.weights.items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.startswith(HEADS)}
+    assert moved
+    trained.update("full", lessons(4))
+    assert any(not torch.equal(trained.weights[name], before[name]) for name in before if name not in moved)
+
+
+def test_the_anchor_holds_a_drafter_back() -> None:
+    free, tied = trainer(rules(anchor_weight=0.0, steps=12))[0], trainer(rules(anchor_weight=10.0, steps=12))[0]
+    taught = lessons(4, token=TOKEN)
+    for arm in ARMS:
+        far, near = free.update(arm, taught), tied.update(arm, taught)
+        assert near.losses[-1].anchor < far.losses[-1].anchor
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
+    trained, _ = trainer(rules(update_norm=0.001))
+    names = [name for name in trained.weights if arm == "full" or name.startswith(HEADS)]
+    before = {name: trained.weights[name].clone() for name in names}
+    report = trained.update(arm, lessons(4))
+    moved = math.sqrt(sum(float((trained.weights[name] - before[name]).square().sum()) for name in names))
+    size = math.sqrt(sum(float(value.square().sum()) for value in before.values()))
+    assert report.moved == 0.001
+    assert moved / size == pytest.approx(0.001, rel=1e-3)
+
+
+def test_the_same_lessons_give_the_same_bits() -> None:
+    one, other = trainer()[0], trainer()[0]
+    for arm in (*ARMS, *ARMS):
+        assert one.update(arm, lessons(4)).losses == other.update(arm, lessons(4)).losses
+    assert same(one.tensors(), other.tensors())
+
+
+def test_a_resumed_trainer_goes_on_to_the_bit() -> None:
+    going, resumed = trainer()[0], trainer()[0]
+    going.update("head", lessons(4))
+    going.update("head", lessons(3))
+    resumed.load_tensors(state_of(going))
+    going.update("head", lessons(2))
+    resumed.update("head", lessons(2))
+    assert same(going.tensors(), resumed.tensors())
+
+
+def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+    taught = lessons(4)
+    for values in (taught[2].marks.states, taught[2].example.features if taught[2].example else torch.empty(0)):
+        values[-3:].fill_(math.nan)
+    return taught
+
+
+def broken_gradient(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    return lessons(4)
+
+
+def broken_optimizer(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+    trained.tensors()[f"{arm}.lm_head.weight.exp_avg"][3, 4] = math.nan
+    return lessons(4)
+
+
+def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+    """The first step is fine."""
+    calls: list[int] = []
+
+    def after_one(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        return gradient if len(calls) < 2 else gradient * math.nan
+
+    model.lm_head.weight.register_hook(after_one)
+    return lessons(4)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(
+    ("breaks", "outcome"),
+    [
+        (broken_loss, "loss_not_finite"),
+        (broken_gradient, "gradient_not_finite"),
+        (broken_optimizer, "optimizer_not_finite"),
+        (broken_later, "gradient_not_finite"),
+    ],
+)
+def test_what_is_not_finite_leaves_no_trace(
+    arm: Arm, breaks: Callable[[Trainer, SpecBlock, Arm], list[Lesson]], outcome: str
+) -> None:
+    trained, model = trainer()
+    trained.update("head", lessons(4))
+    trained.update("full", lessons(4))
+    before = state_of(trained)
+    report = trained.update(arm, breaks(trained, model, arm))
+    assert (report.outcome, report.applied, report.moved) == (outcome, False, 0.0)
+    after = trained.tensors()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    if breaks is broken_optimizer:  # there is nothing good to go back to
+        assert changed == {name for name in before if name.startswith(f"{arm}.")}
+        assert all(not after[name].any() for name in changed)
+    else:
+        assert changed == set()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_broken_weight_is_no_update() -> None:
+    trained, _ = trainer()
+    trained.weights["rank_head.2.bias"][0] = math.nan
+    assert trained.update("head", lessons(4)).outcome == "weights_not_finite"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_exception_leaves_no_trace(arm: Arm) -> None:
+    trained, model = trainer()
+    before = state_of(trained)
+
+    def breaks(gradient: Tensor) -> Tensor:
+        raise RuntimeError("broken on purpose")
+
+    model.lm_head.weight.register_hook(breaks)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained.update(arm, lessons(4))
+    assert same(before, trained.tensors())
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_update_can_be_broken_off_between_steps(arm: Arm) -> None:
+    trained, _ = trainer()
+    before, asked = state_of(trained), iter([False, False, True])
+    report = trained.update(arm, lessons(4), lambda: next(asked))
+    assert (report.outcome, len(report.losses)) == ("interrupted", 2)
+    assert same(before, trained.tensors())
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_no_lesson_is_no_update(arm: Arm) -> None:
+    trained, _ = trainer()
+    before = state_of(trained)
+    assert trained.update(arm, []).outcome == "nothing_to_learn"
+    assert same(before, trained.tensors())
+
+
+def test_other_weights_come_without_memory() -> None:
+    trained, _ = trainer()
+    trained.update("full", lessons(4))
+    other = drafter(seed=3)
+    trained.load(dict(other.named_parameters()))
+    assert same(trained.weights, {name: value.detach() for name, value in other.named_parameters()})
+    assert not any(value.any() for name, value in trained.tensors().items() if not name.startswith("weights."))

@@ -1,0 +1,248 @@
+"""The side thread: never in the engine's way, within its share of time, and not to be killed by anything."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.trainer import UpdateReport
+from adaptation.worker import Worker
+from drafters.feedback import QueryFeedback
+from tests.adaptation.lessons import bench, feedback, vocabulary
+
+torch.set_num_threads(1)
+FEEDBACK = feedback(0)
+
+
+@dataclass
+class Scripted:
+    """A loop that does what it is told at each stage."""
+
+    on_hear: Callable[[], None] = lambda: None
+    on_update: Callable[[Callable[[], bool]], UpdateReport | None] = lambda _: None
+    on_recover: Callable[[], None] = lambda: None
+    on_save: Callable[[], None] = lambda: None
+    told: list[str] = field(default_factory=list)
+
+    def hear(self, feedback: QueryFeedback) -> None:
+        self.told.append("hear")
+        self.on_hear()
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        return self.on_update(interrupted)
+
+    def recover(self, error: str) -> None:
+        self.told.append(f"recover {error}")
+        self.on_recover()
+
+    def save(self, *, training: bool) -> None:
+        self.told.append("save")
+        self.on_save()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def once(action: Callable[[], None]) -> Callable[[], None]:
+    """Does it the first time only."""
+    left: Iterator[Callable[[], None]] = iter([action])
+    return lambda: next(left, lambda: None)()
+
+
+def broken() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def killed() -> None:
+    raise SystemExit
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(loop: Scripted, *, most_waiting: int = 64, duty_cycle: float = 1.0) -> Worker:
+        workers.append(Worker(loop, most_waiting=most_waiting, threads=1, duty_cycle=duty_cycle))
+        return workers[-1]
+
+    yield make
+    assert all(worker.stop() for worker in workers)
+
+
+Made = Callable[..., Worker]
+
+
+def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
+    loop = Scripted()
+    worker = made(loop)
+    worker.start()
+    for _ in range(20):
+        worker.offer(FEEDBACK)
+    wait_until(lambda: loop.told.count("hear") == 20)
+    assert worker.stop()
+    assert loop.told == ["hear"] * 20 + ["save"]
+    assert worker.num_dropped == 0
+
+
+def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
+    going = threading.Event()
+    loop = Scripted(on_hear=lambda: wait_until(going.is_set))
+    worker = made(loop, most_waiting=5)
+    worker.start()
+    worker.offer(FEEDBACK)
+    wait_until(lambda: loop.told == ["hear"])
+    began = time.monotonic()
+    for _ in range(1000):
+        worker.offer(FEEDBACK)
+    assert time.monotonic() - began < 1.0
+    assert worker.num_dropped == 995
+    going.set()
+    wait_until(lambda: loop.told == ["hear"] * 6)
+
+
+@pytest.mark.parametrize("stage", ["hear", "update", "recover", "command"])
+def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: str) -> None:
+    loop = Scripted()
+    fails = once(broken)
+    if stage == "hear":
+        loop.on_hear = fails
+    elif stage == "update":
+        loop.on_update = lambda _: fails()
+    elif stage == "recover":
+        loop.on_hear, loop.on_recover = once(broken), fails
+    worker = made(loop)
+    worker.start()
+    if stage == "command":
+        with pytest.raises(RuntimeError, match="on purpose"):
+            worker.ask(broken).result(10)
+    worker.offer(FEEDBACK)
+    wait_until(lambda: worker.failures[stage] == 1)  # type: ignore[index]
+    worker.offer(FEEDBACK)
+    wait_until(lambda: loop.told.count("hear") == 2)
+    failed_in = "hear" if stage == "recover" else stage
+    assert f"recover {failed_in}: RuntimeError: broken on purpose" in loop.told
+    assert (worker.alive, worker.num_restarts) == (True, 0)
+
+
+def test_a_save_that_breaks_does_not_keep_the_thread(made: Made) -> None:
+    worker = made(Scripted(on_save=broken))
+    worker.start()
+    assert worker.stop()
+    assert worker.failures["save"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stage", ["hear", "update", "recover"])
+def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made, stage: str) -> None:
+    loop = Scripted()
+    dies = once(killed)
+    if stage == "hear":
+        loop.on_hear = dies
+    elif stage == "update":
+        loop.on_update = lambda _: dies()
+    else:
+        loop.on_hear, loop.on_recover = once(broken), dies
+    worker = made(loop)
+    worker.start()
+    worker.offer(FEEDBACK)
+    wait_until(lambda: not worker.alive)
+    worker.offer(FEEDBACK)
+    wait_until(lambda: worker.alive and "recover thread_died" in loop.told)
+    worker.offer(FEEDBACK)
+    wait_until(lambda: loop.told.count("hear") >= 2)
+    assert worker.num_restarts == 1
+
+
+def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
+    knobs: dict[str, object] = {"policy": "full_only", "full_queries": 4, "full_steps": 6, "full_learning_rate": 0.01}
+    tried = bench(tmp_path, **knobs)
+    worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
+    worker.start()
+    token, seed = int(vocabulary()[0][5]), 0
+    while not tried.versions:
+        assert seed < 5000, tried.events
+        if not seed % 20:
+            worker.offer(feedback(seed, token=token, version=tried.pair.version))
+        tried.pair.between_steps()
+        time.sleep(0.001)
+        seed += 1
+    assert worker.stop()
+    assert worker.failures == {}
+    assert tried.pair.version == tried.versions[-1] > 0
+
+
+def test_commands_run_in_the_thread_and_come_first(made: Made) -> None:
+    loop, ran = Scripted(), threading.Event()
+    worker = made(loop)
+    worker.start()
+    name = worker.ask(lambda: threading.current_thread().name).result(10)
+    assert name == "adaptation"
+    worker.ask(ran.set)
+    assert ran.wait(10)
+
+
+def test_a_command_after_the_end_is_cancelled(made: Made) -> None:
+    worker = made(Scripted())
+    worker.start()
+    assert worker.stop()
+    assert worker.ask(lambda: 1).cancelled()
+
+
+def test_an_update_under_way_is_told_to_end(made: Made) -> None:
+    began = threading.Event()
+
+    def long(interrupted: Callable[[], bool]) -> UpdateReport:
+        began.set()
+        wait_until(interrupted)
+        return UpdateReport("head", "interrupted", 0.0)
+
+    worker = made(Scripted(on_update=long))
+    worker.start()
+    assert began.wait(10)
+    stopped_at = time.monotonic()
+    assert worker.stop()
+    assert time.monotonic() - stopped_at < 1.0
+
+
+def test_training_takes_no_more_than_its_share(made: Made) -> None:
+    spent: list[float] = []
+
+    def train(_: Callable[[], bool]) -> UpdateReport:
+        began = time.monotonic()
+        time.sleep(0.02)
+        spent.append(time.monotonic() - began)
+        return UpdateReport("head", "applied", 0.02)
+
+    worker = made(Scripted(on_update=train, on_hear=lambda: time.sleep(0.001)), most_waiting=5000, duty_cycle=0.25)
+    for _ in range(5000):
+        worker.offer(FEEDBACK)
+    worker.start()
+    began = time.monotonic()
+    wait_until(lambda: len(spent) == 8)
+    passed = time.monotonic() - began
+    assert worker.stop()
+    assert sum(spent[:-1]) <= 0.25 * passed + 0.01
+
+
+def test_threads_of_others_keep_their_number(made: Made) -> None:
+    usual, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
+    try:
+        worker = made(Scripted())
+        worker.start()
+        assert worker.ask(torch.get_num_threads).result(10) == 1
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert (torch.get_num_threads(), seen) == (3, [3])
+    finally:
+        torch.set_num_threads(usual)
