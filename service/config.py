@@ -149,8 +149,8 @@ class ServiceConfig(BaseSettings):
         default=1,
         ge=1,
         le=4,
-        description="M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best beside "
-        "the embedded model on a CPU; more where the target is large against the drafter.",
+        description="M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best "
+        "beside the embedded model on a CPU; more where the target is large against the drafter.",
         json_schema_extra=group("Speculation"),
     )
     draft_starts: int = Field(
