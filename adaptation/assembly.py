@@ -31,7 +31,7 @@ from adaptation.memory import Memory
 from adaptation.pair import DrafterPair, Write
 from adaptation.trainer import Trainer
 from drafters.specblock.config import SpecBlockConfig
-from drafters.training.forward import Embed
+from drafters.specblock.model import Embed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

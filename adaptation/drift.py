@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from adaptation.losses import TextDivergence
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
-from drafters.training.forward import Embed
 
 _ANCHORS = 8
 

@@ -16,9 +16,8 @@ from adaptation.buffers import HeldBackText
 from adaptation.gate import Gate, GateDecision, GateReason
 from adaptation.pair import DrafterPair
 from adaptation.watch import Pair
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.forward import Embed
 from drafters.training.replay import replay_chain, replay_trees
 
 Replay = Callable[[SpecBlock, Example], float]

@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy
 
 from drafters.feedback import Marks
 from drafters.specblock.features import rank_class, rank_features
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import Embed, TrainingForward
+from drafters.training.forward import TrainingForward
 
 
 def target_divergence(logits: Tensor, drafted: Tensor, top_logprobs: Tensor) -> Tensor:

@@ -18,9 +18,8 @@ from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
 from drafters.feedback import Marks
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
-from drafters.training.forward import Embed
 from drafters.training.objective import Objective, ObjectiveSettings
 
 Outcome = Literal[

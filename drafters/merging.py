@@ -13,6 +13,9 @@ from torch.nn.functional import pad
 
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
+NO_HASH = 0
+"""Of what is no node: a path has it with odds of 2^-64."""
+
 _DOUBLINGS = (MAX_DEPTH - 1).bit_length()
 
 
@@ -36,6 +39,11 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
     for _ in range(_DOUBLINGS):
         sums, jump = sums + sums.gather(1, jump), jump.gather(1, jump)
     return sums[:, :nodes]
+
+
+def node_hashes(tree: Candidates) -> Tensor:
+    """`path_hashes` of a tree's nodes, NO_HASH for its padding. # -> [batch, nodes] int64"""
+    return path_hashes(tree.tokens, tree.parents, tree.depths).masked_fill(~tree.valid, NO_HASH)
 
 
 def prefix_hashes(tokens: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Assembly:
 def assemble(config: ServiceConfig) -> Assembly:
     """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change."""
     torch.set_num_threads(config.num_threads)
-    device = _device(config.device)
+    device = device_of(config.device)
     dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
     cache = config.state_dir / "cache"
     loaded = load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
@@ -144,7 +144,8 @@ def start_up_line(assembly: Assembly) -> str:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of that name, or the best there is. Raises StartupError for a GPU that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

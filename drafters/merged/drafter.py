@@ -15,8 +15,6 @@ from drafters.merged.worth import Worth
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, Read
 from drafters.tree import Candidates
 
-_NO_HASH = 0
-
 
 class MergedDrafter:
     """Asks a cheap drafter and a costly one, and merges what they propose."""
@@ -37,7 +35,7 @@ class MergedDrafter:
         self._max_nodes = max_nodes
         self._worth = worth or Worth()
         shape = (2, max_sequences, 2 * max_nodes)
-        self._hashes = torch.full(shape, _NO_HASH, dtype=torch.int64, device=device)
+        self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
 
     @property
@@ -78,7 +76,7 @@ class MergedDrafter:
         self._costly.commit(committed)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._hashes[:, list(rows)] = _NO_HASH
+        self._hashes[:, list(rows)] = merging.NO_HASH
         self._costly.finish(rows)
         return self._cheap.finish(rows)
 
@@ -86,8 +84,7 @@ class MergedDrafter:
         return self._costly.trainable()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
-        hashes = merging.path_hashes(tree.tokens, tree.parents, tree.depths)
-        self._hashes[source, rows, : tree.width] = hashes.masked_fill(~tree.valid, _NO_HASH)
+        self._hashes[source, rows, : tree.width] = merging.node_hashes(tree)
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
@@ -99,4 +96,4 @@ class MergedDrafter:
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
         self._worth.settle(int(alone.sum()), int(committed.counts.sum()))  # planned transfer
-        self._hashes[:, committed.rows] = _NO_HASH
+        self._hashes[:, committed.rows] = merging.NO_HASH

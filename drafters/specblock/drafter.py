@@ -21,7 +21,6 @@ from drafters.specblock.serving import BlockForward, Reach, Window
 from drafters.tree import ROOT, Candidates, DraftTree
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
-_NO_HASH = 0
 _MIN_SURVIVAL = 0.02
 """Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
@@ -89,7 +88,7 @@ class SpecBlockDrafter:
         self._calibration = Calibration(config.block_size, device=device)
         self._useful_from = [0] * max_sequences
         nodes = (max_sequences, shape.max_nodes)
-        self._hashes = torch.full(nodes, _NO_HASH, dtype=torch.int64, device=device)
+        self._hashes = torch.full(nodes, merging.NO_HASH, dtype=torch.int64, device=device)
         self._parents = torch.full_like(self._hashes, ROOT)
         self._buckets = torch.zeros_like(self._hashes)
         self._foretold = torch.zeros(nodes, device=device)
@@ -99,7 +98,7 @@ class SpecBlockDrafter:
         self._state.start(rows)
         for context in contexts:
             self._useful_from[context.row] = len(context.tokens) - self._window
-        self._hashes[rows] = _NO_HASH
+        self._hashes[rows] = merging.NO_HASH
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
@@ -139,7 +138,7 @@ class SpecBlockDrafter:
         self._state.wait(committed.rows, committed.counts, committed.features, committed.tokens)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._hashes[list(rows)] = _NO_HASH
+        self._hashes[list(rows)] = merging.NO_HASH
         return [0] * len(rows)
 
     def credits(self) -> Mapping[str, int]:
@@ -164,8 +163,7 @@ class SpecBlockDrafter:
         likely = replace(raw, survival=raw.survival * (raw.survival >= _MIN_SURVIVAL))
         tree, chosen = merging.merge(likely, self._shape.max_nodes)
         width = slice(tree.width)
-        hashes = merging.path_hashes(tree.tokens, tree.parents, tree.depths)
-        self._hashes[rows, width] = hashes.masked_fill(~tree.valid, _NO_HASH)
+        self._hashes[rows, width] = merging.node_hashes(tree)
         self._parents[rows, width] = tree.parents
         self._foretold[rows, width] = torch.cat([p.foretold.flatten(1) for p in grown], 1).gather(1, chosen)
         self._buckets[rows, width] = torch.cat([p.buckets.flatten(1) for p in grown], 1).gather(1, chosen)
@@ -175,9 +173,9 @@ class SpecBlockDrafter:
         rows = committed.rows
         hashes, parents = self._hashes[rows], self._parents[rows]
         true = merging.came_true(hashes, committed.tokens, committed.counts)
-        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != _NO_HASH)
+        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
         self._calibration.observe(self._buckets[rows], self._foretold[rows], true, tried)
-        self._hashes[rows] = _NO_HASH
+        self._hashes[rows] = merging.NO_HASH
 
     def _make_room(self, rows: Tensor, counts: Tensor) -> None:
         """Run what waits where the next entries would not fit beside it: nobody drafted for a while."""

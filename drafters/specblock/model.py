@@ -11,6 +11,7 @@ Legend: batch, rows = entries of one sequence in one forward, hidden, taps, draf
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,10 @@ from drafters.specblock.features import NUM_FEATURES
 
 ATTENTION_NAME = "adaptree_draft"
 _FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
+
+
+Embed = Callable[[Tensor], Tensor]
+"""Token ids [...] -> the target's embeddings of them [..., hidden]."""
 
 
 class RowAttention(Protocol):

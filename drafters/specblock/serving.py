@@ -5,7 +5,6 @@ one forward, live = rows of this tree's blocks that are in no pool, order = posi
 entry must not exceed to be seen.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.specblock.growth import Picked
-from drafters.specblock.model import BlockRows, SpecBlock
+from drafters.specblock.model import BlockRows, Embed, SpecBlock
 from drafters.specblock.pool import EntryPool, Waiting
 
-Embed = Callable[[Tensor], Tensor]
 _HIDDEN = -1e30  # finite: a padding row that sees nothing must not become NaN, for its keys land in the null slot
 
 

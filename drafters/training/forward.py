@@ -4,17 +4,14 @@ Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * 
 positions whose whole blocks are trained, block = K entries, hidden.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drafters.specblock.model import BlockRows, SpecBlock
+from drafters.specblock.model import BlockRows, Embed, SpecBlock
 from drafters.training.attention import NextBlockAttention, StreamAttention
 from drafters.training.corpus import Batch
-
-Embed = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

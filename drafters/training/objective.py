@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from drafters.specblock.features import TOP, rank_class, rank_features
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import Embed, TrainingForward
+from drafters.training.forward import TrainingForward
 
 _COOLEST, _HOTTEST = 0.3, 1.2
 

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from drafters import merging
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.policies import best_first
 from drafters.training.corpus import Batch, Example
-from drafters.training.forward import Embed, TrainingForward
+from drafters.training.forward import TrainingForward
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, batches
-from drafters.training.forward import Embed
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.replay import Replayed, replay_chain, replay_trees
 

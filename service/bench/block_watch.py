@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from drafters.protocol import Noise
 from drafters.specblock.heads import Proposal, TreeNoise, propose
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.serving import Embed
+from drafters.specblock.model import Embed, SpecBlock
 from service.bench.records import BlockRecord, TokenPath
 
 

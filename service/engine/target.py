@@ -120,9 +120,9 @@ class FeatureTaps:
 
         return keep
 
-    def take(self, num_rows: int) -> Tensor:
-        """The last forward's features. # -> [rows, taps * hidden]"""
-        return torch.cat([output[0, :num_rows] for output in self._outputs], dim=-1)
+    def take(self, num_rows: int, line: int = 0) -> Tensor:
+        """The last forward's features of one line's first rows. # -> [rows, taps * hidden]"""
+        return torch.cat([output[line, :num_rows] for output in self._outputs], dim=-1)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -157,7 +157,7 @@ def slot_attention(
     returns [1, rows, query heads, head_dim]. Raises StartupError for anything that would change the result unseen.
     """
     if tree_step.is_first:
-        _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
+        refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "which adaptree does not implement")
         tree_step.pool.refuse_other_shape(key, value)
         tree_step.layers.append(module.layer_idx)  # type: ignore[arg-type]
     num_rows = tree_step.places.shape[1]
@@ -168,10 +168,6 @@ def slot_attention(
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
     out = ops.tree_attention(queries, layer, tree_step.plan, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
-
-
-def _looks_ahead(module: nn.Module) -> bool | None:
-    return None if getattr(module, "is_causal", True) else True
 
 
 _HARMLESS = frozenset(
@@ -187,12 +183,13 @@ _HARMLESS = frozenset(
 )
 
 
-def _refuse_unknown(arguments: dict[str, object]) -> None:
-    unknown = [name for name, value in arguments.items() if value is not None and name not in _HARMLESS]
+def refuse_unknown(module: nn.Module, arguments: dict[str, object], consequence: str) -> None:
+    """Raise StartupError when attention is asked for something that would change its result unseen."""
+    looks_ahead = None if getattr(module, "is_causal", True) else True
+    named = {**arguments, "two-way attention": looks_ahead}
+    unknown = [name for name, value in named.items() if value is not None and name not in _HARMLESS]
     if unknown:
-        raise StartupError(
-            f"this model's attention passes {', '.join(sorted(unknown))}, which adaptree does not implement"
-        )
+        raise StartupError(f"this model's attention passes {', '.join(sorted(unknown))}, {consequence}")
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -10,20 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from service.errors import StartupError
+from service.engine.target import refuse_unknown
 
 ATTENTION_NAME = "adaptree_dense"
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "is_causal",
-        "output_attentions",
-        "logits_to_keep",
-        "output_router_logits",
-    }
-)
 
 
 def dense_attention(
@@ -44,7 +33,7 @@ def dense_attention(
 
     `attended` collects the layers that came by. Raises StartupError for anything that would change the result unseen.
     """
-    _refuse_unknown({**unused, "attention_mask": attention_mask, "two-way attention": _looks_ahead(module)})
+    refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "so its features cannot be read here")
     attended.append(module.layer_idx)  # type: ignore[arg-type]
     dtype = query.dtype
     if query.device.type == "cpu":
@@ -77,18 +66,6 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, softcap: fl
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
     out: Tensor = weights @ value[:, :, None]
     return out.flatten(1, 2)
-
-
-def _looks_ahead(module: nn.Module) -> bool | None:
-    return None if getattr(module, "is_causal", True) else True
-
-
-def _refuse_unknown(arguments: dict[str, object]) -> None:
-    unknown = [name for name, value in arguments.items() if value is not None and name not in _HARMLESS]
-    if unknown:
-        raise StartupError(
-            f"this model's attention passes {', '.join(sorted(unknown))}, so its features cannot be read here"
-        )
 
 
 AttentionInterface.register(ATTENTION_NAME, dense_attention)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.training.corpus import TOP, Shard
-from service.engine.target import decoder_layers
+from service.engine.target import FeatureTaps, decoder_layers
 from service.errors import StartupError
 from service.training import dense_attention
 from service.training.responses import Response
@@ -42,7 +42,7 @@ class FeatureReader:
         self._device = model.device
         self._batch_tokens = batch_tokens
         self._num_layers = len(decoder_layers(model))
-        self._taps = _Taps(decoder_layers(model), tap_layers)
+        self._taps = FeatureTaps(decoder_layers(model), tap_layers)
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.bytes_per_token = len(tap_layers) * int(config.hidden_size) * 2
@@ -88,7 +88,7 @@ class FeatureReader:
             logits = output.logits[line, prompt - 1 - first : len(text) - first].float()
             top = logits.topk(TOP)
             logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-            features = self._taps.of(line, len(text)).to(torch.bfloat16).cpu()
+            features = self._taps.take(len(text), line).to(torch.bfloat16).cpu()
             yield features, logprobs.to(torch.float16).cpu(), top.indices.to(torch.int32).cpu()
 
     def _refuse_foreign(self, responses: Sequence[Response]) -> None:
@@ -105,25 +105,6 @@ class FeatureReader:
             raise StartupError(
                 "this model has layers whose attention is not one plain attention each; its features cannot be read"
             )
-
-
-class _Taps:
-    """Keeps the outputs of some layers: transformers' own index of hidden states changed between releases."""
-
-    def __init__(self, layers: nn.ModuleList, indices: Sequence[int]) -> None:
-        self._outputs: list[Tensor] = [torch.empty(0)] * len(indices)
-        for place, index in enumerate(indices):
-            layers[index].register_forward_hook(self._keeper(place))
-
-    def _keeper(self, place: int):  # type: ignore[no-untyped-def]  # torch types hooks as Any
-        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
-
-        return keep
-
-    def of(self, line: int, length: int) -> Tensor:
-        """One text's features in the last forward. # -> [length, taps * hidden]"""
-        return torch.cat([output[line, :length] for output in self._outputs], dim=-1)
 
 
 def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[TextBatch]:

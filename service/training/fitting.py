@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from drafters.specblock.config import PrefixEntries, SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training import state
 from drafters.training.corpus import Corpus, Example, held_out
 from drafters.training.fit import FitSettings, StepReport, Trainer, make_optimizer
-from drafters.training.forward import Embed
 from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks

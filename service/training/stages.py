@@ -13,7 +13,7 @@ import torch
 from drafters.training.errors import TrainingError
 from drafters.training.parallel import Ranks, join, local_device
 from drafters.training.schedule import Length
-from service.assembly import assemble
+from service.assembly import assemble, device_of
 from service.config import ServiceConfig
 from service.engine import build, linear
 from service.engine.target import decoder_layers, default_tap_layers
@@ -67,7 +67,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
     answered = read_responses(responses)
     if answered.too_short:
         say(f"left out {answered.too_short} responses that are too short to teach")
-    device = device_of(config)
+    device = device_of(config.device)
     loaded = _load(config, _DTYPES.get(config.load_dtype) or build.default_dtype(device), device)
     taps = default_tap_layers(len(decoder_layers(loaded.model)))
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
@@ -88,7 +88,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
 
 def fit_drafter(config: ServiceConfig, plan: FitPlan, ranks: Ranks) -> None:
     """Stage 3, and the files of the drafter."""
-    device = local_device(device_of(config))
+    device = local_device(device_of(config.device))
     plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and _multiplies_bf16(device)))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     try:
@@ -134,22 +134,10 @@ def length_of(minutes: float | None, steps: int | None) -> Length:
 def processes(config: ServiceConfig) -> Ranks:
     """Those of this run, on the device each has."""
     torch.set_num_threads(config.num_threads)
-    device = local_device(device_of(config))
+    device = local_device(device_of(config.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return join(device)
-
-
-def device_of(config: ServiceConfig) -> torch.device:
-    """Raises StartupError for a GPU that is not there."""
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(config.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise StartupError(
-            f"device {config.device!r}: this machine has {torch.cuda.device_count()} CUDA devices; set device to cpu"
-        )
-    return device
 
 
 def _multiplies_bf16(device: torch.device) -> bool:
