@@ -4,6 +4,7 @@ Everything here reads the configuration and passes on the few values that each p
 """
 
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,13 @@ from adaptation.build import (
 from adaptation.config import AdaptationConfig
 from adaptation.drift import Drift
 from adaptation.events import Emit
+from adaptation.history import History
 from adaptation.intake import Intake
 from adaptation.judging import Judge, replay_of
 from adaptation.learner import Learner
 from adaptation.memory import Memory
-from adaptation.pair import DrafterPair, Write
+from adaptation.overview import Overview
+from adaptation.pair import DrafterPair, Prepare
 from adaptation.trainer import Trainer
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
@@ -41,9 +44,18 @@ class ServedDrafter:
     config: SpecBlockConfig
     weights: Mapping[str, Tensor]  # by name, in the serving dtype, taken before linear layers were packed
     vocabulary: Tensor  # [draft_vocab] int64, target ids
-    write: Write
+    prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
     max_nodes: int  # of a tree
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A learner; the pair whose `between_steps` the engine calls; what an operator sees of both."""
+
+    learner: Learner
+    pair: DrafterPair
+    overview: Overview
 
 
 def build_learner(
@@ -56,18 +68,10 @@ def build_learner(
     seed: int,
     autocast: bool,
     emit: Emit,
-) -> tuple[Learner, DrafterPair]:
-    """The learner, and the pair whose `between_steps` the engine calls. `device` is where the drafter serves."""
-    train_device = device if config.train_device == "same" else config.train_device
-    snapshots = build_snapshots(config, folder / "snapshots")
-    pair = DrafterPair(
-        drafter.weights,
-        drafter.vocabulary,
-        drafter.config,
-        write=drafter.write,
-        snapshots=snapshots,
-        train_device=train_device,
-    )
+) -> Built:
+    """`device` is where the drafter serves."""
+    train_device = torch.device(device if config.train_device == "same" else config.train_device)
+    pair = _pair(config, drafter, folder, train_device)
     trainer = Trainer(
         pair.training,
         pair.anchor,
@@ -79,25 +83,61 @@ def build_learner(
     buffers = build_buffers(config)
     held_back = build_held_back(config, rng=random.Random(seed + 1))
     quota = build_quota(config, clock=clock)
-    replay = replay_of(config.replay, drafter.embed, max_nodes=drafter.max_nodes)
+    intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
+    watch, history = build_watch(config), History(emit)
     learner = Learner(
         pair=pair,
         trainer=trainer,
         policy=policy,
-        intake=Intake(policy, quota, buffers, held_back, query_positions=config.query_positions),
+        intake=intake,
         buffers=buffers,
         held_back=held_back,
-        judge=Judge(
-            pair,
-            build_gate(config),
-            replay,
-            least_texts=config.gate_sequences,
-            most_known=2 * config.held_back_sequences,
-        ),
-        watch=build_watch(config),
+        judge=_judge(config, drafter, pair),
+        watch=watch,
         drift=Drift(pair.anchor, drafter.embed, most_texts=config.probe_texts),
         memory=Memory(folder),
-        emit=emit,
+        emit=history,
         kept_refusals=config.kept_refusals,
+        least_texts=config.gate_sequences,
+        stolen=_stolen(config, train_device),
     )
-    return learner, pair
+    overview = Overview(
+        config.policy,
+        learner=learner,
+        pair=pair,
+        policy=policy,
+        intake=intake,
+        buffers=buffers,
+        held_back=held_back,
+        watch=watch,
+        history=history,
+    )
+    return Built(learner, pair, overview)
+
+
+def _pair(config: AdaptationConfig, drafter: ServedDrafter, folder: Path, train_device: torch.device) -> DrafterPair:
+    return DrafterPair(
+        drafter.weights,
+        drafter.vocabulary,
+        drafter.config,
+        prepare=drafter.prepare,
+        snapshots=build_snapshots(config, folder / "snapshots"),
+        train_device=train_device,
+    )
+
+
+def _judge(config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair) -> Judge:
+    return Judge(
+        pair,
+        build_gate(config),
+        replay_of(config.replay, drafter.embed, max_nodes=drafter.max_nodes),
+        least_texts=config.gate_sequences,
+        most_known=2 * config.held_back_sequences,
+    )
+
+
+def _stolen(config: AdaptationConfig, train_device: torch.device) -> Callable[[], float]:
+    """Seconds that training takes from serving: on a CPU those it computed, for it waits whenever others want one."""
+    if train_device.type != "cpu":
+        return time.perf_counter
+    return lambda: time.thread_time() * config.train_threads

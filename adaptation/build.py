@@ -124,4 +124,5 @@ def build_worker(config: AdaptationConfig, loop: Loop) -> Worker:
         most_waiting=config.queued_queries,
         threads=config.train_threads,
         duty_cycle=config.duty_cycle,
+        niceness=config.train_niceness,
     )

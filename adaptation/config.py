@@ -20,6 +20,10 @@ class AdaptationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
+    enabled: bool = Field(
+        default=False,
+        description="Learn from the traffic that is served. It changes the speed of an answer, never its text.",
+    )
     policy: PolicyName = Field(
         default="bandit",
         description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every "
@@ -75,6 +79,12 @@ class AdaptationConfig(BaseModel):
     )
     queued_queries: int = _knob(256, "Finished queries that wait to be heard; the oldest make room.", ge=1)
     train_threads: int = _knob(1, "CPU threads of an update.", ge=1, le=64)
+    train_niceness: int = _knob(
+        10,
+        "How far the learning thread steps back from the CPU (Linux nice value): 0 not at all, 19 most.",
+        ge=0,
+        le=19,
+    )
     duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
 
     held_back_share: float = _knob(0.2, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)

@@ -13,6 +13,7 @@ EventKind = Literal[
     "dismissed",  # an alarm fired for a reason that is not the drafter's
     "paused",
     "resumed",
+    "loaded",  # an operator brought weights from a folder
     "restored",  # an earlier process's state was taken up, or could not be
     "failed",  # something broke; serving is as it was
     "not_stored",  # the disk did not take the state

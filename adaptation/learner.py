@@ -4,7 +4,11 @@ Every decision becomes an event with its reason. Knows no threads: whoever owns 
 and after any exception calls `recover`.
 """
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.drift import Drift
@@ -43,10 +47,15 @@ class Learner:
         memory: Memory,
         emit: Emit,
         kept_refusals: int,
+        least_texts: int,
+        stolen: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`kept_refusals`: how often in a row a candidate may be refused and yet be trained on."""
+        """`kept_refusals`: how often in a row a candidate may be refused and yet be trained on; `least_texts`: held
+        back before the first update, because nobody could judge it; `stolen`: a clock that goes while training takes
+        something from serving."""
         self.paused = False
         self.training_seconds = 0.0
+        self.num_updates: Counter[Arm] = Counter()
         self._pair = pair
         self._trainer = trainer
         self._policy = policy
@@ -59,6 +68,9 @@ class Learner:
         self._memory = memory
         self._emit = emit
         self._kept_refusals = kept_refusals
+        self._least_texts = least_texts
+        self._stolen = stolen
+        self._known_drift: tuple[int, float] | None = None  # by version
         self._num_refused = 0
         self._unpaid_seconds = 0.0
         self._updating = False
@@ -75,7 +87,7 @@ class Learner:
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
         """Train, judge and publish, if an update is due; says what was trained."""
-        if self.paused or self._pair.pending:
+        if self.paused or self._pair.pending or len(self._held_back.texts) < self._least_texts:
             return None
         arm = self._policy.take_update()
         if arm is None:
@@ -101,6 +113,17 @@ class Learner:
     def rollback(self) -> Restored:
         """An operator distrusts what is served: back to what was before it."""
         return self._take_back("operator", {})
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> int:
+        """An operator brings weights: they are served without being judged. # -> their version. Raises NotStored."""
+        version = self._pair.adopt(weights)
+        self._policy.reset()
+        self._buffers.clear()
+        self._watch.reset()
+        self._start_over()
+        self._tell("loaded", "operator")
+        self.save(training=False)
+        return version
 
     def recover(self, error: str) -> None:
         """Something broke at any place: forget the update under way and go on from what is served."""
@@ -138,7 +161,11 @@ class Learner:
 
     def drift(self) -> float | None:
         """KL of the serving drafter from the anchor, once there are texts to measure it on."""
-        return self._drift.of(self._pair.served_in_full()) if self._drift.ready else None
+        if not self._drift.ready:
+            return None
+        if self._known_drift is None or self._known_drift[0] != self._pair.newest:
+            self._known_drift = self._pair.newest, self._drift.of(self._pair.served_in_full())
+        return self._known_drift[1]
 
     def _pay(self, feedback: QueryFeedback) -> float:
         """What training took since the query before, in the units of this query's costs."""
@@ -180,15 +207,18 @@ class Learner:
         return restored
 
     def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
+        began = self._stolen()
         report = self._trainer.update(arm, self._buffers.take(arm), interrupted)
-        self._spend(report.seconds)
+        self._spend(self._stolen() - began)
+        self.num_updates[arm] += report.applied
         return report
 
     def _conclude(self, report: UpdateReport) -> None:
         """Publish what was trained if it is better, and say which."""
+        began = self._stolen()
         decision, seconds = self._judge.judge(self._held_back.texts)
-        self._spend(seconds)
-        numbers = _numbers(report, decision)
+        self._spend(self._stolen() - began)
+        numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
             return self._refuse(decision, decision.reason, numbers)
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}

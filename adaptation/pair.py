@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from adaptation.errors import Damaged, NotRemoved
-from adaptation.snapshot_folder import SnapshotInfo, layout_of
+from adaptation.snapshot_folder import Layout, SnapshotInfo, layout_of
 from adaptation.snapshots import Refusal, SnapshotRing
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 
-Write = Callable[[Mapping[str, Tensor], int], None]
-"""Puts weights, by name in the serving dtype, into the drafter that serves, and tells it its version."""
+Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
+"""Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
+returns puts them there, in the engine's thread, and must be quick."""
 
 ANCHOR = 0
 
@@ -33,6 +34,7 @@ class Staged:
     version: int
     origin: int
     weights: dict[str, Tensor]
+    write: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,14 @@ class DrafterPair:
         vocabulary: Tensor,
         config: SpecBlockConfig,
         *,
-        write: Write,
+        prepare: Prepare,
         snapshots: SnapshotRing,
         train_device: torch.device | str,
     ) -> None:
         """`weights` as they are served, by name; `vocabulary` [draft_vocab] int64, target ids."""
-        self._snapshots = snapshots
-        self._write = write
+        self.snapshots = snapshots
+        self.waits: Callable[[], None] = _nobody_waits
+        self._prepare = prepare
         self._served = {name: value.detach().clone() for name, value in weights.items()}
         self._first = {name: value.cpu().clone() for name, value in self._served.items()}
         self._layout = layout_of(self._first)
@@ -93,6 +96,11 @@ class DrafterPair:
         """Whether weights wait for the engine."""
         return self._staged is not None
 
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and types of the weights, as they are served."""
+        return self._layout
+
     def between_steps(self) -> int:
         """Write what is staged, if anything; called by the engine thread. # -> the version of the next step"""
         if self._staged is None:
@@ -107,30 +115,30 @@ class DrafterPair:
     def publish(self, scores: Mapping[str, float]) -> int:
         """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
         assert not self.pending, "the version before has not reached the engine"
-        version = self._newest + 1
-        weights = self._as_served(dict(self.training.named_parameters()))
-        info = SnapshotInfo(version, self.origin, datetime.now(UTC).isoformat(timespec="seconds"), dict(scores))
-        try:
-            self._snapshots.add(info, weights)
-        except NotRemoved:
-            self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
-        self._previous = {name: value.clone() for name, value in self._served.items()}
-        self._stage(Staged(version, version, weights))
+        replaced = self._served
+        version = self._add(self._as_served(dict(self.training.named_parameters())), scores)
+        self._previous = replaced
+        return version
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> int:
+        """Store weights that somebody brings as a snapshot, and stage them. Raises NotStored, as `publish` does."""
+        version = self._add(self._as_served(weights), {})
+        self._previous = None
         return version
 
     def restore(self, version: int) -> Restored:
         """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
-        weights = self._first if version == ANCHOR else self._snapshots.get(version, self._layout).tensors
+        weights = self._first if version == ANCHOR else self.snapshots.get(version, self._layout).tensors
         return self._bring_back(version, weights, ())
 
     def restore_before(self, version: int) -> Restored:
         """Stage the newest trusted weights that are older than `version` and were not condemned."""
         refused: list[Refusal] = []
-        for older in reversed(self._snapshots.versions):
+        for older in reversed(self.snapshots.versions):
             if older >= version or older in self.condemned:
                 continue
             try:
-                snapshot = self._snapshots.get(older, self._layout)
+                snapshot = self.snapshots.get(older, self._layout)
             except Damaged as error:
                 refused.append(Refusal(older, str(error)))
                 continue
@@ -195,25 +203,37 @@ class DrafterPair:
     def _bring_back(self, origin: int, weights: Mapping[str, Tensor], refused: tuple[Refusal, ...]) -> Restored:
         version = self._newest + 1
         self._previous = None
-        self._stage(Staged(version, origin, self._as_served(weights)))
+        self._stage(version, origin, self._as_served(weights))
         return Restored(version, origin, refused)
 
-    def _stage(self, staged: Staged) -> None:
+    def _add(self, weights: dict[str, Tensor], scores: Mapping[str, float]) -> int:
+        version = self._newest + 1
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self.snapshots.add(SnapshotInfo(version, self.latest_origin, date, dict(scores)), weights)
+        except NotRemoved:
+            self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
+        self._stage(version, version, weights)
+        return version
+
+    def _stage(self, version: int, origin: int, weights: dict[str, Tensor]) -> None:
         """A restore may replace what waits: that version is then never served."""
+        staged = Staged(version, origin, weights, self._prepare(weights))
         device = self._served["lm_head.weight"].device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
         with self._lock:
             self._newest = staged.version
             self._staged = staged
+        self.waits()
 
     @torch.no_grad()
     def _write_staged(self, staged: Staged) -> None:
-        for name, value in self._served.items():
-            value.copy_(staged.weights[name])
+        staged.write()
+        for value in staged.weights.values():
             if value.is_cuda:
-                staged.weights[name].record_stream(torch.cuda.current_stream(value.device))
-        self._write(self._served, staged.version)
+                value.record_stream(torch.cuda.current_stream(value.device))
+        self._served = staged.weights
         self.version, self.origin = staged.version, staged.origin
 
     @torch.no_grad()
@@ -235,17 +255,23 @@ def weights_of(model: SpecBlock) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def write_in_place(model: SpecBlock, tell_version: Callable[[int], None]) -> Write:
-    """How weights reach a drafter whose layers are not packed."""
+def in_place(model: SpecBlock) -> Prepare:
+    """How weights reach a drafter whose layers are not packed: there is nothing to prepare."""
     parameters = dict(model.named_parameters())
 
-    @torch.no_grad()
-    def write(weights: Mapping[str, Tensor], version: int) -> None:
-        for name, value in parameters.items():
-            value.copy_(weights[name])
-        tell_version(version)
+    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
+        @torch.no_grad()
+        def write() -> None:
+            for name, value in parameters.items():
+                value.copy_(weights[name])
 
-    return write
+        return write
+
+    return prepare
+
+
+def _nobody_waits() -> None:
+    pass
 
 
 def _model(

@@ -5,6 +5,8 @@ is counted, told, and learning goes on from what is served. Knows nothing of wha
 """
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 Stage = Literal["hear", "update", "command", "recover", "save"]
 Result = TypeVar("Result")
 _IDLE_SECONDS = 0.5
+_NICEST = 19
 
 
 class Loop(Protocol):
@@ -46,7 +49,8 @@ class _Command:
 class Worker:
     """Owner of the adaptation thread. A thread that was killed is replaced at the next query."""
 
-    def __init__(self, loop: Loop, *, most_waiting: int, threads: int, duty_cycle: float) -> None:
+    def __init__(self, loop: Loop, *, most_waiting: int, threads: int, duty_cycle: float, niceness: int = 0) -> None:
+        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it."""
         self.failures: Counter[Stage] = Counter()
         self.num_dropped = 0  # queries that nobody heard
         self.num_restarts = 0
@@ -54,10 +58,12 @@ class Worker:
         self._most_waiting = most_waiting
         self._threads = threads
         self._duty_cycle = duty_cycle
+        self._niceness = niceness
         self._waiting: deque[QueryFeedback] = deque()
         self._commands: deque[_Command] = deque()
         self._ready = threading.Condition()
         self._stopping = threading.Event()
+        self._nothing_due = threading.Event()
         self._rest_until = 0.0
         self._busy = False
         self._thread: threading.Thread | None = None
@@ -78,6 +84,7 @@ class Worker:
                 self._waiting.popleft()
                 self.num_dropped += 1
             self._waiting.append(feedback)
+            self._nothing_due.clear()
             self._ready.notify()
         self._revive()
 
@@ -102,6 +109,10 @@ class Worker:
             answer.cancel()
         return answer
 
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until every query is heard and no update is due; False if that took too long."""
+        return self._nothing_due.wait(timeout_seconds)
+
     def stop(self, timeout_seconds: float = 5.0) -> bool:
         """End the thread; True if it has ended in time. An update under way is broken off between its steps."""
         self._stopping.set()
@@ -122,6 +133,7 @@ class Worker:
 
     def _run(self) -> None:
         _bound_threads(self._threads)
+        _step_back(self._niceness)
         if self._busy:  # the thread before died in the middle of something
             self._guard("recover", lambda: self._loop.recover("thread_died"))
         while not self._stopping.is_set():
@@ -165,6 +177,10 @@ class Worker:
             raise
         if report is not None:
             self._rest(began)
+            return
+        with self._ready:
+            if not (self._waiting or self._commands):
+                self._nothing_due.set()
 
     def _rest(self, began: float) -> None:
         now = time.monotonic()
@@ -186,6 +202,14 @@ class Worker:
             logger.exception("learning failed in stage %s", stage)
             return error
         return None
+
+
+def _step_back(niceness: int) -> None:
+    """Let other threads have the CPU first. Only Linux keeps a niceness per thread."""
+    if niceness and sys.platform == "linux":
+        thread = threading.get_native_id()
+        wanted = os.getpriority(os.PRIO_PROCESS, thread) + niceness
+        os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _NICEST))
 
 
 def _bound_threads(number: int) -> None:

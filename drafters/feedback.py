@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Read
+from drafters.protocol import Committed, DraftContext, Read, TargetTops
 from drafters.tree import MAX_DEPTH
 
 _BEHIND = MAX_DEPTH + 1  # positions a step may commit behind the end of an answer
@@ -58,7 +58,7 @@ class Query:
     plain_steps: int  # steps without one
     draft_cost: float  # seconds, each step's divided by what the cost table predicts for its load
     verify_cost: float
-    seconds: float  # the same steps as they were measured
+    seconds: float  # its share of the same steps as they were measured: what all queries' add up to is time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +77,6 @@ class QueryFeedback:
     @property
     def emitted_tokens(self) -> int:
         return sum(self.query.accepted) + len(self.query.accepted) + self.query.plain_steps
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTops:
-    """The target's likeliest tokens behind the root and each accepted node of a step."""
-
-    ids: Tensor  # [batch, depth + 1, top]
-    logprobs: Tensor  # [batch, depth + 1, top]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +104,7 @@ class FeedbackRecorder:
         device: torch.device | str,
     ) -> None:
         self.num_dropped = 0  # positions that were overwritten before their query ended
+        self.dtype = dtype
         self._window = window_tokens
         self._places = window_tokens + _BEHIND
         table = (max_sequences, self._places + 1)  # the last place takes what belongs nowhere

@@ -13,6 +13,7 @@ class NoDrafter:
 
     name = "none"
     version = 0
+    target_top = 0
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ class DraftContext:
     tokens: Sequence[int]  # prompt and everything generated so far
     prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
+    cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetTops:
+    """The target's likeliest tokens behind the root and each accepted node of a step; anything beyond those."""
+
+    ids: Tensor  # [batch, depth + 1, top]
+    logprobs: Tensor  # [batch, depth + 1, top]
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """What one step made permanent for each sequence of the batch."""
 
@@ -54,6 +63,7 @@ class Committed:
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
+    tops: TargetTops | None = None  # there if the drafter's `target_top` asks for them
 
 
 class Drafter(Protocol):
@@ -68,6 +78,11 @@ class Drafter(Protocol):
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs `commit` wants as features; empty when it wants none."""
+        ...
+
+    @property
+    def target_top(self) -> int:
+        """How many of the target's likeliest tokens `commit` wants behind root and accepted nodes; 0: none."""
         ...
 
     def start(self, contexts: Sequence[DraftContext]) -> None:

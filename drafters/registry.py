@@ -14,6 +14,7 @@ from drafters.random_tree.drafter import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import POLICIES
+from drafters.specblock.recording import Recorder
 
 MERGED = "lookup+specblock"
 TRAINED = ("specblock", MERGED)
@@ -43,6 +44,8 @@ class TrainedWeights:
     blocks: int = 2
     starts: int = 4
     policy: str = "best_first"
+    recorder: Recorder | None = None  # hears what may be learnt
+    version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
 
 
 def build_drafter(
@@ -78,6 +81,8 @@ def build_drafter(
             max_sequences=sizes.max_sequences,
             max_length=sizes.max_length,
             device=device,
+            recorder=weights.recorder,
+            version=weights.version,
         )
 
     def merged() -> Drafter:

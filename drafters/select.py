@@ -18,29 +18,39 @@ def select(candidates: Candidates, num_keep: Tensor, width: int | None = None) -
     as wide as the candidates, for callers who do not know the maximum on the host).
     """
     width = candidates.width if width is None else min(width, candidates.width)
+    return select_nodes(candidates, num_keep, width)[0]
+
+
+def select_nodes(candidates: Candidates, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
+    """The same tree, and which candidates its nodes were; those of padding mean nothing. # -> tree, [batch, width]"""
     if width == 0:
-        return DraftTree.empty(candidates.batch, candidates.tokens.device)
+        tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
+        return tree, tree.parents
     num_nodes = torch.minimum(num_keep, candidates.num_nodes)
     order = _topological(candidates, num_nodes)  # [batch, nodes]
     kept = order[:, :width]
     valid = torch.arange(width, device=order.device) < num_nodes[:, None]
-    return DraftTree(
+    tree = DraftTree(
         tokens=candidates.tokens.gather(1, kept) * valid,
         parents=torch.where(valid, _renumbered_parents(candidates.parents, order, kept), ROOT),
         depths=candidates.depths.gather(1, kept) * valid,
         survival=candidates.survival.gather(1, kept) * valid,
         num_nodes=num_nodes,
     )
+    return tree, kept
 
 
-def survival_order(candidates: Candidates, limits: Tensor) -> tuple[Tensor, Tensor]:
+def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b.
 
     limits [batch] -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; the entries beyond
-    those that exist have survival 0 and owner -1.
+    those that exist have survival 0 and owner -1. With weights [batch], what one token of each sequence counts,
+    survival is multiplied by them.
     """
     nodes = candidates.tokens.shape[1]
     survival = _falling(candidates).values  # [batch, nodes]
+    if weights is not None:
+        survival = survival * weights[:, None]
     ranks = torch.arange(nodes, device=survival.device)
     allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
     together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)

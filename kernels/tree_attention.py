@@ -18,6 +18,7 @@ segment, members = query rows x query heads per key/value head in a segment (pad
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ LOG2_E = math.log2(math.e)
 
 NULL_SLOT = 0
 """The slot that padding reads: never written, always zero."""
+
+_FEW_ITEMS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +142,21 @@ def plan_attention(
 
 
 def tree_attention(
-    query: Tensor, pool: Tensor, plan: AttentionPlan, *, window: int | None = None, softcap: float | None = None
+    query: Tensor,
+    pool: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend all rows of a forward.
 
-    query [rows, query heads, head_dim] float32, already scaled; pool [2, slots, heads, head_dim] float32, one layer's
+    query [rows, query heads, head_dim] float32; pool [2, slots, heads, head_dim] float32, one layer's
     keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32.
     `softcap` bounds scores to +-softcap by tanh (Gemma 2).
     """
-    flat_query = query.reshape(-1, query.shape[-1]) * LOG2_E  # [rows * query heads, head_dim]
+    flat_query = query.reshape(-1, query.shape[-1]) * (scale * LOG2_E)  # [rows * query heads, head_dim]
     flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
     parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in plan.buckets]
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -197,7 +206,10 @@ def _sum_columns(weights: Tensor, chunks: int) -> Tensor:
 
 def _add_up(values: Tensor, bucket: AttentionBucket) -> Tensor:
     """Sums over each segment's items: its chunks in order, then its tail. # [items, ...] -> [segments, ...]"""
-    sums = values.new_zeros(values.shape[0] - bucket.num_chunks, *values.shape[1:])
+    items, segments = values.shape[0], values.shape[0] - bucket.num_chunks
+    if segments == 1 and items <= _FEW_ITEMS:
+        return reduce(torch.add, values.chunk(items))  # the same additions, and cheaper than looking up where they go
+    sums = values.new_zeros(segments, *values.shape[1:])
     return sums.index_add_(0, bucket.item_segment, values)
 
 

@@ -5,7 +5,7 @@ The server, the benchmarks and the checks all start here, so that what is measur
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,9 +18,11 @@ from service.config import ServiceConfig
 from service.engine import build, trained
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
-from service.engine.cost import CostTable
+from service.engine.cost_cache import Costs
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import slots_for
+from service.engine.learning import Learning
+from service.engine.measuring import costs_at_start
 from service.engine.numerics import Numerics, settle
 from service.engine.sequence import GenerationRequest
 from service.engine.target import Target
@@ -28,6 +30,7 @@ from service.engine.text_stream import TextStream
 from service.engine.trained import shipped_folder
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
+from service.progress import bar
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class Assembly:
     numerics: Numerics
     tokenizer: ChatTokenizer
     limits: EngineLimits
-    costs: CostTable | None  # None with a fixed budget
+    costs: Costs | None  # None with a fixed budget
     drafter_name: str
     weights: TrainedWeights | None  # of a drafter that was trained
 
@@ -57,20 +60,29 @@ class Assembly:
         parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
-    def drafter(self, name: str | None = None, limits: EngineLimits | None = None) -> Drafter:
-        """The configured drafter, or the one of that name."""
-        return build.make_drafter(name or self.drafter_name, self.target, limits or self.limits, self.weights)
+    def drafter(
+        self, name: str | None = None, limits: EngineLimits | None = None, weights: TrainedWeights | None = None
+    ) -> Drafter:
+        """The configured drafter, or the one of that name, or with other weights."""
+        name, limits = name or self.drafter_name, limits or self.limits
+        return build.make_drafter(name, self.target, limits, weights or self.weights)
 
     def engine(
-        self, drafter: Drafter | None = None, policy: BudgetPolicy | None = None, limits: EngineLimits | None = None
+        self,
+        drafter: Drafter | None = None,
+        policy: BudgetPolicy | None = None,
+        limits: EngineLimits | None = None,
+        learning: Learning | None = None,
     ) -> Engine:
-        """An idle engine as configured, or with another drafter, budget policy or other limits."""
+        """An idle engine as configured, or with another drafter, budget policy, other limits, or watched."""
         return build.build_engine(
             self.target,
             limits or self.limits,
             Vocabulary(self.target.vocab_size, self.loaded.eos_token_ids, self._text_stream),
             drafter or self.drafter(limits=limits),
             policy or build.make_policy(self.costs, self.limits),
+            learning=learning,
+            costs=None if self.costs is None else self.costs.verify,
         )
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
@@ -100,13 +112,39 @@ def assemble(config: ServiceConfig) -> Assembly:
     target = build.build_target(loaded, num_slots, tap_layers=taps)
     logger.info("checking that rows do not depend on their company")
     numerics = settle(target)
-    logger.info("measuring what a step costs on this machine")
-    costs = build.measure_costs(target, limits) if config.budget_policy == "cost" else None
     weights = _weights(config, folder, loaded) if folder else None
+    costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
     tokenizer = ChatTokenizer(loaded.tokenizer)
     assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, weights)
     logger.info("%s", start_up_line(assembly))
     return assembly
+
+
+def _costs(
+    config: ServiceConfig,
+    loaded: LoadedModel,
+    target: Target,
+    limits: EngineLimits,
+    drafter_name: str,
+    weights: TrainedWeights | None,
+) -> Costs:
+    def drafter(blocks: int) -> Drafter:
+        return build.make_drafter(drafter_name, target, limits, weights and replace(weights, blocks=blocks))
+
+    with bar("measuring what a step costs", 1.0) as advance:
+        return costs_at_start(
+            target,
+            drafter,
+            folder=config.state_dir / "costs",
+            model=f"{loaded.fingerprint} {loaded.model.dtype}",
+            drafter=drafter_name,
+            version=__version__,
+            max_blocks=weights.blocks if weights else 1,
+            max_sequences=limits.max_sequences,
+            max_model_len=limits.max_model_len,
+            max_budget=limits.max_budget,
+            progress=lambda done, total: advance(done / total, f"{done} of {total}"),
+        )
 
 
 def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
@@ -167,4 +205,6 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         max_sequences=config.max_sequences,
         prefill_chunk=config.prefill_chunk,
         max_budget=config.max_budget,
+        prefix_cache=config.prefix_cache,
+        isolate_clients=config.isolate_clients,
     )

@@ -14,16 +14,18 @@ from typing import Annotated
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from service import __version__
 from service.bench.commands import bench_app, check_app, draw_tree
-from service.config import CONFIG_VARIABLE, LoadedConfig, ServiceConfig, load_config
+from service.config import CONFIG_VARIABLE, SETTINGS, LoadedConfig, load_config, panel_of
 from service.config_errors import allowed_values, flag_name
+from service.config_layers import SECTION_SEPARATOR, flat_values
 from service.errors import StartupError
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
+_IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
 
 app = typer.Typer(
     name="adaptree",
@@ -54,10 +56,11 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**options: object) -> None:
         extra = {parameter.name: options.pop(parameter.name) for parameter in own}
-        command(load_config({name: value for name, value in options.items() if value is not None}), **extra)
+        command(
+            load_config({_setting_of(name): value for name, value in options.items() if value is not None}), **extra
+        )
 
-    fields = ServiceConfig.model_fields.items()
-    settings = [_setting_parameter(name, field) for name, field in fields]
+    settings = [_setting_parameter(name, field) for name, field in SETTINGS.items()]
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
     run.__signature__ = inspect.Signature([*keywords, _config_parameter(), *settings])  # type: ignore[attr-defined]
     run.__doc__ = command.__doc__
@@ -74,18 +77,22 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict), f"{name} has no group"
-    is_switch = field.annotation is bool
+    # A section's switches take a value: `--no-section.name` would read badly.
+    is_switch = field.annotation is bool and SECTION_SEPARATOR not in name
     option = typer.Option(
         f"{flag_name(name)}/--no-{flag_name(name)[2:]}" if is_switch else flag_name(name),
         metavar=None if is_switch else _metavar(field),
         help=_help_text(field),
-        rich_help_panel=str(extra["group"]),
+        rich_help_panel=panel_of(name),
         show_default=False,
     )
     # Text goes to the settings as it is, so that a bad value is explained in the same words wherever it was set.
-    return _keyword(name, Annotated[bool | None, option] if is_switch else Annotated[str | None, option])
+    annotation = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
+    return _keyword(name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS), annotation)
+
+
+def _setting_of(parameter: str) -> str:
+    return parameter.replace(_IN_IDENTIFIERS, SECTION_SEPARATOR)
 
 
 def _keyword(name: str, annotation: object) -> inspect.Parameter:
@@ -97,6 +104,8 @@ def _metavar(field: FieldInfo) -> str:
     if choices.startswith("one of "):
         return choices.removeprefix("one of ").replace(", ", "|")
     kind = str(field.annotation)
+    if field.annotation is bool:
+        return "true|false"
     return "INTEGER" if "int" in kind else "NUMBER" if "float" in kind else "TEXT"
 
 
@@ -139,7 +148,7 @@ def _show(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("setting", "value", "from")
+    table = Table(Column("setting", no_wrap=True), "value", "from")
     for name, row in rows.items():
         value = row["value"]
         table.add_row(name, "" if value is None else json.dumps(value).strip('"'), str(row["origin"]))
@@ -147,8 +156,8 @@ def _show(
 
 
 def _shown_settings(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
-    values = loaded.config.model_dump(mode="json")  # secrets come out masked
-    return {name: {"value": value, "origin": loaded.origin[name]} for name, value in values.items()}
+    values = flat_values(loaded.config.model_dump(mode="json"))  # secrets come out masked
+    return {name: {"value": values[name], "origin": loaded.origin[name]} for name in SETTINGS}
 
 
 app.add_typer(bench_app(with_settings), name="bench")

@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-import yaml
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    YamlConfigSettingsSource,
-)
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.config_errors import explain, flag_name, refuse_unknown
+from adaptation.config import AdaptationConfig
+from service.config_errors import explain, flag_name
+from service.config_layers import SECTION_SEPARATOR, Entry, environment_entries, file_entries, flat_fields, nested
 from service.errors import StartupError
 
 ENV_PREFIX = "ADAPTREE_"
@@ -126,6 +121,18 @@ class ServiceConfig(BaseSettings):
         default=256,
         ge=0,
         description="Most requests that may wait for a place; the next one is answered 429.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    prefix_cache: bool = Field(
+        default=True,
+        description="Keep the keys and values of texts that have ended, for requests that begin alike. It changes the "
+        "time to the first token, never the text.",
+        json_schema_extra=group("Memory and batching"),
+    )
+    isolate_clients: bool = Field(
+        default=False,
+        description="Let no client find in the prefix cache what another has asked: times to the first token could "
+        "tell it.",
         json_schema_extra=group("Memory and batching"),
     )
     speculation: bool = Field(
@@ -240,7 +247,8 @@ class ServiceConfig(BaseSettings):
     )
     state_dir: Path = Field(
         default_factory=_default_state_dir,
-        description="Folder for converted weights and measured costs. It can be deleted at any time.",
+        description="Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs "
+        "nothing else.",
         json_schema_extra=group("Operation"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -252,6 +260,11 @@ class ServiceConfig(BaseSettings):
         default=False,
         description="Log one JSON object per line instead of text.",
         json_schema_extra=group("Operation"),
+    )
+    adaptation: AdaptationConfig = Field(
+        default_factory=AdaptationConfig,
+        description="Learning while serving.",
+        json_schema_extra=group("Learning while serving"),
     )
 
     @classmethod
@@ -316,9 +329,20 @@ class ServiceConfig(BaseSettings):
         return int(_CPU_KV_CACHE_GIB * GIB) if device_type == "cpu" else int(_CUDA_KV_CACHE_SHARE * free_bytes)
 
 
+SETTINGS: Mapping[str, FieldInfo] = flat_fields(ServiceConfig)
+"""Every setting by its flat name; those of a section as `section.name`."""
+
+
+def panel_of(name: str) -> str:
+    """The panel of the help in which a setting stands; a section has one of its own."""
+    extra = ServiceConfig.model_fields[name.partition(SECTION_SEPARATOR)[0]].json_schema_extra
+    assert isinstance(extra, dict), f"{name} has no group"
+    return str(extra["group"])
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The values in force, and for each the words that say where it was set."""
+    """The values in force, and for each, by its flat name, the words that say where it was set."""
 
     config: ServiceConfig
     origin: Mapping[str, str]
@@ -327,49 +351,25 @@ class LoadedConfig:
 def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Defaults, then the file, then the environment, then the flags: each overrides the one before.
 
-    `flags` holds the ones that were given, by field name, and `config` for the path of the file.
+    `flags` holds the ones that were given, by name in `SETTINGS`, and `config` for the path of the file.
     """
-    environ = os.environ if environ is None else environ
-    settings = {name: value for name, value in flags.items() if name != "config"}
-    file = flags.get("config") or environ.get(CONFIG_VARIABLE)
+    variables = dict(os.environ if environ is None else environ)
+    named = variables.pop(CONFIG_VARIABLE, None)
+    file = flags.get("config") or named
     layers = [
         _file_layer(Path(str(file)).expanduser()) if file else [],
-        _environment_layer(environ),
-        [(name, value, f"flag {flag_name(name)}") for name, value in settings.items()],
+        environment_entries(variables, ServiceConfig, prefix=ENV_PREFIX),
+        [(name, value, f"flag {flag_name(name)}") for name, value in flags.items() if name != "config"],
     ]
     values: dict[str, object] = {}
-    origin = dict.fromkeys(ServiceConfig.model_fields, "default")
+    origin = dict.fromkeys(SETTINGS, "default")
     for name, value, source in (entry for layer in layers for entry in layer):
         values[name], origin[name] = value, source
     try:
-        return LoadedConfig(ServiceConfig.model_validate(values), origin)
+        return LoadedConfig(ServiceConfig.model_validate(nested(values)), origin)
     except ValidationError as error:
-        raise StartupError(explain(error, ServiceConfig.model_fields, values, origin)) from None
+        raise StartupError(explain(error, SETTINGS, values, origin)) from None
 
 
-_Entry = tuple[str, object, str]  # field name, value, where it was set
-
-
-def _file_layer(path: Path) -> list[_Entry]:
-    if not path.is_file():
-        raise StartupError(f"the configuration file {path} does not exist; check --config and {CONFIG_VARIABLE}")
-    try:
-        values = YamlConfigSettingsSource(ServiceConfig, yaml_file=path)()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StartupError(f"the configuration file {path} is not valid YAML: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise StartupError(f"the configuration file {path} must hold `setting: value` lines") from error
-    for key in values:
-        refuse_unknown(str(key), ServiceConfig.model_fields, f"the configuration file {path} sets")
-    return [(name, value, f"file {path}") for name, value in values.items()]
-
-
-def _environment_layer(environ: Mapping[str, str]) -> list[_Entry]:
-    ours = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
-    for name in ours.keys() - {CONFIG_VARIABLE}:
-        known = [field.upper() for field in ServiceConfig.model_fields]
-        refuse_unknown(name.removeprefix(ENV_PREFIX), known, "the environment sets", prefix=ENV_PREFIX)
-    source = EnvSettingsSource(ServiceConfig)
-    # An empty variable counts as unset: compose files pass those for settings that were left out.
-    source.env_vars = {name.lower(): value for name, value in ours.items() if value}
-    return [(name, value, f"environment {ENV_PREFIX}{name.upper()}") for name, value in source().items()]
+def _file_layer(path: Path) -> list[Entry]:
+    return file_entries(path, ServiceConfig, hint=f"--config and {CONFIG_VARIABLE}")

@@ -52,14 +52,31 @@ def _explain_one(
     values: Mapping[str, object],
     origin: Mapping[str, str],
 ) -> str:
-    name = str(problem["loc"][0])
+    name = _setting_of(problem["loc"], fields)
+    reason = _reason(problem)
     if name not in fields:
-        return f"{name} is no setting; `adaptree config show` lists the settings there are"
+        return f"{name} is impossible: {reason}. Fix: change {_set_below(name, origin)}."
     shown = "(secret)" if "Secret" in str(fields[name].annotation) else repr(values.get(name))
-    reason = str(problem["msg"]).removeprefix("Value error, ")
     accepts = allowed_values(fields[name])
     fix = _where_to_change(name, origin[name]) + (f"; it takes {accepts}" if accepts else "")
-    return f"{name} = {shown}, from {origin[name]}, is impossible: {reason[0].lower()}{reason[1:]}. Fix: {fix}."
+    return f"{name} = {shown}, from {origin[name]}, is impossible: {reason}. Fix: {fix}."
+
+
+def _setting_of(location: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
+    """The setting a complaint is about, or the section when its settings do not fit together."""
+    names = [".".join(map(str, location[:length])) for length in range(1, len(location) + 1)]
+    return next((name for name in names if name in fields), names[0])
+
+
+def _reason(problem: Mapping[str, Any]) -> str:
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    return text[0].lower() + text[1:]
+
+
+def _set_below(section: str, origin: Mapping[str, str]) -> str:
+    """Every setting of a section that somebody has set, and where."""
+    ours = [(name, source) for name, source in origin.items() if name.startswith(f"{section}.") and source != "default"]
+    return ", ".join(f"{name} (from {source})" for name, source in ours)
 
 
 def _where_to_change(name: str, origin: str) -> str:

@@ -1,7 +1,8 @@
 """Prometheus metrics, written from plain records. The only module that imports prometheus_client.
 
-It decides names, units and buckets; what happened is told to it by `StepStats` and `FinishStats`. All label sets are
-closed and every series exists from the start, so that a rate over a quiet hour is zero and not missing.
+It decides names, units and buckets; what happened is told to it by `StepStats`, `FinishStats`, `Event` and
+`AdaptationStatus`. All label sets are closed and every series exists from the start, so that a rate over a quiet hour
+is zero and not missing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from adaptation.events import Event
+from adaptation.status import AdaptationStatus
 from service.engine.stats import FinishStats, LoadStats, StepStats
+from service.learning_series import EVENT_REASONS, SERIES, Series, label_of
 
 PREFIX: Final = "adaptree"
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
@@ -41,6 +46,7 @@ class Metrics:
         self._load_metrics()
         self._speculation_metrics(max_depth, budget_reasons, sources)
         self._latency_metrics()
+        self._learning_metrics()
         if vllm_names:
             counters = (self._drafts, self._draft_tokens, self._accepted_tokens, self._accepted_per_position)
             self._registry.register(_RenamedCounters(counters, f"{PREFIX}_", "vllm:"))
@@ -72,6 +78,14 @@ class Metrics:
         self._request_latency.observe(stats.total_seconds)
         if stats.output_tokens:
             self._time_to_first_token.observe(stats.first_token_seconds)
+
+    def observe_event(self, event: Event) -> None:
+        """One thing that learning did."""
+        self._events[event.kind, label_of(event.kind, event.reason)].inc()
+
+    def observe_adaptation(self, status: AdaptationStatus) -> None:
+        """Learning as it is now; shown until the next one comes."""
+        self._learning.status = status
 
     def watch_event_loop(self, lag_seconds: Callable[[], float]) -> None:
         """Export the event loop's lag, read from `lag_seconds` at each scrape."""
@@ -139,6 +153,14 @@ class Metrics:
             "request_queue_time_seconds", "Time spent waiting for a place.", _LATENCY_BUCKETS
         )
 
+    def _learning_metrics(self) -> None:
+        events = self._counter("adaptation_events", "What learning did, by the reason.", "event", "reason")
+        self._events = {
+            (kind, word): events.labels(kind, word) for kind, words in EVENT_REASONS.items() for word in words
+        }
+        self._learning = _LearningCollector()
+        self._registry.register(self._learning)
+
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"{PREFIX}_{name}", text, registry=self._registry)
 
@@ -169,3 +191,22 @@ class _RenamedCounters:
 
     def _new_name(self, name: str) -> str:
         return self._new_prefix + name.removeprefix(self._prefix)
+
+
+class _LearningCollector:
+    """Shows the last status that was told; zeros before there is one, as nothing has been learnt then."""
+
+    def __init__(self) -> None:
+        self.status: AdaptationStatus | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        for series in SERIES:
+            yield self._family(series)
+
+    def _family(self, series: Series) -> Metric:
+        kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
+        family = kind(f"{PREFIX}_{series.name}", series.text, labels=series.labels)
+        values = {} if self.status is None else series.read(self.status)
+        for key in series.keys:
+            family.add_metric(key.split(":") if series.labels else (), values.get(key, 0))
+        return family

@@ -7,15 +7,16 @@ waits for a lock that the engine holds, and a consumer that stops reading delays
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from service.engine.sequence import GenerationRequest, SequenceOutput
-from service.errors import EngineFailure, NotReady, QueueFull, RequestError
+from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
+from service.served import AdaptationControl, EngineHandle, ModelCard, Served
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -25,64 +26,12 @@ Result = TypeVar("Result")
 
 _LOOP_WATCH_SECONDS = 0.005
 _LOADING_RETRY_SECONDS = 5
+_OPERATOR_THREADS = 4
 _LONGEST_RETRY_SECONDS = 30
-
-
-class EngineHandle(Protocol):
-    """What the bridge asks of an engine; everything may be called from any thread."""
-
-    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
-        """Begin to run; `deliver` is called from the engine's thread, once per step."""
-        ...
-
-    def submit(self, request: GenerationRequest) -> None: ...
-
-    def abort(self, request_id: str) -> None:
-        """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
-        ...
-
-    def drain(self) -> None:
-        """Finish what runs."""
-        ...
-
-    def stop(self) -> None:
-        """End the thread; what still runs is given up. Harmless when repeated."""
-        ...
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the engine's thread ended by itself."""
-        ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """What clients may know of the model that is served."""
-
-    name: str
-    created: int  # seconds since the epoch
-    max_model_len: int
-    system_fingerprint: str
-    drafter: str
-    numerics: str
-    vocab_size: int
-    num_spec_tokens: int  # longest path that a step can accept
-    eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What loading brings about."""
-
-    engine: EngineHandle
-    tokenizer: ChatTokenizer
-    card: ModelCard
+_NOT_LEARNING = (
+    "This server does not learn while it serves: start it with --adaptation.enabled true and a drafter that has "
+    "weights."
+)
 
 
 class Generation:
@@ -165,6 +114,7 @@ class Runtime:
         """Begin to load; returns at once."""
         self._loop = asyncio.get_running_loop()
         self._limiter = anyio.CapacityLimiter(self._tokenizer_threads)
+        self._operators = anyio.CapacityLimiter(_OPERATOR_THREADS)
         self._loading = self._loop.create_task(self._load())
         self._tasks = [self._loading, self._loop.create_task(self._watch())]
 
@@ -213,6 +163,18 @@ class Runtime:
         """Run blocking work, such as tokenization, beside the event loop."""
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
+    async def ask_adaptation(self, ask: Callable[[AdaptationControl], Result]) -> Result:
+        """Ask something of learning, beside the event loop; an answer nobody waits for any more is dropped."""
+        self.check_ready()
+        control = self._loaded().adaptation
+        if control is None:
+            raise NotFound(_NOT_LEARNING, code="adaptation_off")
+        try:
+            # Threads of their own: an answer may wait for an update, and tokenization must not wait with it.
+            return await anyio.to_thread.run_sync(ask, control, limiter=self._operators, abandon_on_cancel=True)
+        except CancelledError as error:
+            raise _not_ready("Learning is being stopped.") from error
+
     def max_loop_lag_seconds(self) -> float:
         """How late the event loop was at worst since this was last asked."""
         lag, self._max_lag_seconds = self._max_lag_seconds, 0.0
@@ -236,7 +198,7 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self._served is not None:
-            await anyio.to_thread.run_sync(self._served.engine.stop)
+            await anyio.to_thread.run_sync(_stop, self._served)
         self._give_up(_not_ready("The server is shutting down."))
 
     def _loaded(self) -> Served:
@@ -260,7 +222,7 @@ class Runtime:
     async def _load(self) -> None:
         try:
             served = await anyio.to_thread.run_sync(self._load_served, abandon_on_cancel=True)
-            served.engine.start(self._deliver)
+            _start(served, self._deliver)
         except Exception:
             logger.exception("the model could not be loaded")
             self._state = "failed"
@@ -294,6 +256,20 @@ class Runtime:
     def _give_up(self, error: RequestError) -> None:
         for generation in set(self._generations.values()):
             generation.put(error)
+
+
+def _start(served: Served, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+    if served.adaptation is not None:
+        served.adaptation.start(served.engine.wake)
+        served.engine.wake()  # what an earlier process has learnt waits for a step
+    served.engine.start(deliver)
+
+
+def _stop(served: Served) -> None:
+    """The engine first: what it tells of its last queries is still heard."""
+    served.engine.stop()
+    if served.adaptation is not None:
+        served.adaptation.stop()
 
 
 def _not_ready(message: str) -> NotReady:

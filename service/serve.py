@@ -1,13 +1,20 @@
 """The server process: HTTP answers while the model loads; a line says when it is ready; SIGTERM drains."""
 
 import asyncio
+import hashlib
 import logging
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
+import anyio
 import uvicorn
 
+from drafters.specblock import checkpoint
 from drafters.tree import MAX_DEPTH
+from service.adaptation_report import report
+from service.adaptive import Adaptive, build_adaptive
 from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble, choose_drafter
@@ -16,12 +23,16 @@ from service.engine.budget import REASONS
 from service.engine.engine import StepReport
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread
+from service.errors import RequestError
 from service.metrics import Metrics
-from service.runtime import ModelCard, Runtime, Served
+from service.runtime import Runtime
+from service.served import ModelCard, Served
 
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
+_SCRAPE_PATIENCE_SECONDS = 0.5
+_HASH_LENGTH = 16
 
 
 def serve(config: ServiceConfig) -> None:
@@ -36,9 +47,9 @@ async def _serve(config: ServiceConfig) -> None:
         sources=choose_drafter(config)[0].split("+"),
         vllm_names=config.vllm_metric_names,
     )
-    runtime = Runtime(lambda: _load(config, metrics), max_waiting=config.max_waiting)
+    runtime = Runtime(lambda: load_served(config, metrics), max_waiting=config.max_waiting)
     metrics.watch_event_loop(runtime.max_loop_lag_seconds)
-    app = create_app(runtime, _api_settings(config), render_metrics=metrics.render)
+    app = create_app(runtime, _api_settings(config), render_metrics=lambda: rendered(metrics, runtime))
     settings = uvicorn.Config(
         app,
         host=config.host,
@@ -53,6 +64,13 @@ async def _serve(config: ServiceConfig) -> None:
         await _announce(server, runtime, serving)
     finally:
         await serving
+
+
+async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
+    """The metrics page, with learning as it is now, or as it was last when an update keeps it from answering."""
+    with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
+        metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
+    return metrics.render()
 
 
 async def _announce(server: "_DrainingServer", runtime: Runtime, serving: asyncio.Task[None]) -> None:
@@ -98,7 +116,8 @@ class _DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _load(config: ServiceConfig, metrics: Metrics) -> Served:
+def load_served(config: ServiceConfig, metrics: Metrics) -> Served:
+    """Everything that is served, loaded and wired but not started. Raises StartupError."""
     assembly = assemble(config)
 
     def observe(report: StepReport, load: LoadStats) -> None:
@@ -108,7 +127,33 @@ def _load(config: ServiceConfig, metrics: Metrics) -> Served:
         for finished in report.finished:
             metrics.observe_finish(finished)
 
-    return Served(EngineThread(assembly.engine(), observe), assembly.tokenizer, _card(assembly))
+    adaptive = _adaptive(assembly, metrics)
+    engine = assembly.engine() if adaptive is None else adaptive.engine
+    return Served(EngineThread(engine, observe), assembly.tokenizer, _card(assembly), adaptive)
+
+
+def _adaptive(assembly: Assembly, metrics: Metrics) -> Adaptive | None:
+    """Learning, if it is wanted and there is something to train."""
+    config = assembly.config
+    if not config.adaptation.enabled:
+        return None
+    if assembly.weights is None:
+        logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
+        return None
+    folder = _learning_folder(assembly)
+    logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
+    return build_adaptive(assembly, config.adaptation, folder=folder, emit=lambda event: report(event, metrics))
+
+
+def _learning_folder(assembly: Assembly) -> Path:
+    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only."""
+    _, drafter = choose_drafter(assembly.config)
+    assert drafter is not None, "weights come from a folder"
+    digest = hashlib.sha256()
+    for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
+        digest.update((drafter / name).read_bytes())
+    name = f"{assembly.loaded.parts.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
+    return assembly.config.state_dir / "adaptation" / name
 
 
 def _card(assembly: Assembly) -> ModelCard:

@@ -46,6 +46,10 @@ class MergedDrafter:
     def tap_layers(self) -> tuple[int, ...]:
         return self._costly.tap_layers
 
+    @property
+    def target_top(self) -> int:
+        return self._costly.target_top
+
     def credits(self) -> dict[str, int]:
         cheap, costly, _ = self._credits.tolist()  # planned transfer
         return {self._cheap.name: cheap, self._costly.name: costly}
@@ -62,7 +66,7 @@ class MergedDrafter:
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         promised = float(cheap.survival.sum()) / max(1, rows.shape[0])  # planned transfer
-        if not self._worth.ask(promised):
+        if not self._worth.ask(promised, rows.shape[0]):
             return cheap
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)

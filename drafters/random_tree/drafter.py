@@ -20,6 +20,7 @@ class RandomTreeDrafter:
 
     name = "random"
     version = 0
+    target_top = 0
 
     def __init__(
         self,

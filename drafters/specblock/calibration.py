@@ -27,7 +27,8 @@ class Calibration:
         self._factors = torch.ones(buckets, device=device)
         positions = torch.arange(block_size, device=device)[:, None] * _CLASSES
         first = positions + torch.tensor(CLASS_OF_RANK, device=device)  # [block, rank]
-        self._buckets = torch.stack([first, first + block_size * _CLASSES])
+        self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
+        self._buckets = torch.stack([first, first + self.first_further])
 
     def buckets(self, block: int) -> Tensor:
         """Bucket of each node of the block-th forward. # -> [block, rank] int64"""

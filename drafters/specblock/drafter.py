@@ -17,9 +17,13 @@ from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.specblock.serving import BlockForward, Reach, Window
+from drafters.specblock.stopping import Stopping
 from drafters.tree import ROOT, Candidates, DraftTree
+from kernels.tree_attention import NULL_SLOT
 
+_NOWHERE = -1
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
 _MIN_SURVIVAL = 0.02
 """Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
@@ -41,6 +45,7 @@ class _Grown:
     lattice: Lattice
     foretold: Tensor  # [batch, starts, block, rank], conditional probabilities before correction
     buckets: Tensor  # [batch, starts, block, rank] int64
+    logprobs: Tensor  # [batch, starts, block, draft_vocab]
 
 
 class SpecBlockDrafter:
@@ -59,10 +64,14 @@ class SpecBlockDrafter:
         max_sequences: int,
         max_length: int,
         device: torch.device | str,
+        recorder: Recorder | None = None,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`version` says which weights `model` holds now; `recorder` hears what may be learnt."""
         config = model.config
-        self.version = 0
         self.tap_layers = config.tap_layers
+        self._recorder: Recorder = recorder or NoRecorder()
+        self._version = version
         self._model = model
         self._embed = embed
         self._shape = shape
@@ -86,23 +95,38 @@ class SpecBlockDrafter:
             device=device,
         )
         self._calibration = Calibration(config.block_size, device=device)
+        self._stopping = Stopping()
         self._useful_from = [0] * max_sequences
         nodes = (max_sequences, shape.max_nodes)
         self._hashes = torch.full(nodes, merging.NO_HASH, dtype=torch.int64, device=device)
         self._parents = torch.full_like(self._hashes, ROOT)
         self._buckets = torch.zeros_like(self._hashes)
+        self._depths = torch.zeros_like(self._hashes)
         self._foretold = torch.zeros(nodes, device=device)
 
+    @property
+    def version(self) -> int:
+        return self._version()
+
+    @property
+    def target_top(self) -> int:
+        return self._recorder.target_top
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
+        self._recorder.start(contexts)
         rows = [context.row for context in contexts]
         self._state.start(rows)
         for context in contexts:
             self._useful_from[context.row] = len(context.tokens) - self._window
+            if context.cached is not None:
+                self._state.adopt(context.row, context.cached)
         self._hashes[rows] = merging.NO_HASH
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
         """Run the entries of prompt positions that later blocks can see."""
+        self._recorder.read(read)
+        self._pool.forget(read.slots)
         kept = slice(max(0, self._useful_from[read.row] - read.start), None)
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
@@ -112,29 +136,37 @@ class SpecBlockDrafter:
         self._make_room(rows, torch.full_like(counts, WAITING))
         self._state.append(rows, positions[:1], counts, read.slots[None, kept])
         waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], read.slots[None, kept])
-        self._forward(rows).ingest(waiting)
+        self._forward(rows, waiting).ingest(waiting)
 
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self._stopping.begin(rows.shape[0])
+        anchored = self._state.num_waiting(rows) > 0  # a text whose last token alone is still to be read has no anchor
         waiting = self._state.take(rows)
-        forward = self._forward(rows)
+        forward = self._forward(rows, waiting)
         block_size = self._model.config.block_size
         perturbation = TreeNoise(noise, self._shape.blocks * block_size, self._model.d2t)
         states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
         reach = Reach.of_first(waiting.positions[:, -1], self._pool.entries)
         grown = [self._grow_block(states, Origin.root(rows.shape[0], rows.device), perturbation, [])]
+        self._recorder.grown(rows, noise.positions.where(anchored, _NOWHERE), states[:, 0], grown[0].logprobs[:, 0])
         for _ in range(1, self._shape.blocks):
             picked = grown[-1].lattice.pick(self._shape.starts)
+            if not self._stopping.further(float(picked.origin.survival.sum())):  # planned transfer
+                break
             reach = reach.onward(picked, block_size)
             states = forward.next(states, picked, reach, noise.positions)
             grown.append(self._grow_block(states, picked.origin, perturbation, grown))
-        return self._merged(rows, grown)
+            self._stopping.drafted()
+        return self._merged(rows, grown, anchored)
 
     def commit(self, committed: Committed) -> None:
         assert committed.features is not None, "the target taps no features for this drafter"
+        self._recorder.commit(committed)
         self._learn(committed)
         self._make_room(committed.rows, committed.counts)
-        self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
+        taken = self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
+        self._pool.forget(taken)
         self._state.wait(committed.rows, committed.counts, committed.features, committed.tokens)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
@@ -155,16 +187,18 @@ class SpecBlockDrafter:
         corrected = self._calibration.correct(foretold, len(before))
         first_number = sum(part.lattice.num_nodes for part in before)
         buckets = self._calibration.buckets(len(before)).expand(foretold.shape)
-        return _Grown(Lattice(origin, proposal.tokens, corrected, first_number), foretold, buckets)
+        lattice = Lattice(origin, proposal.tokens, corrected, first_number)
+        return _Grown(lattice, foretold, buckets, proposal.logprobs)
 
-    def _merged(self, rows: Tensor, grown: list[_Grown]) -> Candidates:
-        """One tree of all blocks' nodes; keeps what is needed to learn from it."""
+    def _merged(self, rows: Tensor, grown: list[_Grown], anchored: Tensor) -> Candidates:
+        """One tree of all blocks' nodes; keeps what is needed to learn from it. # anchored [batch] bool"""
         raw = _side_by_side([part.lattice.candidates() for part in grown])
-        likely = replace(raw, survival=raw.survival * (raw.survival >= _MIN_SURVIVAL))
+        likely = replace(raw, survival=raw.survival * ((raw.survival >= _MIN_SURVIVAL) & anchored[:, None]))
         tree, chosen = merging.merge(likely, self._shape.max_nodes)
         width = slice(tree.width)
         self._hashes[rows, width] = merging.node_hashes(tree)
         self._parents[rows, width] = tree.parents
+        self._depths[rows, width] = tree.depths
         self._foretold[rows, width] = torch.cat([p.foretold.flatten(1) for p in grown], 1).gather(1, chosen)
         self._buckets[rows, width] = torch.cat([p.buckets.flatten(1) for p in grown], 1).gather(1, chosen)
         return tree
@@ -175,19 +209,33 @@ class SpecBlockDrafter:
         true = merging.came_true(hashes, committed.tokens, committed.counts)
         tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
         self._calibration.observe(self._buckets[rows], self._foretold[rows], true, tried)
+        if self._shape.blocks > 1:
+            self._settle(committed, true & tried)
         self._hashes[rows] = merging.NO_HASH
+
+    def _settle(self, committed: Committed, true: Tensor) -> None:
+        """Tell the stopping rule what further blocks brought. # true [batch, nodes]"""
+        rows, accepted = committed.rows, committed.result.num_accepted[:, None]
+        further = self._buckets[rows] >= self._calibration.first_further
+        came = (true & further & (self._depths[rows] <= accepted)).sum()
+        self._stopping.settle(int(came), int(committed.counts.sum()))  # planned transfer
 
     def _make_room(self, rows: Tensor, counts: Tensor) -> None:
         """Run what waits where the next entries would not fit beside it: nobody drafted for a while."""
         full = self._state.num_waiting(rows) + counts > WAITING
         if bool(full.any()):  # planned transfer
             crowded = rows[full]
-            self._forward(crowded).ingest(self._state.take(crowded))
+            waiting = self._state.take(crowded)
+            self._forward(crowded, waiting).ingest(waiting)
 
-    def _forward(self, rows: Tensor) -> BlockForward:
+    def _forward(self, rows: Tensor, waiting: Waiting) -> BlockForward:
+        """A forward that will run these entries and can read all that are known by then."""
+        self._pool.hold(waiting.slots)
         known = min(self._state.longest(rows), self._window)
         width = max(1, -(-known // _WINDOW_STEP)) * _WINDOW_STEP
         positions, slots = self._state.window(rows, width)
+        readable = self._pool.holds(slots)
+        positions, slots = positions.where(readable, _NOWHERE), slots.where(readable, NULL_SLOT)
         return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
 
 

@@ -23,6 +23,7 @@ class Proposal:
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
     odds: BlockOdds
+    logprobs: Tensor  # [batch, starts, block, draft_vocab] float32, without the sampling noise
 
 
 class TreeNoise:
@@ -38,19 +39,19 @@ class TreeNoise:
             warm = (noise.temperatures > 0)[:, None, None]
             self._gumbel = gumbel.view(*positions.shape, -1) * warm  # [batch, depth, draft_vocab]
 
-    def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """log q, or log q / T + g. # logits [batch, starts, block, draft_vocab], depths [batch, starts, block]"""
-        scores = logits.log_softmax(-1)
+    def scores(self, logprobs: Tensor, depths: Tensor) -> Tensor:
+        """log q, or log q / T + g. # logprobs [batch, starts, block, draft_vocab], depths [batch, starts, block]"""
         if not self.active:
-            return scores
+            return logprobs
         lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
-        scores = scores / torch.where(self._temperatures > 0, self._temperatures, 1.0)
+        scores = logprobs / torch.where(self._temperatures > 0, self._temperatures, 1.0)
         return scores + self._gumbel[lines, (depths - 1).clamp(max=self._gumbel.shape[1] - 1)]
 
 
 def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
     """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
-    logits = model.lm_head(states).float()
-    features, ids = rank_features(noise.scores(logits, depths))
+    logprobs = model.lm_head(states).float().log_softmax(-1)
+    features, ids = rank_features(noise.scores(logprobs, depths))
     classes = model.rank_logits(states, features).softmax(-1)
-    return Proposal(model.d2t[ids], BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes))
+    odds = BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
+    return Proposal(model.d2t[ids], odds, logprobs)

@@ -19,7 +19,10 @@ WAITING = MAX_DEPTH + 1
 
 
 class EntryPool:
-    """Keys and values of committed entries. # [layers, 2, slots * entries, kv_heads, head_dim]"""
+    """Keys and values of committed entries. # [layers, 2, slots * entries, kv_heads, head_dim]
+
+    A slot can come with a text that another sequence has left, and what this drafter never ran there must not be read.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,19 @@ class EntryPool:
         self.entries = entries
         shape = (num_layers, 2, num_slots * entries, kv_heads, head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._held = torch.zeros(num_slots, dtype=torch.bool, device=device)
+
+    def forget(self, slots: Tensor) -> None:
+        """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
+        self._held[slots] = False
+
+    def hold(self, slots: Tensor) -> None:
+        """Their entries are run in the forward that follows at once. # [...] int64"""
+        self._held[slots] = True
+
+    def holds(self, slots: Tensor) -> Tensor:
+        """Whose entries can be read. # [...] int64 -> [...] bool"""
+        return self._held[slots]
 
     def places(self, slots: Tensor) -> Tensor:
         """Where the entries of some slots lie. # [...] -> [..., entries] int64"""
@@ -82,6 +98,11 @@ class EntryState:
         self._end[rows] = 0
         self._waiting[rows] = 0
 
+    def adopt(self, row: int, slots: Tensor) -> None:
+        """Begin a row behind positions that lie in these slots already. # slots [cached] int64"""
+        self._slots[row, : slots.shape[0]] = slots
+        self._end[row] = slots.shape[0]
+
     def num_waiting(self, rows: Tensor) -> Tensor:
         return self._waiting[rows]
 
@@ -96,15 +117,20 @@ class EntryState:
         """Most positions known of any of these rows."""
         return int((self._end[rows] - self._first[rows]).max())  # planned transfer
 
-    def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Positions start..start + counts - 1 are committed. # rows, start, counts [batch]; slots [batch, count]"""
+    def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
+        """Positions start..start + counts - 1 are committed; returns their slots, without padding.
+
+        rows, start, counts [batch]; slots [batch, count] -> [total] int64
+        """
         offsets = torch.arange(slots.shape[1], device=rows.device)
         line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
-        self._slots[rows[line], start[line] + column] = slots[line, column]
+        taken = slots[line, column]
+        self._slots[rows[line], start[line] + column] = taken
         begins = self._end[rows] != start  # nothing is known of what stands before
         self._first[rows] = torch.where(begins, start, self._first[rows])
         self._waiting[rows] = torch.where(begins, 0, self._waiting[rows])
         self._end[rows] = start + counts
+        return taken
 
     def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
         """Queue the entries of the positions just appended; there must be room for them.

@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from service import __version__
+from service.api.adaptation import adaptation_router
 from service.api.chat import chat_router
 from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
@@ -34,6 +35,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, render_metrics: Rende
     app.include_router(completions_router(server))
     app.include_router(models_router(server))
     app.include_router(tokenizer_router(server))
+    app.include_router(adaptation_router(server))
     app.include_router(probes_router(server, render_metrics))
     return app
 

@@ -26,7 +26,7 @@ def chat_router(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatCompletionRequest, server)
-        job = await build_chat(body, server)
+        job = await build_chat(body, server, client=server.client_of(request.scope, body))
         runtime = server.runtime
         reply, tokenizer, num_top = Reply(job, body, runtime.card), runtime.tokenizer, body.top_logprobs or 0
         generation = runtime.generate(*job.requests)

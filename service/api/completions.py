@@ -27,7 +27,7 @@ def completions_router(server: Server) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionRequest, server)
-        job = await build_completion(body, server)
+        job = await build_completion(body, server, client=server.client_of(request.scope, body))
         runtime = server.runtime
         reply, tokenizer, num_top = Reply(job, body, runtime.card), runtime.tokenizer, body.logprobs or 0
         generation = runtime.generate(*job.requests)

@@ -1,6 +1,6 @@
 """The routes that generate nothing: models, tokenization, probes, metrics, version."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from pydantic import JsonValue
@@ -16,7 +16,7 @@ from service.api.sse import whole
 from service.errors import InvalidRequest, NotReady
 from service.tokenizer import ChatTokenizer
 
-RenderMetrics = Callable[[], tuple[bytes, str]]
+RenderMetrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
 def models_router(server: Server) -> APIRouter:
@@ -103,7 +103,7 @@ def probes_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        content, media_type = render_metrics()
+        content, media_type = await render_metrics()
         return Response(content, headers={"content-type": media_type})
 
     @router.get("/version")

@@ -15,6 +15,7 @@ from service.errors import RequestError, RequestTooLarge, Unauthorized
 
 _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
+_OPERATORS = ("/admin", "/v1/adaptation", "/update_weights_from_disk")
 _POLICY_VIOLATION = 1008
 _MOST_LENGTH_DIGITS = 18
 
@@ -49,7 +50,8 @@ def _request_id(offered: str | None) -> str:
 class AuthMiddleware:
     """Refuses whoever shows no valid key. Only the probes, and `/metrics` when opened, need none.
 
-    Without API keys everything but `/admin` is open; `/admin` has a key of its own, and without one it is closed.
+    Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
+    closed.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], admin_key: str | None, open_metrics: bool) -> None:
@@ -64,13 +66,13 @@ class AuthMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
-            await error_response(_unauthorized())(scope, receive, send)
+            await error_response(_unauthorized(scope["path"]))(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         path = scope["path"]
         if path in self._open_paths:
             return True
-        if path == "/admin" or path.startswith("/admin/"):
+        if _for_operators(path):
             return _shows_key(scope, self._admin_keys)
         return not self._api_keys or _shows_key(scope, self._api_keys)
 
@@ -84,8 +86,18 @@ def _shows_key(scope: Scope, keys: tuple[bytes, ...]) -> bool:
     return any([hmac.compare_digest(offered, key) for key in keys])
 
 
-def _unauthorized() -> RequestError:
-    return Unauthorized("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
+def _for_operators(path: str) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in _OPERATORS)
+
+
+def _unauthorized(path: str) -> RequestError:
+    message = "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'."
+    if _for_operators(path):
+        message = (
+            "This is for operators: send the server's admin_key as 'Authorization: Bearer KEY'. "
+            "Where none is configured, nobody is let in."
+        )
+    return Unauthorized(message, code="invalid_api_key")
 
 
 class BodySizeMiddleware:

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from service.api.request_builder import Job
 from service.api.schemas import SamplingFields
 from service.engine.sequence import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
-from service.runtime import ModelCard
+from service.served import ModelCard
 
 Body = dict[str, JsonValue]
 

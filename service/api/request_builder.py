@@ -18,7 +18,7 @@ from service.api.schemas import (
 from service.api.settings import Server
 from service.engine.sequence import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
-from service.runtime import ModelCard
+from service.served import ModelCard
 from service.tokenizer import ChatTokenizer
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
@@ -42,7 +42,16 @@ class Job:
         return sum(len(request.prompt) for request in self.requests)
 
 
-async def build_chat(body: ChatCompletionRequest, server: Server) -> Job:
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a job comes from."""
+
+    kind: str  # begins its id
+    field: str  # of the body, that holds its prompt
+    client: str
+
+
+async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str) -> Job:
     server.runtime.check_ready()
     _check_fields(body, server)
     if body.top_logprobs is not None and not body.logprobs:
@@ -50,15 +59,16 @@ async def build_chat(body: ChatCompletionRequest, server: Server) -> Job:
     tokenizer = server.runtime.tokenizer
     prompt = await server.runtime.off_loop(lambda: render(body.messages, body, tokenizer))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await _build(body, [prompt], server, kind="chatcmpl", source="messages", num_logprobs=num_logprobs)
+    origin = _Origin("chatcmpl", "messages", client)
+    return await _build(body, [prompt], server, origin, num_logprobs=num_logprobs)
 
 
-async def build_completion(body: CompletionRequest, server: Server) -> Job:
+async def build_completion(body: CompletionRequest, server: Server, *, client: str) -> Job:
     server.runtime.check_ready()
     _check_fields(body, server)
     tokenizer = server.runtime.tokenizer
     prompts = await server.runtime.off_loop(lambda: _encode_prompts(body, tokenizer))
-    return await _build(body, prompts, server, kind="cmpl", source="prompt", num_logprobs=body.logprobs)
+    return await _build(body, prompts, server, _Origin("cmpl", "prompt", client), num_logprobs=body.logprobs)
 
 
 def check_model(model: str, server: Server) -> None:
@@ -131,16 +141,16 @@ def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[l
 
 
 async def _build(
-    body: SamplingFields, prompts: list[list[int]], server: Server, *, kind: str, source: str, num_logprobs: int | None
+    body: SamplingFields, prompts: list[list[int]], server: Server, origin: _Origin, *, num_logprobs: int | None
 ) -> Job:
     card, n = server.runtime.card, body.n or 1
-    job_id = f"{kind}-{uuid.uuid4().hex}"
+    job_id = f"{origin.kind}-{uuid.uuid4().hex}"
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
     requests = []
     for position, prompt in enumerate(prompts):
-        check_token_ids(prompt, card, param=source)
-        max_tokens = _max_tokens(body, len(prompt), server, source=source)
+        check_token_ids(prompt, card, param=origin.field)
+        max_tokens = _max_tokens(body, len(prompt), server, source=origin.field)
         # A drawn seed moves on from prompt to prompt, a given one means the same for each.
         prompt_seed = _wrap(seed + position * n) if body.seed is None else seed
         requests.append(
@@ -152,6 +162,8 @@ async def _build(
                 prediction=prediction,
                 speculation=_speculation(body.speculation),
                 store=body.store is not False,
+                client=origin.client,
+                priority=body.priority or 0,
             )
         )
     return Job(job_id, int(time.time()), body.model, seed, n, tuple(requests))

@@ -107,6 +107,7 @@ class SamplingFields(_Body):
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
     service_tier: str | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -147,3 +148,9 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+class UpdateWeightsRequest(_Body):
+    """`POST /update_weights_from_disk`."""
+
+    model_path: Annotated[str, Field(min_length=1)]

@@ -3,6 +3,10 @@
 import logging
 from dataclasses import dataclass, field
 
+from starlette.types import Scope
+
+from service.api.clients import ClientNames
+from service.api.schemas import SamplingFields
 from service.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -44,3 +48,8 @@ class Server:
     runtime: Runtime
     settings: ApiSettings
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+    clients: ClientNames = field(default_factory=ClientNames)
+
+    def client_of(self, scope: Scope, body: SamplingFields) -> str:
+        """The name under which a client's share of what is learnt is counted."""
+        return self.clients.name(scope, body, by_api_key=bool(self.settings.api_keys))

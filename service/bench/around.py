@@ -53,6 +53,10 @@ class DrafterAround:
     def tap_layers(self) -> tuple[int, ...]:
         return self._inner.tap_layers
 
+    @property
+    def target_top(self) -> int:
+        return self._inner.target_top
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._inner.start(contexts)
         self._started(contexts)

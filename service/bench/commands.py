@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from service.bench import sharing_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -50,6 +51,10 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
     app.command("speed")(with_settings(_speed))
     app.command("prefill")(with_settings(_prefill))
+    app.command("prefix")(with_settings(sharing_commands.prefix))
+    app.command("neighbours")(with_settings(sharing_commands.neighbours))
+    app.command("load")(with_settings(_load))
+    app.command("shift")(with_settings(_shift))
     return app
 
 
@@ -130,6 +135,105 @@ def _prefill(
         loaded.config, prompts, streams=streams, prompt_tokens=prompt_tokens, max_tokens=max_tokens, out=out
     )
     _exit(holds)
+
+
+def _load(
+    loaded: LoadedConfig,
+    prompts: _Prompts,
+    more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY,...", help="plain, fixed:N, per_batch_size, per_batch_size:1=32/4=8/16=0 and adaptive."
+        ),
+    ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each policy and concurrency.")] = 64,
+    turns: Annotated[int, typer.Option(min=1, help="In how many turns, between which the others have theirs.")] = 2,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 64,
+    arrival: Annotated[
+        Literal["closed", "poisson"], typer.Option(help="closed: so many clients, one request each at a time.")
+    ] = "closed",
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second that poisson sends.")] = None,
+    slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token that goodput allows.")] = 5.0,
+    slo_itl: Annotated[float, typer.Option(min=0, help="Mean seconds per further token that it allows.")] = 0.2,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw throughput against concurrency.")
+    ] = None,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """Budget policies against each other under rising load. Exit code 1 if any token differs."""
+    _log_as(loaded.config)
+    from service.bench.load_report import LoadPlan, run_load
+    from service.bench.load_rows import Slo
+
+    if (arrival == "poisson") != (rate is not None):
+        raise StartupError("--arrival poisson and --rate need each other")
+    plan = LoadPlan(
+        files=(*prompts, *(more_prompts or [])),
+        concurrency=_numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
+        policies=policies,
+        requests=requests,
+        turns=turns,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        rate_per_second=rate,
+        slo=Slo(slo_ttft, slo_itl),
+        seed=seed,
+    )
+    _exit(run_load(loaded.config, plan, plot=plot, out=out))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Positive numbers from a list with commas. Raises StartupError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) for part in parts):
+        raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _shift(
+    loaded: LoadedConfig,
+    before: Annotated[
+        list[Path], typer.Option(metavar="FILE", help="Prompts of the first half. Give it again to mix several files.")
+    ],
+    after: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Prompts of the second half, likewise.")
+    ] = None,
+    queries: Annotated[int, typer.Option(min=2, help="Queries in all.")] = 300,
+    policies: Annotated[
+        str,
+        typer.Option(metavar="POLICY,...", help="Who decides about updates; `never` is what all are compared with."),
+    ] = "bandit,always,head_only,full_only,never",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Instead of a shift, one mix of all files, so many times over.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Queries in flight at the same time.")] = 1,
+    turn_queries: Annotated[
+        int, typer.Option(min=1, help="Queries a policy answers before it is the next one's turn.")
+    ] = 5,
+    seed: _Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the result, with its conditions, as JSON, and a PNG beside it."),
+    ] = None,
+) -> None:
+    """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
+    _log_as(loaded.config)
+    from service.bench.shift_report import Traffic, policies_of, run_shift
+    from service.bench.speed import Measure
+
+    if not after and epochs is None:
+        raise StartupError("--after says what traffic changes to: give it, or --epochs for a stream that does not")
+    traffic = Traffic(
+        before=tuple(before), after=tuple(after or ()), queries=queries, epochs=epochs, turn_queries=turn_queries
+    )
+    measure = Measure(temperature, max_tokens, concurrency, seed)
+    _exit(run_shift(loaded.config, traffic, policies_of(policies), measure, out=out))
 
 
 def _lossless(

@@ -28,8 +28,10 @@ from service.bench.prompts import refuse_too_long
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
-from service.engine.cost import CostTable
+from service.engine.cost_cache import Costs
+from service.engine.draft_cost import FREE
 from service.engine.engine import Engine
+from service.engine.measuring import measure_costs
 from service.engine.sequence import GenerationRequest
 
 _HIT_RATE = 0.8
@@ -158,7 +160,7 @@ class _Bench:
         self._prompts = prompts
         self._answer_tokens = answer_tokens
         self._seed = seed
-        self._costs = assembly.costs or build.measure_costs(assembly.target, assembly.limits)
+        self._costs = assembly.costs or _verify_costs(assembly)
         self._plain = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
         self._references: dict[Question, Answer] = {}
 
@@ -250,7 +252,18 @@ class _Bench:
         return max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
 
 
-def _engine(assembly: Assembly, way: Way, limits: EngineLimits, costs: CostTable, *, seed: int) -> Engine:
+def _verify_costs(assembly: Assembly) -> Costs:
+    limits = assembly.limits
+    table = measure_costs(
+        assembly.target,
+        max_sequences=limits.max_sequences,
+        max_model_len=limits.max_model_len,
+        max_budget=limits.max_budget,
+    )
+    return Costs(table, FREE)
+
+
+def _engine(assembly: Assembly, way: Way, limits: EngineLimits, costs: Costs, *, seed: int) -> Engine:
     """An engine that decodes in this way. A seed that drafts random trees changes with each case."""
     policy: BudgetPolicy = build.make_policy(costs if way.nodes is None else None, limits)
     return assembly.engine(drafter=_drafter(assembly, way, limits, seed), policy=policy, limits=limits)

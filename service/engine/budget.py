@@ -1,23 +1,32 @@
-"""How many drafted nodes each sequence verifies in a step. A matter of speed only: no choice changes the text."""
+"""How many drafted nodes each sequence verifies in a step, and whether to draft at all. A matter of speed only: no
+choice changes the text.
 
+By cost: one decision for the whole batch, made anew in every step. With candidates of all sequences sorted by survival,
+S(N) the sum of the first N, B drafting sequences and R rows that run in any case:
+
+    N* = argmax_N (B + S(N)) / (T_draft + T(B) + T_verify(R + N) - T_verify(R))
+
+T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.select import survival_order
 from drafters.tree import Candidates
 from service.engine.cost import CostTable
+from service.engine.draft_cost import FREE, DraftCosts
+from service.engine.draft_gain import DraftGain
+from service.engine.load import Load, StepOutcome
 
+__all__ = ["REASONS", "Budget", "BudgetPolicy", "CostBudget", "FixedBudget", "Load", "PerBatchSizeBudget"]
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a step carries beside draft trees."""
-
-    num_rows: int  # rows that run in any case: roots and prompt chunks
-    context: float  # mean context length of the drafting sequences, tokens
-    max_nodes: int  # most nodes in all, because slots are short
+REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_down", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +37,18 @@ class Budget:
     reason: str  # one of REASONS
 
 
-REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots")
-
-
 class BudgetPolicy(Protocol):
     """Chooses each sequence's number of nodes, at most limits[b] of them."""
 
+    def refusal(self, load: Load) -> str | None:
+        """Why nothing is to be drafted in this step, one of REASONS; None where the drafter is to be asked."""
+        ...
+
     def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget: ...
+
+    def learn(self, outcome: StepOutcome) -> float | None:
+        """Take in what a step took; returns the verify seconds that had been predicted, if any had."""
+        ...
 
 
 class FixedBudget:
@@ -43,41 +57,91 @@ class FixedBudget:
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
 
+    def refusal(self, load: Load) -> str | None:
+        return None if self._nodes else "fixed"
+
     def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
-        keep = torch.minimum(limits, candidates.num_nodes).clamp(max=self._nodes)
-        fits = int(keep.sum()) <= load.max_nodes
-        share = load.max_nodes // max(1, keep.shape[0])
-        return Budget(keep, "fixed") if fits else Budget(keep.clamp(max=share), "slots")
+        return _capped(candidates, limits, load, self._nodes)
+
+    def learn(self, outcome: StepOutcome) -> float | None:
+        return None
+
+
+class PerBatchSizeBudget:
+    """A fixed number of nodes for each number of drafting sequences, from a table written by hand."""
+
+    def __init__(self, nodes_from: Mapping[int, int]) -> None:
+        """`nodes_from` gives the nodes of each sequence from that many sequences on; it names 1."""
+        assert 1 in nodes_from, "the table says nothing of a single sequence"
+        self._nodes_from = sorted(nodes_from.items())
+
+    def refusal(self, load: Load) -> str | None:
+        return None if self._nodes(load) else "fixed"
+
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
+        return _capped(candidates, limits, load, self._nodes(load))
+
+    def learn(self, outcome: StepOutcome) -> float | None:
+        return None
+
+    def _nodes(self, load: Load) -> int:
+        return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_drafting)][-1]
 
 
 class CostBudget:
     """The number of nodes that maximises expected tokens per second over the whole batch.
 
-    With candidates of all sequences sorted by survival, S(N) the sum of the first N, B sequences and R rows that run
-    in any case:
-
-        N* = argmax_N (B + S(N)) / T_verify(R + N, context)
-
     Every N is looked at, because cost curves are staircases. N* = 0 is plain decoding.
     """
 
-    def __init__(self, costs: CostTable) -> None:
-        self._costs = costs
+    def __init__(self, costs: CostTable, drafts: DraftCosts = FREE) -> None:
+        self._gain = DraftGain(costs, drafts)
+
+    def refusal(self, load: Load) -> str | None:
+        return self._gain.refusal(load)
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
         batch = limits.shape[0]
-        survival, owners = survival_order(candidates, limits)
-        survival, owners = survival[: load.max_nodes], owners[: load.max_nodes]
-        expected = batch + torch.cat([survival.new_zeros(1), survival.cumsum(0)])  # [N + 1]
-        rows = load.num_rows + torch.arange(expected.shape[0], device=expected.device)
-        rate = expected / self._costs.verify_seconds(rows, load.context)
-        best = int(rate.argmax())
+        worth, owners = survival_order(candidates, limits, load.weights)
+        worth, owners = worth[: load.max_nodes], owners[: load.max_nodes]
+        certain = float(batch) if load.weights is None else load.weights.sum()
+        expected = certain + torch.cat([worth.new_zeros(1), worth.cumsum(0)])  # [N + 1]
+        best = int((expected / self._seconds(load, expected)).argmax())
+        if best == 0:
+            return Budget(torch.zeros_like(limits), _reason_for_none(worth))
+        if 1 < batch < best:
+            owners = _best_of_each_first(owners, batch)
         chosen = owners[:best]
-        keep = torch.bincount(chosen[chosen >= 0], minlength=batch)
-        return Budget(keep, _reason(best, survival))
+        return Budget(torch.bincount(chosen[chosen >= 0], minlength=batch), "cost")
+
+    def learn(self, outcome: StepOutcome) -> float | None:
+        return self._gain.learn(outcome)
+
+    def _seconds(self, load: Load, like: Tensor) -> Tensor:
+        """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # like [count] -> [count]"""
+        rows = load.num_rows + np.arange(like.shape[0], dtype=np.float64)
+        verify = self._gain.costs.verify_seconds(rows, load.context, load.num_sequences)
+        seconds = self._gain.draft_seconds(load) + self._gain.plain_seconds(load) + (verify - verify[0])
+        return torch.from_numpy(seconds.astype(np.float32)).to(like.device, non_blocking=True)
 
 
-def _reason(best: int, survival: Tensor) -> str:
-    if best > 0:
-        return "cost"
-    return "does_not_pay" if bool((survival > 0).any()) else "no_candidates"
+def _capped(candidates: Candidates, limits: Tensor, load: Load, nodes: int) -> Budget:
+    """So many nodes for everybody, or an equal share of the slots there are."""
+    keep = torch.minimum(limits, candidates.num_nodes).clamp(max=nodes)
+    if int(keep.sum()) <= load.max_nodes:
+        return Budget(keep, "fixed")
+    return Budget(keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots")
+
+
+def _reason_for_none(worth: Tensor) -> str:
+    return "does_not_pay" if bool((worth > 0).any()) else "no_candidates"
+
+
+def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
+    """The order again, but each sequence's best node before anybody's second: nobody goes without a tree for being a
+    little less sure than all others. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
+    places = torch.arange(owners.shape[0], device=owners.device)
+    lines = torch.where(owners < 0, batch, owners)
+    first = places.new_full((batch + 1,), owners.shape[0]).scatter_reduce_(0, lines, places, "amin")
+    is_best = (first[lines] == places) & (owners >= 0)
+    return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]

@@ -6,21 +6,19 @@ import torch
 
 from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
-from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
-from service.engine import cost
+from service.engine.books import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
+from service.engine.cost import CostTable
+from service.engine.cost_cache import Costs
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
-from service.engine.rehearsal import Rehearsal
-from service.engine.rows import Chain
+from service.engine.learning import Learning
+from service.engine.prefix_cache import NoPrefixCache, PrefixCache, SlotCache
 from service.engine.scheduler import Scheduler
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
-
-_COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-_COST_CONTEXTS = (128, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +29,8 @@ class EngineLimits:
     max_sequences: int
     prefill_chunk: int
     max_budget: int
+    prefix_cache: bool = False
+    isolate_clients: bool = False  # nobody finds what others have asked
     num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
 
 
@@ -41,9 +41,16 @@ def build_target(loaded: LoadedModel, num_slots: int, *, tap_layers: tuple[int, 
 
 
 def build_engine(
-    target: Target, limits: EngineLimits, vocabulary: Vocabulary, drafter: Drafter, policy: BudgetPolicy
+    target: Target,
+    limits: EngineLimits,
+    vocabulary: Vocabulary,
+    drafter: Drafter,
+    policy: BudgetPolicy,
+    *,
+    learning: Learning | None = None,
+    costs: CostTable | None = None,
 ) -> Engine:
-    """An idle engine around a target."""
+    """An idle engine around a target. `costs` is what those who learn count in."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device)
@@ -52,10 +59,25 @@ def build_engine(
         drafter,
         slots=slots,
         table=table,
-        scheduler=Scheduler(slots, table, prefill_chunk=limits.prefill_chunk, released=draft_stage.stop),
+        scheduler=Scheduler(
+            slots,
+            table,
+            prefill_chunk=limits.prefill_chunk,
+            released=draft_stage.stop,
+            cache=_prefix_cache(limits, target.device),
+            tree_nodes=limits.max_budget,
+        ),
         draft_stage=draft_stage,
         vocabulary=vocabulary,
+        learning=learning,
+        plain_seconds=_plain_seconds(costs),
     )
+
+
+def _prefix_cache(limits: EngineLimits, device: torch.device) -> SlotCache:
+    if not limits.prefix_cache:
+        return NoPrefixCache(device)
+    return PrefixCache(device, isolate_clients=limits.isolate_clients)
 
 
 def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:
@@ -70,32 +92,13 @@ def make_drafter(name: str, target: Target, limits: EngineLimits, weights: Train
     return build_drafter(name, sizes, device=target.device, weights=weights)
 
 
-def make_policy(costs: cost.CostTable | None, limits: EngineLimits) -> BudgetPolicy:
+def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     """A budget by measured cost, or a fixed one where nothing was measured."""
-    return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs)
+    return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
 
 
-def measure_costs(target: Target, limits: EngineLimits) -> cost.CostTable:
-    """Seconds of a verify by rows and context length, on this machine with this model."""
-    spare = target.pool.num_slots - 1 - MAX_NODES - _COST_CONTEXTS[0]
-    longest = max(1, min(limits.max_model_len - MAX_DEPTH - 1, spare))
-    contexts = sorted({min(context, longest) for context in _COST_CONTEXTS})
-    rehearsal = Rehearsal(target, lines=len(contexts), max_length=longest + MAX_DEPTH + 1)
-    for line, context in enumerate(contexts):
-        rehearsal.read(line, rehearsal.random_tokens(context), chunk=limits.prefill_chunk)
-
-    def run(rows: int, context: int) -> None:
-        root = Chain(contexts.index(context), context, [0], completes=True)
-        rehearsal.verify([root], _broad_tree(rows - 1, target.device))
-
-    return cost.measure(run, _COST_ROWS, contexts).to(target.device)
-
-
-def _broad_tree(nodes: int, device: torch.device) -> DraftTree:
-    """A tree of so many nodes, eight to a level, all of a level below the first of the one above."""
-    index = torch.arange(nodes)
-    parents = torch.where(index < 8, ROOT, (index // 8 - 1) * 8)
-    return DraftTree.of(torch.zeros_like(index)[None], parents[None]).to(device)
+def _plain_seconds(costs: CostTable | None) -> PlainSeconds:
+    return seconds_as_they_are if costs is None else plain_seconds(costs)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,6 +11,8 @@ from drafters.tree import DraftTree, VerifyResult
 from service.engine.rows import Chain, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
 from service.engine.slots import SlotPool, SlotTable
+from service.engine.target import TargetOutput
+from service.engine.tops import target_tops
 from service.engine.verify import Verified
 
 
@@ -25,7 +27,7 @@ def lay_out(chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotT
 
 
 def commit(
-    rows: ForwardRows, verified: Verified, features: Tensor | None, slots: SlotPool, table: SlotTable
+    rows: ForwardRows, verified: Verified, output: TargetOutput, slots: SlotPool, table: SlotTable, *, target_top: int
 ) -> Committed:
     """Write accepted nodes into the slot table, free the others, and say what became permanent."""
     tree, result = verified.tree, verified.result
@@ -38,15 +40,17 @@ def commit(
     on_path = torch.zeros_like(tree.valid)
     on_path[sequence, node] = True
     slots.free(node_slots[tree.valid & ~on_path])
+    features, counts = output.features, result.num_accepted + 1
     return Committed(
         rows=rows.attention.table_rows[rows.completing],
         positions=rows.attention.chain_end[rows.completing],
         slots=torch.cat([rows.slots[rows.logit_rows[: rows.completing.shape[0], None]], path_slots], dim=1),
         tokens=_emitted(tree, result),
-        counts=result.num_accepted + 1,
+        counts=counts,
         tree=tree,
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
+        tops=target_tops(output.logits, verified.path_logits, counts, target_top),
     )
 
 

@@ -1,33 +1,66 @@
-"""The draft stage: candidates from the drafter, cut to what can still be emitted, pruned to the budget."""
+"""The draft stage: whether to draft, candidates from the drafter, cut to what can still be emitted, corrected by what
+became of earlier ones, pruned to the budget; and what the step then teaches all of these.
+"""
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from drafters.protocol import DraftContext, Drafter, Noise
-from drafters.select import select
-from drafters.tree import Candidates, DraftTree
-from service.engine.budget import Budget, BudgetPolicy, Load
+from drafters.recalibration import Claims, Recalibration
+from drafters.select import select_nodes
+from drafters.tree import Candidates, DraftTree, VerifyResult
+from service.engine.budget import Budget, BudgetPolicy
 from service.engine.generation import Sequence
+from service.engine.load import Load, StepOutcome
+from service.engine.objective import Objective, Throughput
 from service.engine.scheduler import Batch
+from service.engine.stats import StepStats
+
+_REPORT_EVERY = 64
+"""Steps between two readings of the calibration error, for which the host waits for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A step's draft, until its fate is known."""
+
+    load: Load
+    claims: Claims | None  # of the tree's nodes; None where the drafter was not asked
 
 
 class DraftStage:
     """Builds one draft tree per sequence of a batch; those that do not draft get a tree of zero nodes."""
 
-    def __init__(self, drafter: Drafter, policy: BudgetPolicy, *, max_budget: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: BudgetPolicy,
+        *,
+        max_budget: int,
+        device: torch.device,
+        objective: Objective | None = None,
+    ) -> None:
         self._drafter = drafter
         self._policy = policy
+        self._objective = objective or Throughput()
         self._max_budget = max_budget
         self._device = device
+        self._recalibration = Recalibration(device)
+        self._version = drafter.version
+        self._draft: _Draft | None = None
+        self._num_learnt = 0
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
         if sequences:
             self._drafter.start(
-                [DraftContext(s.table_row, s.tokens, s.request.prediction, s.num_generated) for s in sequences]
+                [
+                    DraftContext(s.table_row, s.tokens, s.request.prediction, s.num_generated, s.cached_slots)
+                    for s in sequences
+                ]
             )
 
     def stop(self, sequence: Sequence) -> None:
@@ -37,19 +70,80 @@ class DraftStage:
     def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and the decision behind their size."""
         drafting = batch.drafting
-        candidates = self._grow(drafting)
-        load = Load(
-            num_rows=batch.num_chain_rows,
-            context=sum(len(s.tokens) for s in drafting) / max(1, len(drafting)),
-            max_nodes=num_free_slots - batch.num_chain_rows,
-        )
+        load = self._load(batch, drafting, num_free_slots)
+        reason = self._refusal(drafting, load)
+        if reason is not None:
+            self._draft = _Draft(load, None)
+            none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
+            return DraftTree.empty(len(batch.items), self._device), Budget(none, reason)
+        candidates, claims = self._recalibration.correct(self._grow(drafting))
         budget = self._policy.choose(candidates, self._limits(drafting, candidates), load)
-        width = int(budget.num_keep.max()) if drafting else 0
-        return _pad_lines(select(candidates, budget.num_keep, width), len(batch.items)), budget
+        tree, kept = select_nodes(candidates, budget.num_keep, min(int(budget.num_keep.max()), candidates.width))
+        self._draft = _Draft(load, claims.take(kept))
+        return _pad_lines(tree, len(batch.items)), budget
+
+    def learn(self, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
+        """Take in what became of the step's trees; returns its report with what had been predicted.
+
+        Lines of tree and result are the completing sequences, of which the drafting ones stand first.
+        """
+        assert self._draft is not None, "no trees were built in this step"
+        draft, self._draft = self._draft, None
+        if draft.claims is not None and tree.width:
+            lines = slice(draft.load.num_drafting)
+            self._recalibration.learn(draft.claims, _first_trees(tree, lines), _first_results(result, lines))
+        predicted = self._policy.learn(self._outcome(draft, stats))
+        self._num_learnt += 1
+        is_due = self._num_learnt % _REPORT_EVERY == 0
+        return replace(
+            stats,
+            predicted_verify_seconds=predicted,
+            survival_error=self._recalibration.error() if is_due else None,
+        )
+
+    def calibration_error(self) -> float:
+        """Expected calibration error of survival over recently verified nodes; waits for the device."""
+        return self._recalibration.error()
+
+    def _outcome(self, draft: _Draft, stats: StepStats) -> StepOutcome:
+        # Launches return at once on a device; what waits for it is the transfer of emitted tokens, timed with the rest.
+        is_waited_for = self._device.type == "cpu"
+        late = 0.0 if is_waited_for else stats.other_seconds
+        return StepOutcome(
+            load=draft.load,
+            drafted=draft.claims is not None,
+            num_nodes=stats.drafted_nodes,
+            accepted_tokens=stats.accepted_tokens,
+            draft_seconds=stats.draft_seconds,
+            verify_seconds=stats.verify_seconds + late,
+            other_seconds=stats.other_seconds - late,
+        )
+
+    def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:
+        num_chain_rows = batch.num_chain_rows
+        ends = sum(item.chain.start + item.num_rows for item in batch.items)
+        return Load(
+            num_rows=num_chain_rows,
+            context=ends / max(1, len(batch.items)),
+            max_nodes=num_free_slots - num_chain_rows,
+            num_drafting=len(drafting),
+            num_sequences=len(batch.items),
+            weights=self._objective.weights(drafting, self._device),
+        )
+
+    def _refusal(self, drafting: Items[Sequence], load: Load) -> str | None:
+        """Why nothing is drafted in this step."""
+        self._notice_new_version()
+        if not any(sequence.max_nodes != 0 for sequence in drafting):
+            return "no_candidates"
+        return self._policy.refusal(load)
+
+    def _notice_new_version(self) -> None:
+        if self._version != self._drafter.version:
+            self._version = self._drafter.version
+            self._recalibration.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
-        if not any(sequence.max_nodes != 0 for sequence in drafting):
-            return DraftTree.empty(len(drafting), self._device)
         rows = self._tensor([s.table_row for s in drafting])
         noise = Noise(
             seeds=self._tensor([s.sampling.params.seed for s in drafting]),
@@ -81,3 +175,15 @@ def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
         return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
     return DraftTree(pad(tree.tokens), pad(tree.parents), pad(tree.depths), pad(tree.survival), pad(tree.num_nodes))
+
+
+def _first_trees(tree: DraftTree, lines: slice) -> DraftTree:
+    return DraftTree(
+        tree.tokens[lines], tree.parents[lines], tree.depths[lines], tree.survival[lines], tree.num_nodes[lines]
+    )
+
+
+def _first_results(result: VerifyResult, lines: slice) -> VerifyResult:
+    return VerifyResult(
+        result.path[lines], result.num_accepted[lines], result.bonus[lines], result.target_tokens[lines]
+    )

@@ -78,6 +78,7 @@ class EmitStage:
             error=finish.error,
             speculation=sequence.speculation(self._drafter.name, self._drafter.version),
             timings=sequence.timings(time.monotonic()),
+            cached_tokens=sequence.num_cached,
         )
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
-from drafters.tree import DraftTree
+from service.engine.books import PlainSeconds, QueryBooks, seconds_as_they_are
 from service.engine.budget import Budget
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import Emission, EmitStage
 from service.engine.generation import Finish, Sequence, signed64
+from service.engine.learning import Learning, NoLearning
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
@@ -62,7 +63,10 @@ class Engine:
         scheduler: Scheduler,
         draft_stage: DraftStage,
         vocabulary: Vocabulary,
+        learning: Learning | None = None,
+        plain_seconds: PlainSeconds = seconds_as_they_are,
     ) -> None:
+        """`plain_seconds` is what costs of queries are counted in."""
         self.target = target
         self.drafter = drafter
         self.slots = slots
@@ -72,6 +76,8 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
+        self._learning: Learning = learning or NoLearning()
+        self._books = QueryBooks(plain_seconds)
         self._credited: dict[str, int] = dict(drafter.credits())
 
     @property
@@ -84,7 +90,7 @@ class Engine:
         return LoadStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            slots_used=self.slots.capacity - self.slots.num_free,
+            slots_used=self.slots.capacity - self.scheduler.num_available,
             slots_total=self.slots.capacity,
         )
 
@@ -98,12 +104,16 @@ class Engine:
         mine = [s for s in self._sequences() if s.request.request_id == request_id]
         for sequence in mine:
             self.scheduler.remove(sequence)
+            self._books.forget(sequence)
         end = Finish("abort")
         return [self._emit_stage.output(s, [], None, end) for s in mine], [_finish_stats(s, end) for s in mine]
 
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
+        version = self._learning.between_steps()
         clock = _Clock()
+        if self.target.pool.use(self):
+            self.scheduler.forget_texts()
         batch = self.scheduler.schedule()
         if not batch.items:
             return StepReport([], [], None)
@@ -115,14 +125,25 @@ class Engine:
         clock.lap("verify")
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits)
-        committed = commit(rows, verified, output.features, self.slots, self.table)
+        committed = commit(rows, verified, output, self.slots, self.table, target_top=self.drafter.target_top)
         self._teach(batch, rows, output.features, committed)
+        drafted: list[int] = tree.num_nodes.tolist()  # planned transfer
         accepted: list[int] = verified.result.num_accepted.tolist()  # planned transfer
         _advance(batch, accepted)
+        self._books.enter(batch, version, drafted, accepted, clock.seconds["draft"], clock.seconds["verify"])
         emission = self._emit_stage.emit(completing, committed, verified, output.logits, self.scheduler.remove)
-        finished = [_finish_stats(sequence, finish) for sequence, finish in emission.ended]
+        finished = self._close(emission)
         clock.lap("other")
-        return StepReport(emission.outputs, finished, self._stats(batch, tree, budget, accepted, emission, clock))
+        stats = self._stats(batch, drafted, budget, accepted, emission, clock)
+        return StepReport(emission.outputs, finished, self._draft_stage.learn(verified.tree, verified.result, stats))
+
+    def _close(self, emission: Emission) -> list[FinishStats]:
+        """Tell whoever learns of the sequences that have come to an end of their own."""
+        for sequence, finish in emission.ended:
+            query = self._books.close(sequence, finish)
+            if query is not None:
+                self._learning.ended(query)
+        return [_finish_stats(sequence, finish) for sequence, finish in emission.ended]
 
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
@@ -132,9 +153,8 @@ class Engine:
         self.drafter.commit(committed)
 
     def assert_conserved(self) -> None:
-        """Every slot is either free or holds exactly one committed position (for tests)."""
-        running = [(s.table_row, s.num_computed) for s in self.scheduler.running]
-        owned = torch.cat([self.slots.free_slots(), self.table.used(running)])
+        """Every slot is free, or holds one committed position of a running sequence or of a kept text (for tests)."""
+        owned = torch.cat([self.slots.free_slots(), self.scheduler.held_slots()])
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
 
@@ -160,9 +180,14 @@ class Engine:
         )
 
     def _stats(
-        self, batch: Batch, tree: DraftTree, budget: Budget, accepted: list[int], emission: Emission, clock: "_Clock"
+        self,
+        batch: Batch,
+        drafted: list[int],
+        budget: Budget,
+        accepted: list[int],
+        emission: Emission,
+        clock: "_Clock",
     ) -> StepStats:
-        drafted: list[int] = tree.num_nodes.tolist()  # planned transfer
         completing = [nodes for item, nodes in zip(batch.items, drafted, strict=True) if item.completes]
         per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
         return StepStats(

@@ -3,6 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from service.engine.prefix_cache import Lease
 from service.engine.sampling import SamplingState
 from service.engine.sequence import FinishReason, GenerationRequest, SpeculationRecord, Timings
 from service.engine.text_stream import TextStream
@@ -26,6 +29,11 @@ class Sequence:
     num_prompt: int
     row: int | None = None  # line of the slot table while running
     num_computed: int = 0  # positions whose keys and values are in the pool
+    lease: Lease | None = None  # what it uses of the prefix cache while running
+    num_cached: int = 0  # prompt tokens whose keys and values it found in the cache
+    number: int = 0  # place in the order of arrival
+    preemptions: int = 0
+    charged_tokens: float = 0.0  # service that was put on its client's account already
     started_seconds: float | None = None
     first_token_seconds: float | None = None
     last_emit_seconds: float | None = None
@@ -38,6 +46,30 @@ class Sequence:
         """Its line of the slot table, while it runs."""
         assert self.row is not None
         return self.row
+
+    @property
+    def client(self) -> str:
+        return self.request.client
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether more of its text is to be read than the token that decoding runs anyway."""
+        return self.num_pending > 1
+
+    @property
+    def is_publishable(self) -> bool:
+        """Whether its text has been read and others may begin with it."""
+        return not self.is_reading and self.lease is not None and not self.lease.is_published
+
+    @property
+    def cached_slots(self) -> Tensor | None:
+        """Slots of the prefix that was in the pool when it began to run. # [cached] int64"""
+        return None if self.lease is None else self.lease.slots
+
+    @property
+    def num_shared(self) -> int:
+        """Positions, from the first on, whose slots belong to the prefix cache."""
+        return 0 if self.lease is None else self.lease.length
 
     @property
     def num_generated(self) -> int:

@@ -17,17 +17,23 @@ FEWEST_ROWS = 4
 """oneDNN's bf16 products of one or two rows take up to a third longer than those of four to six."""
 
 
+def packed(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's blocked layout, opaque to everything but its products."""
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return reordered
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear` in bf16 on CPU whose weight is stored in oneDNN's blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self.packed = packed(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return out
 
 
@@ -37,7 +43,7 @@ class FusedLinears:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         has_bias = linears[0].bias is not None
         bias = torch.cat([linear.bias for linear in linears]) if has_bias else None
-        self._product = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+        self.product = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
         self._sizes = [linear.out_features for linear in linears]
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -45,7 +51,7 @@ class FusedLinears:
     def part(self, index: int, x: Tensor) -> Tensor:
         """One layer's output. The input is held until the last layer was asked, so that identity means equality."""
         if x is not self._input:
-            self._input, self._outputs = x, tuple(self._product(x).split_with_sizes(self._sizes, dim=-1))
+            self._input, self._outputs = x, tuple(self.product.forward(x).split_with_sizes(self._sizes, dim=-1))
         out = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
@@ -57,12 +63,14 @@ class LinearPart(nn.Module):
 
     def __init__(self, fused: FusedLinears, index: int) -> None:
         super().__init__()
-        self._fused = fused
-        self._index = index
+        self.fused = fused
+        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
-        return self._fused.part(self._index, x)
+        return self.fused.part(self.index, x)
+
+    __call__ = forward  # nobody hooks a part, and looking for hooks costs as much as handing the output out
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,18 +1,30 @@
 """Which sequences take part in the next step, and with how many rows.
 
-Decoding sequences take part in every step. Prompts are read in chunks beside them, first come first served, so that a
-long prompt delays the others by one chunk at most. When slots run out, the youngest sequence gives its slots back
-and waits; its text is computed again later, to the same bits.
+Decoding sequences take part in every step, prompts are read in chunks beside them. Clients that were served more than
+others sit steps out until those have caught up. Texts begin where the prefix cache ends; when slots run out, the cache
+gives back what was used least recently, then the cheapest sequence waits; what it loses is computed again later, to
+the same bits.
 """
 
-from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from kernels.tree_attention import MAX_NODES
+from service.engine.admission import Forecast
+from service.engine.fairness import Accounts
 from service.engine.generation import Sequence
+from service.engine.prefix_cache import NoPrefixCache, SlotCache
 from service.engine.rows import Chain
 from service.engine.slots import SlotPool, SlotTable
+from service.engine.victims import cheapest, sheltered
+from service.engine.waiting import WaitingLines
+
+_EVICT_AT_ONCE = 256
+"""Slots; so that a full cache does not cost an eviction in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,7 @@ class Batch:
 
 
 class Scheduler:
-    """Owner of the waiting line and of the set of running sequences, oldest first."""
+    """Owner of the waiting lines and of the set of running sequences, in the order in which they began to run."""
 
     def __init__(
         self,
@@ -79,86 +91,192 @@ class Scheduler:
         *,
         prefill_chunk: int,
         released: Callable[[Sequence], None] = lambda sequence: None,
+        cache: SlotCache | None = None,
+        tree_nodes: int = MAX_NODES,
+        accounts: Accounts | None = None,
     ) -> None:
-        """`released` hears of every sequence that stops running, finished or preempted, while it still has its row."""
-        self.waiting: deque[Sequence] = deque()
+        """`released` hears of every sequence that stops running, finished or preempted, while it still has its row.
+        Cached prefixes leave room for trees of `tree_nodes`."""
+        self.waiting = WaitingLines()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
         self._prefill_chunk = prefill_chunk
         self._released = released
+        self._cache = cache or NoPrefixCache(table.slots.device)
+        self._tree_nodes = tree_nodes
+        self._accounts = accounts or Accounts()
+        self._forecast = Forecast()
+        self._arrivals = 0
         self._preemptions = 0
 
+    @property
+    def num_available(self) -> int:
+        """Slots that are free or kept only in case that a text comes again."""
+        return self._slots.num_free + self._cache.num_evictable
+
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the waiting line."""
-        self.waiting.append(sequence)
+        """Put a new sequence into its client's waiting line."""
+        sequence.number, self._arrivals = self._arrivals, self._arrivals + 1
+        self._accounts.enter(sequence.client)
+        self.waiting.add(sequence)
 
     def schedule(self) -> Batch:
         """The next step's sequences."""
+        self._note_progress()
         self._preempt_until_decoding_fits()
-        started = self._admit(self._slots.num_free - self._num_decoding())
-        decoding = [Scheduled.of(sequence, 1) for sequence in self.running if sequence.num_pending == 1]
-        return Batch(decoding + self._chunks(self._slots.num_free - len(decoding)), started)
+        started = self._admit()
+        turn = self._accounts.in_turn(sequence.client for sequence in self.running)
+        in_turn = [sequence for sequence in self.running if sequence.client in turn]
+        decoding = [Scheduled.of(sequence, 1) for sequence in in_turn if not sequence.is_reading]
+        chunks = self._chunks([sequence for sequence in in_turn if sequence.is_reading], len(decoding))
+        batch = Batch(decoding + chunks, started)
+        self._clear_slots(batch.num_chain_rows + len(decoding) * self._tree_nodes)
+        return batch
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, whether waiting or running, and free its slots."""
+        """Take a sequence out for good, whether waiting or running, and free its slots."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
-            self.running.remove(sequence)
-            self._release(sequence)
-
-    def _preempt_until_decoding_fits(self) -> None:
-        """Every decoding sequence needs one slot now; the oldest can always be served, because start-up checked that
-        the pool holds the longest sequence."""
-        while self._num_decoding() > self._slots.num_free:
-            self.preempt(self.running[-1])
-        if len(self.running) > 1 and self._slots.num_free == 0:
-            self.preempt(self.running[-1])
-
-    def _num_decoding(self) -> int:
-        return sum(sequence.num_pending == 1 for sequence in self.running)
+            self._accounts.settle(sequence)
+            self._forecast.ended(sequence)
+            self._stop(sequence)
+        self._accounts.leave(sequence.client)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the head of the waiting line."""
-        self.running.remove(sequence)
-        self._release(sequence)
+        """Send a running sequence back to where it stood in the waiting line."""
+        self._accounts.settle(sequence)
+        self._stop(sequence)
         sequence.num_computed = 0
+        sequence.preemptions += 1
         self._preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.add(sequence)
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
         return count
 
-    def _release(self, sequence: Sequence) -> None:
-        self._released(sequence)
-        self._slots.free(self._table.release_row(sequence.table_row, sequence.num_computed))
-        sequence.row = None
+    def forget_texts(self) -> None:
+        """Give up all texts that nobody runs: somebody else has written into the slots."""
+        self._slots.free(self._cache.evict(self._cache.num_evictable))
 
-    def _admit(self, free: int) -> list[Sequence]:
-        """Start waiting sequences while table lines are free and their text and one tree fit beside what runs."""
-        started = []
-        claimed = sum(sequence.num_pending for sequence in self.running if sequence.num_pending > 1)
-        while self.waiting and self._table.num_free_rows:
-            claimed += len(self.waiting[0].tokens) + MAX_NODES
-            if self.running and claimed > free:
+    def held_slots(self) -> Tensor:
+        """Slots of the cache and of running sequences, each one once (for conservation checks). # -> [held] int64"""
+        own = [self._table.slots[s.table_row, s.num_shared : s.num_computed] for s in self.running]
+        return torch.cat([self._cache.held(), *own])
+
+    def _note_progress(self) -> None:
+        """Book what the last step served, and share prompts that have just been read."""
+        for sequence in self.running:
+            self._accounts.settle(sequence)
+            if sequence.is_publishable:
+                self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None, "a running sequence has a lease"
+        own = self._table.slots[sequence.table_row, sequence.num_shared : sequence.num_computed]
+        self._cache.publish(sequence.lease, sequence.tokens, own)
+        sequence.lease.is_published = True
+
+    def _preempt_until_decoding_fits(self) -> None:
+        """Every decoding sequence needs one slot now; one can always be served, because start-up checked that the
+        pool holds the longest sequence."""
+        while self._num_decoding() > self.num_available or (len(self.running) > 1 and self.num_available == 0):
+            victim = cheapest(self.running, sheltered(self.running), self._cache)
+            assert victim is not None, "the pool does not hold the longest sequence"
+            self.preempt(victim)
+
+    def _num_decoding(self) -> int:
+        return sum(not sequence.is_reading for sequence in self.running)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._released(sequence)
+        self.running.remove(sequence)
+        assert sequence.lease is not None, "a running sequence has a lease"
+        slots = self._table.release_row(sequence.table_row, sequence.num_computed)
+        unused = self._cache.release(sequence.lease, sequence.tokens, slots[sequence.num_shared :])
+        self._slots.free(unused)
+        sequence.row = sequence.lease = None
+
+    def _admit(self) -> list[Sequence]:
+        """Start waiting sequences, those of the client served least first, while there is room."""
+        started: list[Sequence] = []
+        while (sequence := self._next_to_start()) is not None:
+            if not self._has_room(sequence) and not self._make_way(sequence, started):
                 break
-            sequence = self.waiting.popleft()
-            sequence.row = self._table.take_row()
-            sequence.mark_started()
-            self.running.append(sequence)
+            self._start(sequence)
             started.append(sequence)
         return started
 
-    def _chunks(self, free: int) -> list[Scheduled]:
-        """Share out one chunk of prompt rows among the sequences that are still reading theirs."""
-        left = min(self._prefill_chunk, free)
-        chunks = []
+    def _next_to_start(self) -> Sequence | None:
+        """Nobody overtakes one that does not fit, but one whose prefix is just being read does not stand in the way."""
+        if not self.waiting:
+            return None
+        claims = dict.fromkeys(self.waiting.clients, 0)
         for sequence in self.running:
+            if sequence.client in claims:
+                claims[sequence.client] += self._forecast.claim(sequence)
+        for client in sorted(claims, key=lambda client: self._accounts.served(client) + claims[client]):
+            for sequence in self.waiting.line(client):
+                if not self._is_being_read(sequence):
+                    return sequence
+        return None
+
+    def _is_being_read(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to share much of this one's text."""
+        return any(
+            self._cache.worth_waiting(sequence.client, sequence.tokens, other.client, other.tokens)
+            for other in self.running
+            if other.is_reading
+        )
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether there is a line of the table, and slots for what it and those that run will probably need."""
+        if not self.running:
+            return True
+        claimed = sum(self._forecast.claim(other) for other in self.running) + self._tree_nodes
+        claimed += self._forecast.claim(sequence) - self._cache.leased(sequence.client, sequence.tokens)
+        return self._table.num_free_rows > 0 and claimed <= self.num_available
+
+    def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
+        """For a client that runs nothing, take from those that run more than one; whether there is room now."""
+        if any(other.client == sequence.client for other in self.running):
+            return False
+        while not self._has_room(sequence):
+            clients = [other.client for other in self.running]
+            spare = [other for other in self.running if clients.count(other.client) > 1 and other not in started]
+            victim = cheapest(spare, sheltered(self.running), self._cache)
+            if victim is None:
+                return False
+            self.preempt(victim)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.row = self._table.take_row()
+        sequence.lease = self._cache.acquire(sequence.client, sequence.tokens)
+        sequence.num_computed = sequence.lease.length
+        if sequence.started_seconds is None:
+            sequence.num_cached = sequence.num_computed
+        self._table.slots[sequence.row, : sequence.lease.length] = sequence.lease.slots
+        self._accounts.waive(sequence)
+        sequence.mark_started()
+        self.running.append(sequence)
+
+    def _chunks(self, reading: Items[Sequence], num_decoding: int) -> list[Scheduled]:
+        """Share out one chunk of prompt rows among those that are still reading, the client served least first."""
+        left = min(self._prefill_chunk, self.num_available - num_decoding)
+        chunks = []
+        for sequence in sorted(reading, key=lambda sequence: self._accounts.served(sequence.client)):
             num_rows = min(sequence.num_pending, left)
-            if sequence.num_pending > 1 and num_rows > 0:
+            if num_rows > 0:
                 chunks.append(Scheduled.of(sequence, num_rows))
                 left -= num_rows
         return chunks
+
+    def _clear_slots(self, wanted: int) -> None:
+        """Evict until so many slots are free, or nothing is left to evict."""
+        if wanted > self._slots.num_free:
+            self._slots.free(self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE)))

@@ -57,6 +57,8 @@ class GenerationRequest:
     prediction: Tokens[int] = ()
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: never learnt from
+    client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
+    priority: int = 0  # lower is earlier, among the requests of one client
     arrival_seconds: float = field(default_factory=time.monotonic)
 
 

@@ -35,6 +35,8 @@ class StepStats:
     other_seconds: float
     preemptions: int
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
+    predicted_verify_seconds: float | None = None  # by the cost table as corrected; None where none is used
+    survival_error: float | None = None  # calibration error (ECE) of survival; only now and then, for it is read late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,9 +164,9 @@ def slot_attention(
     keys, values = key.transpose(1, 2)[0, :num_rows], value.transpose(1, 2)[0, :num_rows]
     tree_step.pool.write(module.layer_idx, tree_step.places, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = query.transpose(1, 2)[0].to(torch.float32) * scale
+    queries = query.transpose(1, 2)[0].to(torch.float32)
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
-    out = ops.tree_attention(queries, layer, tree_step.plan, window=sliding_window, softcap=softcap)
+    out = ops.tree_attention(queries, layer, tree_step.plan, scale=scale, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
 
 

@@ -61,6 +61,10 @@ class EngineThread:
 
         self._inbox.put(end)
 
+    def wake(self) -> None:
+        """Make an idle engine step once: new weights wait for a step, not for the next request."""
+        self._inbox.put(None)
+
     def drain(self) -> None:
         """Finish what runs, then end the thread; nothing is to be submitted afterwards."""
         self._draining = True

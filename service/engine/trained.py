@@ -1,6 +1,8 @@
 """Loading a trained drafter for a loaded target, with start-up errors that say what to change."""
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +12,9 @@ import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
+from drafters.specblock.model import SpecBlock
 from service.engine import linear
+from service.engine.repack import repacking
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
@@ -33,14 +37,28 @@ def tap_layers(folder: Path) -> tuple[int, ...]:
         raise StartupError(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Replaceable:
+    """A drafter network whose weights may be replaced while it serves."""
+
+    weights: TrainedWeights
+    first: Mapping[str, Tensor]  # by name, as they were before linear layers were packed
+    prepare: Callable[[Mapping[str, Tensor]], Callable[[], None]]  # what it returns writes them
+
+
 def load_weights(folder: Path, loaded: LoadedModel, *, blocks: int, starts: int, policy: str) -> TrainedWeights:
     """The drafter network on the target's device, in the target's dtype. Raises StartupError."""
-    device, dtype = loaded.model.device, loaded.model.dtype
+    return load_replaceable(folder, loaded, blocks=blocks, starts=starts, policy=policy).weights
+
+
+def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int, starts: int, policy: str) -> Replaceable:
+    """The same, and how its weights are replaced. Raises StartupError."""
     try:
-        model = checkpoint.load(folder, loaded.parts, dtype=dtype, device=device)
+        model = load_network(folder, loaded)
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    if linear.can_pack(dtype, device):
+    first = {name: value.detach() for name, value in model.named_parameters()}
+    if linear.can_pack(loaded.model.dtype, loaded.model.device):
         linear.pack_linears(model)
     table = loaded.parts.embedding
 
@@ -48,4 +66,10 @@ def load_weights(folder: Path, loaded: LoadedModel, *, blocks: int, starts: int,
         return embedding(tokens, table)
 
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    return TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
+    weights = TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
+    return Replaceable(weights, first, repacking(model))
+
+
+def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
+    """The network alone, nothing of it packed. Raises DrafterError."""
+    return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)

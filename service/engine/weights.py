@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from service.engine import linear
+from service.engine import linear, norms
 from service.engine.kv_pool import KVShape
 from service.engine.target import ATTENTION_NAME
 from service.errors import StartupError
@@ -74,6 +74,7 @@ def load_model(
     fingerprint = weights_fingerprint(model)
     model = model.eval().requires_grad_(False).to(device)
     parts = target_parts(model)
+    norms.shorten_norms(model)
     if linear.can_pack(dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     text = model.config.get_text_config()

@@ -29,9 +29,9 @@ from drafters.training.vocabulary import frequent_tokens
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
+from service.progress import Advance, bar, say
 from service.training.curve import Curve, CurvePoint
 from service.training.manifest import Manifest
-from service.training.progress import Advance, bar, say
 
 STATE_FILE = "fit.pt"
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")

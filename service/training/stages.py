@@ -19,11 +19,11 @@ from service.engine import build, linear
 from service.engine.target import decoder_layers, default_tap_layers
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
+from service.progress import bar, say
 from service.training.card import write_drafter
 from service.training.features import FeatureReader, write_shards
 from service.training.fitting import STATE_FILE, FitPlan, fit
 from service.training.manifest import describe
-from service.training.progress import bar, say
 from service.training.prompts import read_prompts
 from service.training.regenerate import Answering, regenerate
 from service.training.responses import Answered, read_responses

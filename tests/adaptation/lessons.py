@@ -12,7 +12,8 @@ from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from adaptation.learner import Learner
-from adaptation.pair import DrafterPair, weights_of, write_in_place
+from adaptation.overview import Overview
+from adaptation.pair import DrafterPair, in_place, weights_of
 from adaptation.signal import Lesson, lesson_of
 from drafters.feedback import Marks, Query, QueryFeedback
 from drafters.specblock.model import SpecBlock
@@ -105,8 +106,8 @@ class Bench:
 
     learner: Learner
     pair: DrafterPair
+    overview: Overview
     serving: SpecBlock
-    versions: list[int]
     clock: Clock
     events: list[Event] = field(default_factory=list)
 
@@ -133,18 +134,17 @@ def bench(folder: Path, **knobs: object) -> Bench:
     }
     config = AdaptationConfig.model_validate({**settings, **knobs})
     serving = drafter()
-    versions: list[int] = []
     events: list[Event] = []
     clock = Clock()
     served = ServedDrafter(
         config=serving.config,
         weights=weights_of(serving),
         vocabulary=serving.d2t,
-        write=write_in_place(serving, versions.append),
+        prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,
     )
-    learner, pair = build_learner(
+    built = build_learner(
         config, served, folder=folder, device="cpu", clock=clock, seed=0, autocast=False, emit=events.append
     )
-    return Bench(learner, pair, serving, versions, clock, events)
+    return Bench(built.learner, built.pair, built.overview, serving, clock, events)

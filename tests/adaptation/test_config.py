@@ -11,6 +11,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     assert (config.epsilon_start, config.epsilon_end) == (0.30, 0.10)
     assert (config.cusum_slack, config.cusum_threshold, config.fall_standard_errors) == (0.5, 6.0, 3.0)
     assert config.policy == "bandit"
+    assert not config.enabled
 
 
 def test_every_knob_says_what_it_is() -> None:
@@ -38,6 +39,9 @@ def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
         {"payback_queries": 9},
         {"query_positions": 5000},
         {"duty_cycle": 0.0},
+        {"train_niceness": 20},
+        {"train_niceness": -1},
+        {"enabled": "perhaps"},
         {"train_device": "cuda:x"},
         {"snapshots_on_disk": 0},
     ],

@@ -1,6 +1,7 @@
 """Serving weights change between steps only, as a whole, under rising versions; a restore brings back exact bits."""
 
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaptation.errors import Damaged, NotStored
-from adaptation.pair import DrafterPair, weights_of, write_in_place
+from adaptation.pair import DrafterPair, in_place, weights_of
 from adaptation.signal import example_of
 from adaptation.snapshot_folder import folder_name
 from adaptation.snapshots import SnapshotRing
@@ -22,13 +23,12 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def pair_of(folder: Path, serving: SpecBlock, *, versions: list[int] | None = None) -> DrafterPair:
-    told = [] if versions is None else versions
+def pair_of(folder: Path, serving: SpecBlock) -> DrafterPair:
     return DrafterPair(
         weights_of(serving),
         serving.d2t,
         serving.config,
-        write=write_in_place(serving, told.append),
+        prepare=in_place(serving),
         snapshots=SnapshotRing(folder, in_memory=1, on_disk=4),
         train_device="cpu",
     )
@@ -94,8 +94,7 @@ def test_what_is_trained_on_touches_nothing_that_serves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dtype: torch.dtype) -> None:
     serving = drafter().to(dtype)
-    versions: list[int] = []
-    pair = pair_of(tmp_path, serving, versions=versions)
+    pair = pair_of(tmp_path, serving)
     known = {0: bits(serving)}
     for seed in (1, 2, 3):
         train(pair, seed)
@@ -108,7 +107,6 @@ def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dt
         assert pair.between_steps() == version
         assert pair.origin == target
         assert same(bits(serving), known[target])
-    assert versions == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path) -> None:
@@ -206,3 +204,53 @@ def test_steps_never_see_two_versions(tmp_path: Path) -> None:
     order = [version for version, _ in seen]
     assert order == sorted(order)
     assert set(order) == set(range(max(order) + 1))
+
+
+def test_weights_that_somebody_brings_are_served_and_can_be_gone_back_to(tmp_path: Path) -> None:
+    serving = drafter()
+    pair, brought = pair_of(tmp_path, serving), bits(drafter(seed=5))
+    train(pair, 1)
+    pair.publish({})
+    assert pair.adopt(brought) == 2
+    assert not pair.has_previous
+    assert pair.between_steps() == 2
+    assert pair.origin == 2
+    assert same(bits(serving), brought)
+    for value in brought.values():
+        value.zero_()
+    assert same(bits(pair.served()), bits(drafter(seed=5)))
+    pair.restore(0)
+    pair.between_steps()
+    pair.restore(2)
+    pair.between_steps()
+    assert same(bits(serving), bits(drafter(seed=5)))
+
+
+def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, drafter())
+    told: list[bool] = []
+    pair.waits = lambda: told.append(pair.pending)
+    pair.publish({})
+    pair.between_steps()
+    pair.restore(0)
+    assert told == [True, True]
+
+
+def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
+    """The engine's thread only exchanges what another has prepared."""
+    serving, done = drafter(), []
+
+    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
+        done.append(("prepared", threading.current_thread().name))
+        return lambda: done.append(("written", threading.current_thread().name))
+
+    snapshots = SnapshotRing(tmp_path, in_memory=1, on_disk=1)
+    pair = DrafterPair(
+        weights_of(serving), serving.d2t, serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu"
+    )
+    learning = threading.Thread(target=lambda: pair.publish({}), name="adaptation")
+    learning.start()
+    learning.join()
+    pair.between_steps()
+    pair.between_steps()
+    assert done == [("prepared", "adaptation"), ("written", threading.current_thread().name)]

@@ -1,5 +1,7 @@
 """The side thread: never in the engine's way, within its share of time, and not to be killed by anything."""
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -167,7 +169,7 @@ def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> 
     worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
     worker.start()
     token, seed = int(vocabulary()[0][5]), 0
-    while not tried.versions:
+    while not tried.pair.version:
         assert seed < 5000, tried.events
         if not seed % 20:
             worker.offer(feedback(seed, token=token, version=tried.pair.version))
@@ -176,7 +178,7 @@ def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> 
         seed += 1
     assert worker.stop()
     assert worker.failures == {}
-    assert tried.pair.version == tried.versions[-1] > 0
+    assert tried.pair.version > 0
 
 
 def test_commands_run_in_the_thread_and_come_first(made: Made) -> None:
@@ -246,3 +248,42 @@ def test_threads_of_others_keep_their_number(made: Made) -> None:
         assert (torch.get_num_threads(), seen) == (3, [3])
     finally:
         torch.set_num_threads(usual)
+
+
+def test_settling_waits_for_queries_and_for_what_is_due(made: Made) -> None:
+    loop, due = Scripted(), [2]
+
+    def update(_: Callable[[], bool]) -> UpdateReport | None:
+        if loop.told.count("hear") < 3 or not due[0]:
+            return None
+        due[0] -= 1
+        return UpdateReport("head", "applied", 0.0)
+
+    loop.on_update = update
+    worker = made(loop)
+    worker.start()
+    for _ in range(3):
+        worker.offer(FEEDBACK)
+    assert worker.settle(10)
+    assert (loop.told.count("hear"), due) == (3, [0])
+
+
+def test_settling_gives_up(made: Made) -> None:
+    going = threading.Event()
+    worker = made(Scripted(on_hear=lambda: wait_until(going.is_set)))
+    worker.start()
+    worker.offer(FEEDBACK)
+    assert not worker.settle(0.05)
+    going.set()
+    assert worker.settle(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
+def test_the_thread_gives_way_and_nobody_else_does() -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    worker = Worker(Scripted(), most_waiting=4, threads=1, duty_cycle=1.0, niceness=3)
+    worker.start()
+    niceness = worker.ask(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10)
+    assert niceness == min(19, ours + 3)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == ours
+    assert worker.stop()

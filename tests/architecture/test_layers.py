@@ -11,11 +11,22 @@ LEAVES = (
     "service.errors",
     "service.config",
     "service.config_errors",
+    "service.config_layers",
+    "service.learning_series",
     "service.logging",
     "service.metrics",
+    "service.progress",
+    "service.served",
     "service.tokenizer",
 )
-RECORDS = ("service.engine.sequence", "service.engine.stats")
+RECORDS = (
+    "service.engine.sequence",
+    "service.engine.stats",
+    "adaptation.config",
+    "adaptation.errors",
+    "adaptation.events",
+    "adaptation.status",
+)
 
 ALLOWED = {
     "kernels": ("kernels",),
@@ -24,9 +35,11 @@ ALLOWED = {
     "service": LEAVES + RECORDS,  # the leaves themselves
     "service.engine": ("service.engine", *LEAVES, "drafters", "kernels"),
     "service.api": ("service.api", "service.runtime", *LEAVES, *RECORDS),
+    "service.adaptation_report": LEAVES + RECORDS,
     # The assembly, the server process, the benchmarks and the command line build and start everything.
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
     "service.assembly": ("service.assembly", "service.engine", *LEAVES, "drafters", "kernels"),
+    "service.adaptive": PACKAGES,
     "service.serve": PACKAGES,
     "service.cli": PACKAGES,
     "service.bench": PACKAGES,
@@ -36,7 +49,7 @@ ALLOWED = {
 # Torch costs seconds to import and has no business on the event loop.
 WITHOUT_TORCH = (
     *modules("service/api"),
-    *(path for path in modules("service") if module_name(path) in {*LEAVES, *RECORDS} - {"service.tokenizer"}),
+    *(path for path in modules(*PACKAGES) if module_name(path) in {*LEAVES, *RECORDS} - {"service.tokenizer"}),
 )
 
 
@@ -67,6 +80,8 @@ def test_nobody_imports_deploy_or_tests(path: Path) -> None:
         ("service.api.app", "from service.engine.scheduler import Scheduler"),
         ("service.api.app", "from service import bench"),
         ("service.errors", "from service.api import app"),
+        ("service.metrics", "from adaptation.learner import Learner"),
+        ("service.api.adaptation", "from adaptation.pair import DrafterPair"),
         ("service.errors", "import importlib\nimportlib.import_module('drafters.tree')"),
         ("service.engine.step", "from . import sequence"),
         ("stray.module", ""),

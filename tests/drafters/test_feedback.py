@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Foretold, Query, QueryFeedback, TargetTops
-from drafters.protocol import Committed, DraftContext, Read
+from drafters.feedback import FeedbackRecorder, Foretold, Query, QueryFeedback
+from drafters.protocol import Committed, DraftContext, Read, TargetTops
 from drafters.tree import DraftTree, VerifyResult
 
 torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from service.engine.numerics import rows_are_independent
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingRows
 from service.engine.slots import SlotPool, SlotTable
+from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts
 
@@ -53,10 +54,16 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     true_commit = commit_module.commit
 
     def commit(
-        rows: ForwardRows, verified: Verified, features: Tensor | None, slots: SlotPool, table: SlotTable
+        rows: ForwardRows,
+        verified: Verified,
+        output: TargetOutput,
+        slots: SlotPool,
+        table: SlotTable,
+        *,
+        target_top: int,
     ) -> Committed:
         free_before = slots.num_free
-        committed = true_commit(rows, verified, features, slots, table)
+        committed = true_commit(rows, verified, output, slots, table, target_top=target_top)
         accepted = verified.result.num_accepted
         if slots.num_free > free_before and accepted.any():
             victim = int(accepted.argmax())

@@ -118,7 +118,7 @@ def attend(
         member_multiple=multiples * exact_row_multiple(WIDTH, heads.dim, pool.device),
     )
     out = torch.empty_like(queries)
-    out[order] = tree_attention(queries[order], pool, plan, window=window, softcap=softcap)
+    out[order] = tree_attention(queries[order], pool, plan, scale=1.0, window=window, softcap=softcap)
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))
 
 

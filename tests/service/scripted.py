@@ -2,9 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 
+from adaptation.status import AdaptationStatus, PastEvent
 from service.engine.sequence import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
-from service.runtime import ModelCard, Runtime, Served
+from service.runtime import Runtime
+from service.served import ModelCard, Served
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
 
@@ -23,6 +27,36 @@ CARD = ModelCard(
 SPECULATION = SpeculationRecord((2, 0, 1), (4, 0, 3), 1, 2, "lookup", 7)
 TIMINGS = Timings(0.25, 0.5, 1.5)
 
+STATUS = AdaptationStatus(
+    policy="bandit",
+    paused=False,
+    version=2,
+    origin=1,
+    newest=3,
+    condemned=(2,),
+    snapshots=(1, 3),
+    collapsed=False,
+    values={"head": 0.5, "full": float("inf")},
+    waiting={"head": 3, "full": 0},
+    held_back=5,
+    queries_heard=40,
+    queries_dropped=1,
+    queries_excluded=6,
+    excluded={"over_share": 4, "not_stored": 2},
+    lessons_dropped=7,
+    decisions={"skip:warm_up": 10, "head:gain": 8},
+    updates={"head": 3, "full": 1},
+    publishes=2,
+    refusals=1,
+    rollbacks=1,
+    discards=0,
+    training_seconds=1.5,
+    kl_to_anchor=None,
+    failures={"update": 1},
+    restarts=0,
+    events=(PastEvent(1_700_000_000.5, "published", 2, "better", {"candidate": 2.5}),),
+)
+
 Script = Callable[[GenerationRequest], Iterable[list[SequenceOutput]]]
 
 
@@ -38,6 +72,8 @@ class ScriptedEngine:
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
         self.num_waiting = 0
+        self.num_woken = 0
+        self.stopped = False
 
     def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
         self.deliver = deliver
@@ -50,12 +86,59 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def wake(self) -> None:
+        self.num_woken += 1
+
     def drain(self) -> None:
         for thread in self.threads:
             thread.join()
 
     def stop(self) -> None:
+        self.stopped = True
         self.drain()
+
+
+class ScriptedAdaptation:
+    """Remembers what it was asked for, and in which thread."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.asked: list[str] = []
+        self.threads: set[int] = set()
+        self.paused = False
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._note("start")
+        wake()
+
+    def stop(self) -> None:
+        self._note("stop")
+
+    def status(self) -> AdaptationStatus:
+        self._note("status")
+        return replace(STATUS, paused=self.paused)
+
+    def pause(self) -> None:
+        self._note("pause")
+        self.paused = True
+
+    def resume(self) -> None:
+        self._note("resume")
+        self.paused = False
+
+    def rollback(self) -> int:
+        self._note("rollback")
+        return 4
+
+    def load_from_disk(self, folder: Path) -> int:
+        self._note(f"load {folder}")
+        return 5
+
+    def _note(self, name: str) -> None:
+        self.asked.append(name)
+        self.threads.add(threading.get_ident())
+        if self.refusal is not None and name not in ("start", "stop"):
+            raise self.refusal
 
 
 def say(*pieces: str, finish: str = "stop") -> Script:
@@ -82,5 +165,7 @@ def step(request: GenerationRequest, index: int, text: str, finish: str | None =
     )
 
 
-def runtime_of(engine: ScriptedEngine, *, max_waiting: int = 4) -> Runtime:
-    return Runtime(lambda: Served(engine, TOKENIZER, CARD), max_waiting=max_waiting)
+def runtime_of(
+    engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
+) -> Runtime:
+    return Runtime(lambda: Served(engine, TOKENIZER, CARD, adaptation), max_waiting=max_waiting)

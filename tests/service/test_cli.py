@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from service import __version__
 from service.cli import app
-from service.config import ServiceConfig
+from service.config import SETTINGS, ServiceConfig, panel_of
 from service.config_errors import flag_name
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -38,11 +38,10 @@ def test_the_version_is_printed() -> None:
 def test_help_has_every_setting_with_its_description_and_group() -> None:
     result = CliRunner(env=WIDE | {"COLUMNS": "400"}).invoke(app, ["serve", "--help"])
     assert result.exit_code == 0
-    for name, field in ServiceConfig.model_fields.items():
+    for name, field in SETTINGS.items():
         assert flag_name(name) in result.output
         assert str(field.description) in result.output
-        assert isinstance(field.json_schema_extra, dict)
-        assert str(field.json_schema_extra["group"]) in result.output
+        assert panel_of(name) in result.output
     assert "Default: 8000." in result.output
 
 
@@ -57,12 +56,31 @@ def test_looking_costs_no_import_of_torch(arguments: list[str]) -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+def test_learning_has_a_panel_of_its_own() -> None:
+    result = CliRunner(env=WIDE).invoke(app, ["serve", "--help"])
+    _, _, panel = result.output.partition("Learning while serving")
+    assert panel.count("--adaptation.") == sum(name.startswith("adaptation.") for name in SETTINGS)
+    assert "--port" not in panel
+
+
+def test_show_tells_knobs_of_learning() -> None:
+    environ = {"ADAPTREE_ADAPTATION__POLICY": "head_only"}
+    settings = shown("--adaptation.enabled", "true", "--adaptation.min-signal", "7", environ=environ)
+    assert settings["adaptation.enabled"] == {"value": True, "origin": "flag --adaptation.enabled"}
+    assert settings["adaptation.min_signal"] == {"value": 7.0, "origin": "flag --adaptation.min-signal"}
+    assert settings["adaptation.policy"] == {
+        "value": "head_only",
+        "origin": "environment ADAPTREE_ADAPTATION__POLICY",
+    }
+    assert settings["adaptation.alpha"] == {"value": 0.1, "origin": "default"}
+
+
 def test_show_tells_value_and_origin(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("max_waiting: 3\n")
     environ = {"ADAPTREE_DRAIN_SECONDS": "5"}
     settings = shown("--config", str(file), "--port", "9000", "--no-speculation", environ=environ)
-    assert list(settings) == list(ServiceConfig.model_fields)
+    assert list(settings) == list(SETTINGS)
     assert settings["port"] == {"value": 9000, "origin": "flag --port"}
     assert settings["speculation"] == {"value": False, "origin": "flag --speculation"}
     assert settings["drain_seconds"] == {"value": 5.0, "origin": "environment ADAPTREE_DRAIN_SECONDS"}
@@ -82,7 +100,7 @@ def test_show_masks_secrets() -> None:
 def test_the_table_has_a_row_per_setting() -> None:
     result = CliRunner(env=WIDE).invoke(app, ["config", "show", "--host", "::1"])
     rows = {cells[1].strip(): cells for cells in (line.split("│") for line in result.output.splitlines()) if cells[1:]}
-    assert set(rows) == set(ServiceConfig.model_fields)
+    assert set(rows) == set(SETTINGS)
     assert [cell.strip() for cell in rows["host"][2:4]] == ["::1", "flag --host"]
 
 

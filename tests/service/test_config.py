@@ -6,7 +6,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from service.config import GIB, LoadedConfig, ServiceConfig, load_config
+from adaptation.config import AdaptationConfig
+from service.config import GIB, SETTINGS, LoadedConfig, ServiceConfig, load_config, panel_of
+from service.config_layers import flat_values
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 
@@ -25,7 +27,7 @@ def refusal(flags: dict[str, object] | None = None, environ: dict[str, str] | No
 
 def test_nothing_set_gives_the_defaults() -> None:
     loaded = load_config({}, {})
-    assert loaded == LoadedConfig(ServiceConfig(), dict.fromkeys(ServiceConfig.model_fields, "default"))
+    assert loaded == LoadedConfig(ServiceConfig(), dict.fromkeys(SETTINGS, "default"))
     assert (loaded.config.model, loaded.config.port, loaded.config.max_budget) == ("smollm2-135m", 8000, 48)
 
 
@@ -211,21 +213,83 @@ def test_a_home_folder_is_expanded() -> None:
 
 
 def test_every_setting_teaches() -> None:
-    for field in ServiceConfig.model_fields.values():
+    for name, field in SETTINGS.items():
         assert field.description
         assert field.description.endswith(".")
-        assert isinstance(field.json_schema_extra, dict)
-        assert field.json_schema_extra["group"]
+        assert panel_of(name)
+
+
+def test_a_section_is_set_by_file_variable_and_flag(tmp_path: Path) -> None:
+    file = written(tmp_path, "adaptation:\n  alpha: 0.3\n  head_queries: 5\n  policy: never\nport: 1\n")
+    environ = {"ADAPTREE_ADAPTATION__ALPHA": "0.4", "ADAPTREE_ADAPTATION__HEAD_QUERIES": "6"}
+    loaded = load_config({"config": file, "adaptation.alpha": "0.5"}, environ)
+    assert loaded.config.adaptation == AdaptationConfig(alpha=0.5, head_queries=6, policy="never")
+    assert loaded.config.port == 1
+    origin = {name: source for name, source in loaded.origin.items() if source != "default"}
+    assert origin == {
+        "adaptation.alpha": "flag --adaptation.alpha",
+        "adaptation.head_queries": "environment ADAPTREE_ADAPTATION__HEAD_QUERIES",
+        "adaptation.policy": f"file {file}",
+        "port": f"file {file}",
+    }
+
+
+@pytest.mark.parametrize("text", ["adaptation:\n", "adaptation: {}\n"])
+def test_an_empty_section_changes_nothing(tmp_path: Path, text: str) -> None:
+    assert load_config({"config": written(tmp_path, text)}, {}).config == ServiceConfig()
+
+
+def test_every_knob_of_learning_is_a_setting() -> None:
+    assert [name for name in SETTINGS if "." in name] == [
+        f"adaptation.{name}" for name in AdaptationConfig.model_fields
+    ]
+
+
+def test_unknown_keys_of_a_section_name_the_nearest(tmp_path: Path) -> None:
+    file = written(tmp_path, "adaptation:\n  alhpa: 1\n")
+    assert refusal({"config": file}) == (
+        f"the configuration file {file} sets adaptation.alhpa, which is no setting; did you mean adaptation.alpha?"
+    )
+    assert refusal(environ={"ADAPTREE_ADAPTATION__ALHPA": "1"}) == (
+        "the environment sets ADAPTREE_ADAPTATION__ALHPA, which is no setting; did you mean ADAPTREE_ADAPTATION__ALPHA?"
+    )
+
+
+@pytest.mark.parametrize("text", ["adaptation: true\n", "adaptation: [alpha]\n", "adaptation: on and off\n"])
+def test_a_section_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    assert "it is a section: put `setting: value` lines below it" in refusal({"config": written(tmp_path, text)})
+
+
+@pytest.mark.parametrize("text", ["{}", '{"alpha": 0.5}'])
+def test_a_section_cannot_be_set_as_a_whole(text: str) -> None:
+    assert "ADAPTREE_ADAPTATION, which is no setting" in refusal(environ={"ADAPTREE_ADAPTATION": text})
+
+
+def test_an_impossible_value_of_a_section_is_explained() -> None:
+    assert refusal(environ={"ADAPTREE_ADAPTATION__ALPHA": "2"}) == (
+        "adaptation.alpha = '2', from environment ADAPTREE_ADAPTATION__ALPHA, is impossible: input should be less "
+        "than or equal to 1. Fix: change or drop ADAPTREE_ADAPTATION__ALPHA; it takes more than 0 and at most 1."
+    )
+
+
+def test_settings_of_a_section_that_do_not_fit_are_all_named() -> None:
+    message = refusal({"adaptation.epsilon_end": "0.9"}, {"ADAPTREE_ADAPTATION__ALPHA": "0.2"})
+    assert message == (
+        "adaptation is impossible: epsilon_end must not exceed epsilon_start. Fix: change adaptation.alpha (from "
+        "environment ADAPTREE_ADAPTATION__ALPHA), adaptation.epsilon_end (from flag --adaptation.epsilon-end)."
+    )
 
 
 def test_the_example_file_holds_every_setting_and_sets_none() -> None:
     text = (ROOT / "deploy" / "config" / "example.yaml").read_text()
     assert yaml.safe_load(text) is None
     uncommented = yaml.safe_load("\n".join(line[2:] for line in text.splitlines() if _is_setting(line)))
-    assert set(uncommented) == set(ServiceConfig.model_fields)
+    assert set(flat_values(uncommented)) == set(SETTINGS)
+    assert uncommented["adaptation"] == AdaptationConfig().model_dump()
     del uncommented["kv_cache_share"]  # the other way to say kv_cache_gib
-    assert load_config(uncommented, {}).config.max_budget == ServiceConfig().max_budget
+    assert load_config(flat_values(uncommented), {}).config.max_budget == ServiceConfig().max_budget
 
 
 def _is_setting(line: str) -> bool:
-    return line.startswith("# ") and line[2:].split(":")[0] in ServiceConfig.model_fields
+    name = line[2:].split(":")[0]
+    return line.startswith("# ") and (name in ServiceConfig.model_fields or f"adaptation.{name.strip()}" in SETTINGS)

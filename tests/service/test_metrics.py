@@ -1,13 +1,17 @@
 """What the metrics page says after known steps, and that its label sets are closed."""
 
-import dataclasses
+import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from adaptation.events import Event
 from drafters.tree import MAX_DEPTH
 from service.engine.stats import FinishStats, LoadStats, StepStats
+from service.learning_series import EVENT_REASONS
 from service.metrics import FINISH_REASONS, PHASES, Metrics
+from tests.service.scripted import STATUS
 
 REASONS = ("load", "gain", "off")
 SOURCES = ("lookup", "specblock")
@@ -44,10 +48,10 @@ def made(*, vllm_names: bool = False) -> Metrics:
 
 
 def series(metrics: Metrics) -> dict[str, float]:
-    """Every series of the page as `name{label}`; the labels here have one name each."""
+    """Every series of the page as `name{label}`; of several labels the values stand side by side."""
     page, _ = metrics.render()
     samples = [sample for family in text_string_to_metric_families(page.decode()) for sample in family.samples]
-    return {f"{s.name}{{{''.join(s.labels.values())}}}" if s.labels else s.name: s.value for s in samples}
+    return {f"{s.name}{{{' '.join(s.labels.values())}}}" if s.labels else s.name: s.value for s in samples}
 
 
 def test_a_step_is_exported() -> None:
@@ -93,7 +97,7 @@ def test_counters_add_up_and_gauges_follow() -> None:
     metrics = made()
     metrics.observe_step(STEP)
     metrics.observe_load(LOAD)
-    metrics.observe_step(dataclasses.replace(STEP, budget=0, budget_reason="load"))
+    metrics.observe_step(replace(STEP, budget=0, budget_reason="load"))
     metrics.observe_load(LoadStats(num_running=1, num_waiting=0, slots_used=0, slots_total=100))
     found = series(metrics)
     assert found["adaptree_generation_tokens_total"] == 12
@@ -104,7 +108,7 @@ def test_counters_add_up_and_gauges_follow() -> None:
 
 def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
     metrics = made()
-    deep = dataclasses.replace(STEP, accepted_per_sequence=(MAX_DEPTH, 2, 0), accepted_tokens=MAX_DEPTH + 2)
+    deep = replace(STEP, accepted_per_sequence=(MAX_DEPTH, 2, 0), accepted_tokens=MAX_DEPTH + 2)
     metrics.observe_step(deep)
     found = series(metrics)
     per_position = [value for name, value in found.items() if "_per_pos_total" in name]
@@ -129,7 +133,7 @@ def test_a_finish_is_exported() -> None:
 
 def test_a_sequence_without_a_token_has_no_first_one() -> None:
     metrics = made()
-    metrics.observe_finish(dataclasses.replace(FINISH, finish_reason="abort", output_tokens=0, first_token_seconds=0.0))
+    metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0, first_token_seconds=0.0))
     found = series(metrics)
     assert found["adaptree_time_to_first_token_seconds_count"] == 0
     assert found["adaptree_request_success_total{abort}"] == 1
@@ -148,18 +152,78 @@ def test_the_page_is_closed_and_small(vllm_names: bool) -> None:
     metrics = made(vllm_names=vllm_names)
     at_start = set(series(metrics))
     for reason in REASONS:
-        metrics.observe_step(dataclasses.replace(STEP, budget_reason=reason, accepted_per_sequence=(MAX_DEPTH,)))
+        metrics.observe_step(replace(STEP, budget_reason=reason, accepted_per_sequence=(MAX_DEPTH,)))
     for reason in FINISH_REASONS:
-        metrics.observe_finish(dataclasses.replace(FINISH, finish_reason=reason))
+        metrics.observe_finish(replace(FINISH, finish_reason=reason))
+    metrics.observe_adaptation(STATUS)
+    for kind, reasons in EVENT_REASONS.items():
+        for reason in (*reasons, "a sentence: with a colon"):
+            metrics.observe_event(Event(kind, 1, reason))
     assert set(series(metrics)) == at_start
     assert len(at_start) <= 300
 
 
 def test_an_unknown_label_is_refused() -> None:
     with pytest.raises(KeyError):
-        made().observe_step(dataclasses.replace(STEP, budget_reason="whim"))
+        made().observe_step(replace(STEP, budget_reason="whim"))
     with pytest.raises(KeyError):
-        made().observe_finish(dataclasses.replace(FINISH, finish_reason="whim"))
+        made().observe_finish(replace(FINISH, finish_reason="whim"))
+
+
+def test_learning_is_exported_from_its_status() -> None:
+    metrics = made()
+    metrics.observe_adaptation(STATUS)
+    found = series(metrics)
+    expected = {
+        "adaptree_drafter_version": 2,
+        "adaptree_drafter_origin": 1,
+        "adaptree_adaptation_paused": 0,
+        "adaptree_adaptation_collapsed": 0,
+        "adaptree_adaptation_held_back_texts": 5,
+        "adaptree_adaptation_arm_value{head}": 0.5,
+        "adaptree_adaptation_arm_value{full}": math.inf,
+        "adaptree_adaptation_waiting_lessons{head}": 3,
+        "adaptree_adaptation_queries_total": 40,
+        "adaptree_adaptation_queries_dropped_total": 1,
+        "adaptree_adaptation_lessons_dropped_total": 7,
+        "adaptree_adaptation_queries_excluded_total{over_share}": 4,
+        "adaptree_adaptation_queries_excluded_total{nothing_to_learn}": 0,
+        "adaptree_adaptation_decisions_total{skip warm_up}": 10,
+        "adaptree_adaptation_decisions_total{head gain}": 8,
+        "adaptree_adaptation_decisions_total{full explore}": 0,
+        "adaptree_adaptation_updates_total{head}": 3,
+        "adaptree_adaptation_updates_total{full}": 1,
+        "adaptree_adaptation_publishes_total": 2,
+        "adaptree_adaptation_refusals_total": 1,
+        "adaptree_adaptation_rollbacks_total": 1,
+        "adaptree_adaptation_discards_total": 0,
+        "adaptree_adaptation_training_seconds_total": 1.5,
+        "adaptree_adaptation_failures_total{update}": 1,
+        "adaptree_adaptation_restarts_total": 0,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert math.isnan(found["adaptree_adaptation_kl_to_anchor"])
+    metrics.observe_adaptation(replace(STATUS, kl_to_anchor=0.25, paused=True))
+    found = series(metrics)
+    assert found["adaptree_adaptation_kl_to_anchor"] == 0.25
+    assert found["adaptree_adaptation_paused"] == 1
+
+
+def test_events_are_counted_by_kind_and_reason() -> None:
+    metrics = made()
+    for event in (
+        Event("published", 1, "better", {"candidate": 2.0}),
+        Event("published", 2, "better"),
+        Event("failed", 2, "update: RuntimeError: out of memory"),
+        Event("not_stored", 2, "no space left on the device"),
+    ):
+        metrics.observe_event(event)
+    counted = {name: value for name, value in series(metrics).items() if "events_total" in name and value}
+    assert counted == {
+        "adaptree_adaptation_events_total{published better}": 2,
+        "adaptree_adaptation_events_total{failed update}": 1,
+        "adaptree_adaptation_events_total{not_stored other}": 1,
+    }
 
 
 def test_names_are_ours_unless_asked() -> None:

@@ -2,14 +2,16 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 
 import pytest
 
 from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
-from service.errors import EngineFailure, NotReady, QueueFull, StartupError
-from service.runtime import Runtime, Served
-from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say, step
+from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
+from service.runtime import Runtime
+from service.served import Served
+from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio
 
@@ -20,8 +22,10 @@ def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
 
 
 @asynccontextmanager
-async def running(engine: ScriptedEngine, *, max_waiting: int = 4) -> AsyncIterator[Runtime]:
-    runtime = runtime_of(engine, max_waiting=max_waiting)
+async def running(
+    engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
+) -> AsyncIterator[Runtime]:
+    runtime = runtime_of(engine, max_waiting=max_waiting, adaptation=adaptation)
     await runtime.start()
     await runtime.wait_until_loaded()
     yield runtime
@@ -239,3 +243,53 @@ async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:
 async def test_blocking_work_runs_beside_the_loop() -> None:
     async with running(ScriptedEngine(say("x"))) as runtime:
         assert await runtime.off_loop(threading.get_ident) != threading.get_ident()
+
+
+async def test_learning_begins_with_the_engine_and_ends_after_it() -> None:
+    engine, stopped_before = ScriptedEngine(say("x")), list[bool]()
+
+    class Ending(ScriptedAdaptation):
+        def stop(self) -> None:
+            stopped_before.append(engine.stopped)
+            super().stop()
+
+    adaptation = Ending()
+    async with running(engine, adaptation=adaptation):
+        assert adaptation.asked == ["start"]
+        assert engine.num_woken == 2  # for what an earlier process left, and by learning itself
+    assert adaptation.asked == ["start", "stop"]
+    assert stopped_before == [True]
+
+
+async def test_learning_is_asked_beside_the_loop() -> None:
+    adaptation = ScriptedAdaptation()
+    async with running(ScriptedEngine(say("x")), adaptation=adaptation) as runtime:
+        adaptation.threads.clear()
+        assert await runtime.ask_adaptation(lambda control: control.rollback()) == 4
+        assert threading.get_ident() not in adaptation.threads
+
+
+async def test_an_answer_that_takes_long_keeps_no_tokenization_waiting() -> None:
+    opened = threading.Event()
+    async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
+        asking = [asyncio.create_task(runtime.ask_adaptation(lambda control: opened.wait(10))) for _ in range(4)]
+        await asyncio.sleep(0.02)
+        assert await asyncio.wait_for(runtime.off_loop(lambda: "encoded"), 5) == "encoded"
+        opened.set()
+        assert await asyncio.gather(*asking) == [True] * 4
+
+
+async def test_without_learning_there_is_nobody_to_ask() -> None:
+    async with running(ScriptedEngine(say("x"))) as runtime:
+        with pytest.raises(NotFound, match=r"adaptation\.enabled true"):
+            await runtime.ask_adaptation(lambda control: control.status())
+
+
+async def test_a_question_to_a_server_that_stops_is_given_up() -> None:
+    adaptation = ScriptedAdaptation(CancelledError())
+    async with running(ScriptedEngine(say("x")), adaptation=adaptation) as runtime:
+        with pytest.raises(NotReady, match="being stopped"):
+            await runtime.ask_adaptation(lambda control: control.status())
+        await runtime.stop()
+        with pytest.raises(NotReady, match="shutting down"):
+            await runtime.ask_adaptation(lambda control: control.status())

@@ -27,6 +27,10 @@ class Chain:
         tree = DraftTree.of(torch.tensor([tokens]), torch.arange(len(tokens))[None] - 1)
         self.tree = DraftTree(tree.tokens, tree.parents, tree.depths, survival, tree.num_nodes)
 
+    @property
+    def target_top(self) -> int:
+        return len(self.name)
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self.heard.append("start")
 

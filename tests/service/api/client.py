@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.runtime import Runtime
-from tests.service.scripted import ScriptedEngine, runtime_of
+from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, runtime_of
 
 SETTINGS = ApiSettings(
     api_keys=(),
@@ -27,12 +27,18 @@ Body = dict[str, Any]
 
 
 def app_of(runtime: Runtime, **changes: Any) -> FastAPI:
-    return create_app(runtime, replace(SETTINGS, **changes), render_metrics=lambda: (b"lag 1\n", "text/plain"))
+    return create_app(runtime, replace(SETTINGS, **changes), render_metrics=_metrics)
+
+
+async def _metrics() -> tuple[bytes, str]:
+    return b"lag 1\n", "text/plain"
 
 
 @asynccontextmanager
-async def client_of(engine: ScriptedEngine, **changes: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    runtime = runtime_of(engine, max_waiting=4)
+async def client_of(
+    engine: ScriptedEngine, *, adaptation: ScriptedAdaptation | None = None, **changes: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
+    runtime = runtime_of(engine, max_waiting=4, adaptation=adaptation)
     app = app_of(runtime, **changes)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()

@@ -2,11 +2,12 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from drafters.tree import Candidates, DraftTree
-from service.engine.budget import REASONS, Budget, CostBudget, FixedBudget, Load
+from service.engine.budget import REASONS, Budget, BudgetPolicy, CostBudget, FixedBudget, Load, PerBatchSizeBudget
 from service.engine.cost import CostTable
 
 torch.set_num_threads(1)
@@ -22,10 +23,16 @@ def candidates_of(survival: list[list[float]]) -> Candidates:
     return DraftTree(nodes * valid, torch.where(valid, nodes - 1, -1), (nodes + 1) * valid, padded, counts)
 
 
+def table(rows: list[float], seconds: list[float]) -> CostTable:
+    """Whatever the context and the number of sequences."""
+    return CostTable(
+        sequences=np.array([1.0]), contexts=np.array([1.0]), rows=np.array(rows), seconds=np.array([[seconds]])
+    )
+
+
 def staircase(rng: random.Random) -> CostTable:
-    rows = [1, 2, 3, 8, 9, 16, 17, 60]
-    seconds = sorted(rng.choice([1.0, 1.5, 2.0, 3.0, 5.0]) for _ in rows)
-    return CostTable(torch.tensor(rows).float(), torch.tensor([1.0, 100.0]), torch.tensor([seconds, seconds]))
+    rows = [1.0, 2.0, 3.0, 8.0, 9.0, 16.0, 17.0, 60.0]
+    return table(rows, sorted(rng.choice([1.0, 1.5, 2.0, 3.0, 5.0]) for _ in rows))
 
 
 def random_survival(rng: random.Random, batch: int) -> list[list[float]]:
@@ -40,8 +47,20 @@ def best_rate(survival: list[list[float]], limits: list[int], costs: CostTable, 
 
 
 def rate(chosen: list[float], batch: int, costs: CostTable, load: Load) -> float:
-    rows = torch.tensor([load.num_rows + len(chosen)])
-    return (batch + sum(chosen)) / float(costs.verify_seconds(rows, load.context))
+    """Prompt rows of the step are paid for anyway."""
+    rows = np.array([batch, load.num_rows, load.num_rows + len(chosen)], dtype=np.float64)
+    plain, certain, whole = costs.verify_seconds(rows, load.context)
+    return (batch + sum(chosen)) / float(plain + whole - certain)
+
+
+def load_of(batch: int, *, prompt_rows: int = 0, max_nodes: int = 100) -> Load:
+    return Load(
+        batch + prompt_rows,
+        context=50.0,
+        max_nodes=max_nodes,
+        num_drafting=batch,
+        num_sequences=batch + bool(prompt_rows),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -50,11 +69,15 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
     batch = rng.randrange(1, 5)
     survival, costs = random_survival(rng, batch), staircase(rng)
     limits = [rng.randrange(9) for _ in range(batch)]
-    load = Load(batch + rng.choice([0, 0, 10]), context=50.0, max_nodes=rng.choice([0, 3, 100]))
+    load = load_of(batch, prompt_rows=rng.choice([0, 0, 10]), max_nodes=rng.choice([0, 3, 100]))
     budget = CostBudget(costs).choose(candidates_of(survival), torch.tensor(limits), load)
     keep: list[int] = budget.num_keep.tolist()
-    chosen = [s for line, count in zip(survival, keep, strict=True) for s in line[:count]]
-    assert rate(chosen, batch, costs, load) == pytest.approx(best_rate(survival, limits, costs, load), rel=1e-5)
+    best = best_rate(survival, limits, costs, load)
+    together = sorted((s for line, most in zip(survival, limits, strict=True) for s in line[:most]), reverse=True)
+    assert rate(together[: sum(keep)], batch, costs, load) == pytest.approx(best, rel=1e-5)
+    if sum(keep) <= batch:  # more nodes than sequences leave a node for everybody, at some cost
+        chosen = [s for line, count in zip(survival, keep, strict=True) for s in line[:count]]
+        assert rate(chosen, batch, costs, load) == pytest.approx(best, rel=1e-5)
     assert all(count <= min(most, len(line)) for count, most, line in zip(keep, limits, survival, strict=True))
     assert sum(keep) <= load.max_nodes
     assert_reason(budget, survival, limits, load)
@@ -68,23 +91,63 @@ def assert_reason(budget: Budget, survival: list[list[float]], limits: list[int]
 
 
 def flat(seconds_per_row: float) -> CostTable:
-    rows = torch.tensor([1.0, 100.0])
-    return CostTable(rows, torch.tensor([1.0]), 1 + seconds_per_row * rows[None])
+    return table([1.0, 100.0], [1 + seconds_per_row, 1 + 100 * seconds_per_row])
 
 
 def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
     survival = [[0.9, 0.5, 0.1], [0.3]]
-    load = Load(2, context=10.0, max_nodes=50)
     limits = torch.tensor([9, 9])
-    assert CostBudget(flat(0.0)).choose(candidates_of(survival), limits, load).num_keep.tolist() == [3, 1]
-    dear = CostBudget(flat(1000.0)).choose(candidates_of(survival), limits, load)
+    assert CostBudget(flat(0.0)).choose(candidates_of(survival), limits, load_of(2)).num_keep.tolist() == [3, 1]
+    dear = CostBudget(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
     assert (dear.num_keep.tolist(), dear.reason) == ([0, 0], "does_not_pay")
 
 
-@pytest.mark.parametrize("policy", [CostBudget(flat(0.0)), FixedBudget(8)], ids=["cost", "fixed"])
+def test_the_budget_falls_with_load() -> None:
+    """Rows get dearer beyond sixteen, as on a machine that computes so many at once."""
+    costs = table([1.0, 16.0, 17.0, 2000.0], [1.0, 1.1, 1.2, 120.0])
+    line = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1]
+    found = []
+    for batch in (1, 2, 4, 8, 16, 64):
+        budget = CostBudget(costs).choose(
+            candidates_of([line] * batch), torch.full((batch,), 9), load_of(batch, max_nodes=1000)
+        )
+        found.append(float(budget.num_keep.float().mean()))
+    assert found[0] == 6.0
+    assert found == sorted(found, reverse=True)
+    assert found[-1] <= 1.0
+
+
+def test_nobody_goes_without_a_tree_where_there_is_room_for_all() -> None:
+    survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
+    costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
+    budget = CostBudget(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
+    assert budget.num_keep.tolist() == [3, 1, 0, 1]  # and not [4, 1, 0, 0]
+    lone = CostBudget(table([1.0, 5.0, 6.0, 100.0], [1.0, 1.0, 50.0, 5000.0]))
+    few = lone.choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
+    assert few.num_keep.tolist() == [1, 0, 0, 0]  # fewer nodes than sequences: the likeliest
+
+
+def test_a_late_sequence_gets_more() -> None:
+    candidates = candidates_of([[0.6, 0.5, 0.4], [0.6, 0.5, 0.4]])
+    costs = table([1.0, 4.0, 5.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
+    limits, even = torch.tensor([9, 9]), load_of(2)
+    assert CostBudget(costs).choose(candidates, limits, even).num_keep.tolist() == [1, 1]
+    late = Load(2, 50.0, 100, num_drafting=2, num_sequences=2, weights=torch.tensor([1.0, 3.0]))
+    assert CostBudget(costs).choose(candidates, limits, late).num_keep.tolist() == [0, 2]
+
+
+POLICIES: dict[str, BudgetPolicy] = {
+    "cost": CostBudget(flat(0.0)),
+    "fixed": FixedBudget(8),
+    "table": PerBatchSizeBudget({1: 8}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_without_candidates_nothing_is_kept(policy: CostBudget | FixedBudget, batch: int) -> None:
-    load = Load(batch + 1, context=0.0, max_nodes=10)
+def test_without_candidates_nothing_is_kept(name: str, batch: int) -> None:
+    policy = POLICIES[name]
+    load = Load(batch + 1, context=0.0, max_nodes=10, num_drafting=batch, num_sequences=batch + 1)
     budget = policy.choose(DraftTree.empty(batch), torch.zeros(batch, dtype=torch.int64), load)
     assert budget.num_keep.tolist() == [0] * batch
     assert budget.reason in REASONS
@@ -98,3 +161,16 @@ def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], 
     candidates = candidates_of([[0.9, 0.8, 0.7], [0.5], [0.4, 0.3, 0.2]])
     budget = FixedBudget(2).choose(candidates, torch.tensor([9, 9, 2]), Load(3, 10.0, max_nodes))
     assert (budget.num_keep.tolist(), budget.reason) == (keep, reason)
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])
+def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
+    policy = PerBatchSizeBudget({1: 3, 3: 1, 8: 0})
+    candidates = candidates_of([[0.9, 0.8, 0.7, 0.6]] * batch)
+    assert policy.choose(candidates, torch.full((batch,), 9), load_of(batch)).num_keep.tolist() == [nodes] * batch
+    assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
+
+
+def test_static_policies_predict_nothing_and_refuse_only_what_they_would_not_use() -> None:
+    assert FixedBudget(0).refusal(load_of(1)) == "fixed"
+    assert FixedBudget(1).refusal(load_of(1)) is None

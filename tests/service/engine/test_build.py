@@ -1,13 +1,17 @@
 """Building an engine and measuring its costs, also where memory holds one short sequence and no more."""
 
+import numpy as np
 import pytest
 import torch
 
 from drafters.none import NoDrafter
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.build import EngineLimits, measure_costs
+from service.engine.build import EngineLimits
+from service.engine.cost_cache import Costs
+from service.engine.draft_cost import FREE
 from service.engine.engine import Vocabulary
+from service.engine.measuring import measure_costs
 from service.engine.numerics import settle
 from tests.service.engine.harness import LIMITS, alone, greedy, text_streams, tiny_target
 from tests.tiny_models import loaded_tiny
@@ -17,21 +21,20 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize(("max_model_len", "num_slots"), [(16, 81), (64, 129), (300, 365), (1024, 1089), (1024, 5000)])
 def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) -> None:
-    limits = EngineLimits(max_model_len=max_model_len, max_sequences=2, prefill_chunk=64, max_budget=8)
     target = tiny_target(loaded_tiny("llama"), num_slots)
     assert settle(target) == "exact"
-    costs = measure_costs(target, limits)
+    costs = measure_costs(target, max_sequences=2, max_model_len=max_model_len, max_budget=8)
     assert (costs.contexts < max_model_len).all()
     for context in (1, 100, 5000):
-        seconds = costs.verify_seconds(torch.arange(1, 100), context)
-        assert seconds.isfinite().all()
+        seconds = costs.verify_seconds(np.arange(1.0, 100.0), context)
+        assert np.isfinite(seconds).all()
         assert (seconds > 0).all()
 
 
 def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(None, LIMITS), FixedBudget)
-    costs = measure_costs(tiny_target(loaded_tiny("llama"), 400), LIMITS)
-    assert isinstance(build.make_policy(costs, LIMITS), CostBudget)
+    table = measure_costs(tiny_target(loaded_tiny("llama"), 400), max_sequences=2, max_model_len=64, max_budget=8)
+    assert isinstance(build.make_policy(Costs(table, FREE), LIMITS), CostBudget)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

@@ -7,6 +7,7 @@ from kernels.accept import accept
 from service.engine.commit import commit, lay_out
 from service.engine.rows import Chain
 from service.engine.slots import SlotPool, SlotTable
+from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 from tests.service.engine.test_target import tree_of
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 class Step:
     """One forward of two sequences: one with a tree, one that reads its prompt."""
 
-    def __init__(self, target_tokens: list[int]) -> None:
+    def __init__(self, target_tokens: list[int], target_top: int = 0) -> None:
         self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
         both = DraftTree(*(torch.cat([getattr(tree, n), torch.zeros_like(getattr(tree, n))]) for n in tree.__slots__))
@@ -27,7 +28,9 @@ class Step:
         verified = Verified(tree, result, torch.arange(6)[None], torch.tensor([False]))
         self.node_slots = self.rows.attention.node_slots[0, :5].tolist()
         features = torch.arange(self.rows.num_rows).float()[:, None]
-        self.committed = commit(self.rows, verified, features, self.slots, self.table)
+        self.logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+        output = TargetOutput(self.logits, features)
+        self.committed = commit(self.rows, verified, output, self.slots, self.table, target_top=target_top)
 
 
 def test_accepted_nodes_follow_the_root_in_the_table() -> None:
@@ -52,6 +55,19 @@ def test_features_are_those_of_the_root_and_the_accepted_nodes() -> None:
     assert step.committed.features is not None
     rows = [step.rows.slots.tolist().index(step.node_slots[node]) for node in (1, 3, 4)]
     assert step.committed.features[0, :4, 0].tolist() == [0, *rows]
+
+
+def test_likeliest_tokens_are_those_behind_the_root_and_the_accepted_nodes() -> None:
+    step = Step([12, 0, 14, 0, 15, 99], target_top=3)
+    tops = step.committed.tops
+    assert tops is not None
+    expected = step.logits[[0, 2, 4, 5]].log_softmax(-1).topk(3)
+    assert torch.equal(tops.ids[0, :4], expected.indices)
+    assert torch.equal(tops.logprobs[0, :4], expected.values)
+
+
+def test_nobody_computes_what_nobody_wants() -> None:
+    assert Step([12, 0, 14, 0, 15, 99]).committed.tops is None
 
 
 def test_with_nothing_accepted_only_the_chains_stay() -> None:

@@ -2,16 +2,25 @@
 
 import itertools
 
+import numpy as np
 import pytest
-import torch
 
-from service.engine.cost import CostTable, measure
+from service.engine.cost import CostTable, Point, measure, measure_grid
 
 TABLE = CostTable(
-    rows=torch.tensor([1.0, 2.0, 4.0]),
-    contexts=torch.tensor([100.0, 300.0]),
-    seconds=torch.tensor([[1.0, 2.0, 6.0], [3.0, 4.0, 10.0]]),
+    sequences=np.array([1.0]),
+    contexts=np.array([100.0, 300.0]),
+    rows=np.array([1.0, 2.0, 4.0]),
+    seconds=np.array([[[1.0, 2.0, 6.0], [3.0, 4.0, 10.0]]]),
 )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that moves only when somebody adds to it."""
+    now = [0.0]
+    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
+    return now
 
 
 @pytest.mark.parametrize(
@@ -28,46 +37,84 @@ TABLE = CostTable(
         (0, 100, 1.0),
     ],
 )
-def test_seconds_between_and_beyond_the_points(rows: int, context: float, seconds: float) -> None:
-    assert TABLE.verify_seconds(torch.tensor([rows]), context).tolist() == [pytest.approx(seconds)]
+def test_seconds_between_and_beyond_the_points(rows: float, context: float, seconds: float) -> None:
+    assert TABLE.verify_seconds(np.array([rows]), context).tolist() == [pytest.approx(seconds)]
 
 
 def test_one_context_is_enough() -> None:
-    table = CostTable(TABLE.rows, TABLE.contexts[:1], TABLE.seconds[:1])
+    table = CostTable(
+        sequences=TABLE.sequences, contexts=TABLE.contexts[:1], rows=TABLE.rows, seconds=TABLE.seconds[:, :1]
+    )
     for context in (1, 100, 1000):
-        assert table.verify_seconds(torch.tensor([1, 2, 3]), context).tolist() == [1.0, 2.0, 4.0]
+        assert table.verify_seconds(np.array([1.0, 2.0, 3.0]), context).tolist() == [1.0, 2.0, 4.0]
 
 
-def test_measuring_fills_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that only `run` moves."""
-    now = [0.0]
-    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
+def test_more_sequences_cost_more() -> None:
+    table = CostTable(
+        sequences=np.array([1.0, 5.0]),
+        contexts=TABLE.contexts,
+        rows=TABLE.rows,
+        seconds=np.concatenate([TABLE.seconds, 3 * TABLE.seconds]),
+    )
+    rows = np.array([4.0])
+    assert [float(table.verify_seconds(rows, 100, count)[0]) for count in (1, 3, 5, 9)] == [6.0, 12.0, 18.0, 30.0]
 
+
+def test_measuring_fills_the_grid(clock: list[float]) -> None:
     def run(rows: int, context: int) -> None:
-        now[0] += rows + context / 100
+        clock[0] += rows + context / 100
 
     table = measure(run, (1, 2, 4), (100, 300))
-    assert torch.equal(table.seconds, torch.tensor([[2.0, 3.0, 5.0], [4.0, 5.0, 7.0]]))
+    assert table.seconds.tolist() == [[[2.0, 3.0, 5.0], [4.0, 5.0, 7.0]]]
     assert (table.rows.tolist(), table.contexts.tolist()) == ([1, 2, 4], [100, 300])
 
 
-def test_noise_never_makes_a_larger_forward_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, noise = [0.0], itertools.cycle([5.0, 1.0, 3.0, 0.5, 2.0, 7.0, 0.1])
-    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
+def test_noise_never_makes_a_larger_forward_cheaper(clock: list[float]) -> None:
+    noise = itertools.cycle([5.0, 1.0, 3.0, 0.5, 2.0, 7.0, 0.1])
 
     def run(rows: int, context: int) -> None:
-        now[0] += next(noise)
+        clock[0] += next(noise)
 
-    seconds = measure(run, (1, 2, 4, 8), (100, 300, 500)).seconds
-    assert (seconds.diff(dim=0) >= 0).all()
-    assert (seconds.diff(dim=1) >= 0).all()
+    seconds = measure(run, (1, 2, 4, 8), (100, 300, 500)).seconds[0]
+    assert (np.diff(seconds, axis=0) >= 0).all()
+    assert (np.diff(seconds, axis=1) >= 0).all()
 
 
-def test_a_single_slow_run_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, seconds = [0.0], iter([50.0, 1.0, 90.0, 1.0])
-    monkeypatch.setattr("service.engine.cost.time.perf_counter", lambda: now[0])
+def test_a_single_slow_run_is_forgotten(clock: list[float]) -> None:
+    seconds = iter([0.05, 0.01, 0.09, 0.01])
 
     def run(rows: int, context: int) -> None:
-        now[0] += next(seconds)
+        clock[0] += next(seconds)
 
-    assert measure(run, (1,), (10,)).seconds.tolist() == [[1.0]]
+    assert measure(run, (1,), (10,)).seconds.tolist() == [[[pytest.approx(0.01)]]]
+
+
+def test_a_slow_point_drags_no_larger_one_with_it(clock: list[float]) -> None:
+    def run(rows: int, context: int) -> None:
+        clock[0] += 40.0 if rows == 2 else rows
+
+    assert measure(run, (1, 2, 4), (10,)).seconds.tolist() == [[[1.0, 4.0, 4.0]]]
+
+
+def test_a_grid_with_sequences_times_what_they_can_have(clock: list[float]) -> None:
+    asked: set[Point] = set()
+    heard: list[tuple[int, int]] = []
+
+    def run(point: Point) -> None:
+        asked.add(point)
+        clock[0] += point.rows + point.sequences * point.context / 100
+
+    table = measure_grid(
+        run,
+        (1, 4),
+        (100, 300),
+        (1, 2, 4, 8),
+        most_rows=lambda sequences: 4 * sequences,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    assert {(p.sequences, p.rows) for p in asked} == {(1, 1), (1, 2), (1, 4), (4, 4), (4, 8)}
+    assert heard[0] == (0, len(asked))
+    assert heard[-1] == (len(asked), len(asked))
+    for sequences, context, rows in itertools.product((1, 4), (100, 300), (4.0, 8.0)):
+        expected = rows + sequences * context / 100
+        assert float(table.verify_seconds(np.array([rows]), context, sequences)[0]) == pytest.approx(expected)

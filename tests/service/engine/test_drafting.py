@@ -6,15 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.tree import Candidates
-from service.engine.budget import FixedBudget
+from drafters.tree import Candidates, DraftTree, VerifyResult
+from service.engine.budget import Budget, FixedBudget, Load
 from service.engine.drafting import DraftStage
 from service.engine.generation import Sequence
+from service.engine.load import StepOutcome
+from service.engine.objective import Latency
+from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import SamplingParams, SpeculationParams
+from service.engine.stats import StepStats
 from tests.service.engine.harness import greedy, request
 from tests.service.engine.test_budget import candidates_of
 from tests.service.engine.test_scheduler import sequence_of
+from tests.tiny_models import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 
@@ -22,11 +27,12 @@ CPU = torch.device("cpu")
 class Recorder:
     """Proposes the same six-node chain to everyone and keeps what it was told."""
 
-    name, version, tap_layers = "recorder", 0, ()
+    name, tap_layers, target_top = "recorder", (), 0
 
     def __init__(self) -> None:
         self.started: list[DraftContext] = []
         self.asked: list[tuple[list[int], Noise]] = []
+        self.version = 0
 
     def start(self, contexts: Items[DraftContext]) -> None:
         self.started += contexts
@@ -52,7 +58,7 @@ class Recorder:
 def decoding(
     row: int, generated: int = 3, max_tokens: int = 100, speculation: SpeculationParams | None = None
 ) -> Sequence:
-    sequence = sequence_of(8, greedy(max_tokens))
+    sequence = sequence_of(8, max_tokens=max_tokens)
     sequence.request = request("r", [2] * 8, greedy(max_tokens), speculation=speculation)
     sequence.row, sequence.tokens = row, [2] * (8 + generated)
     sequence.num_computed = len(sequence.tokens) - 1
@@ -112,7 +118,8 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
     one, two = decoding(4, generated=2), decoding(6)
-    one.sampling = sequence_of(8, SamplingParams(seed=-5, max_tokens=9, temperature=0.5)).sampling
+    params = SamplingParams(seed=-5, max_tokens=9, temperature=0.5)
+    one.sampling = SamplingState(params, [2] * 8, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU)
     stage.build(batch_of(one, two), 100)
     ((rows, noise),) = recorder.asked
     assert rows == [4, 6]
@@ -127,3 +134,112 @@ def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     tree, _ = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
+
+
+class Watcher:
+    """A budget of two nodes that keeps what it was told, and refuses while `reason` is set."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.loads: list[Load] = []
+        self.outcomes: list[StepOutcome] = []
+        self.survival: list[float] = []
+
+    def refusal(self, load: Load) -> str | None:
+        self.loads.append(load)
+        return self.reason
+
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
+        self.survival = candidates.survival[0].tolist()
+        return FixedBudget(2).choose(candidates, limits, load)
+
+    def learn(self, outcome: StepOutcome) -> float | None:
+        self.outcomes.append(outcome)
+        return 7.0
+
+
+def report(nodes: int = 0, accepted: int = 0) -> StepStats:
+    return StepStats(
+        prompt_tokens=0,
+        emitted_tokens=1 + accepted,
+        drafts=1,
+        drafted_nodes=nodes,
+        accepted_tokens=accepted,
+        accepted_per_sequence=(accepted,),
+        accepted_by_source={},
+        budget=nodes,
+        budget_reason="fixed",
+        draft_seconds=1.0,
+        verify_seconds=2.0,
+        other_seconds=3.0,
+        preemptions=0,
+    )
+
+
+def verified(tree: DraftTree, accepted: int) -> VerifyResult:
+    """Chains of which so many nodes were accepted."""
+    places = torch.arange(max(1, tree.width)).expand(tree.batch, -1)
+    path = torch.where(places < accepted, places, -1)
+    counts = torch.full((tree.batch,), accepted)
+    return VerifyResult(path, counts, counts, torch.zeros(tree.batch, tree.width + 1, dtype=torch.int64))
+
+
+def watched() -> tuple[DraftStage, Recorder, Watcher]:
+    recorder, watcher = Recorder(), Watcher()
+    return DraftStage(recorder, watcher, max_budget=5, device=CPU), recorder, watcher
+
+
+def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
+    stage, _, watcher = watched()
+    tree, _ = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
+    stats = stage.learn(tree, verified(tree, 1), report(nodes=4, accepted=2))
+    assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
+    (outcome,) = watcher.outcomes
+    load = outcome.load
+    assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
+    assert load.context == (11 + 11 + 5) / 3
+    assert (outcome.drafted, outcome.num_nodes, outcome.accepted_tokens) == (True, 4, 2)
+    assert (outcome.draft_seconds, outcome.verify_seconds, outcome.other_seconds) == (1.0, 2.0, 3.0)
+
+
+def test_a_policy_that_stands_down_asks_no_drafter() -> None:
+    stage, recorder, watcher = watched()
+    watcher.reason = "stands_down"
+    tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
+    assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "stands_down", [])
+    stage.learn(tree, verified(tree, 0), report())
+    assert watcher.outcomes[0].drafted is False
+
+
+def test_survival_is_corrected_by_what_became_of_trees() -> None:
+    stage, _, watcher = watched()
+    stats = report()
+    for _ in range(64):
+        tree, _ = stage.build(batch_of(decoding(0)), 100)
+        stats = stage.learn(tree, verified(tree, 0), report(nodes=2))
+    assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
+    assert stats.survival_error is not None
+    assert stats.survival_error == stage.calibration_error() > 0
+
+
+def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
+    stage, recorder, watcher = watched()
+    for _ in range(64):
+        tree, _ = stage.build(batch_of(decoding(0)), 100)
+        stage.learn(tree, verified(tree, 0), report(nodes=2))
+    before = watcher.survival[0]
+    recorder.version = 1
+    stage.build(batch_of(decoding(0)), 100)
+    assert watcher.survival[0] > 1.5 * before
+
+
+def test_late_sequences_weigh_more_where_that_is_the_objective() -> None:
+    watcher = Watcher()
+    objective = Latency(0.1, clock=lambda: 10.0)
+    stage = DraftStage(Recorder(), watcher, max_budget=5, device=CPU, objective=objective)
+    late = decoding(0)
+    late.first_token_seconds = 0.0
+    stage.build(batch_of(late, decoding(1)), 100)
+    weights = watcher.loads[0].weights
+    assert weights is not None
+    assert weights.tolist() == [4.0, 1.0]

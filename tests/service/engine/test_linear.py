@@ -81,7 +81,7 @@ def test_layers_of_one_input_become_one_product(bias: bool) -> None:
     inputs = [torch.randn(1, rows, 16, dtype=torch.bfloat16) for rows in (2, 5, 2)]
     before = [model(x) for x in inputs]
     assert pack_linears(model) == 2
-    assert model.gate_proj._fused is model.up_proj._fused
+    assert model.gate_proj.fused is model.up_proj.fused
     for x, expected in zip(inputs, before, strict=True):
         for out, reference in zip(model(x), expected, strict=True):
             torch.testing.assert_close(out, reference, atol=0.02, rtol=0.01)

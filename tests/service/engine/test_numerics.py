@@ -33,9 +33,15 @@ def company_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose last bits depend on how many rows are in the forward."""
 
     def attend(
-        query: Tensor, pool: Tensor, plan: AttentionPlan, *, window: int | None = None, softcap: float | None = None
+        query: Tensor,
+        pool: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        out = tree_attention.tree_attention(query, pool, plan, window=window, softcap=softcap)
+        out = tree_attention.tree_attention(query, pool, plan, scale=scale, window=window, softcap=softcap)
         return out * (1 + 1e-6 * (query.shape[0] % 5))
 
     monkeypatch.setattr(ops, "tree_attention", attend)

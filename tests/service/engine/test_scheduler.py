@@ -1,10 +1,13 @@
-"""Who takes part in a step: first come first served, one chunk for all prompts, and the youngest gives way."""
+"""Who takes part in a step: everyone's turn comes, one chunk for all prompts, and the cheapest gives way."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 
+from service.engine.fairness import Accounts
 from service.engine.generation import Sequence
+from service.engine.prefix_cache import PrefixCache
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
 from service.engine.sequence import SamplingParams
@@ -21,12 +24,19 @@ TOKENIZER = ChatTokenizer(tiny_tokenizer())
 class Room:
     """A scheduler with its slots, and steps that commit every scheduled row and one more token."""
 
-    def __init__(self, num_slots: int = 1000, lines: int = 4, chunk: int = 10) -> None:
-        self.slots, self.table = SlotPool(num_slots + 1, CPU), SlotTable(lines, 500, CPU)
-        self.scheduler = Scheduler(self.slots, self.table, prefill_chunk=chunk)
+    def __init__(self, num_slots: int = 1000, lines: int = 4, chunk: int = 10, *, keep: bool = False) -> None:
+        self.slots, self.table = SlotPool(num_slots + 1, CPU), SlotTable(lines, 2000, CPU)
+        self.scheduler = Scheduler(
+            self.slots,
+            self.table,
+            prefill_chunk=chunk,
+            cache=PrefixCache(CPU) if keep else None,
+            tree_nodes=8,
+            accounts=Accounts(leeway_tokens=4),
+        )
 
-    def add(self, *lengths: int) -> list[Sequence]:
-        added = [sequence_of(length) for length in lengths]
+    def add(self, *lengths: int, client: str = "", priority: int = 0) -> list[Sequence]:
+        added = [sequence_of(length, client=client, priority=priority) for length in lengths]
         for sequence in added:
             self.scheduler.add(sequence)
         return added
@@ -39,15 +49,22 @@ class Room:
             )
             item.sequence.num_computed += item.num_rows
             item.sequence.tokens += [1] if item.completes else []
+        assert self.conserved()
         return batch
 
+    def steps(self, count: int) -> list[Batch]:
+        return [self.step() for _ in range(count)]
+
     def conserved(self) -> bool:
-        held = self.table.used([(s.table_row, s.num_computed) for s in self.scheduler.running])
-        return len({*held.tolist(), *self.slots.free_slots().tolist()}) == self.slots.capacity
+        every = [*self.scheduler.held_slots().tolist(), *self.slots.free_slots().tolist()]
+        return sorted(every) == list(range(1, self.slots.capacity + 1))
 
 
-def sequence_of(length: int, params: SamplingParams | None = None) -> Sequence:
-    asked = request("r", [2] * length, params or greedy(400))
+def sequence_of(
+    length: int, params: SamplingParams | None = None, *, client: str = "", priority: int = 0, max_tokens: int = 400
+) -> Sequence:
+    asked = request("r", [2] * length, params or greedy(max_tokens))
+    asked = replace(asked, client=client, priority=priority)
     return Sequence(
         request=asked,
         index=0,
@@ -72,7 +89,7 @@ def test_sequences_start_in_the_order_they_came() -> None:
 
 
 def test_a_large_one_at_the_head_is_not_overtaken() -> None:
-    room = Room(num_slots=150, chunk=100)
+    room = Room(num_slots=180, chunk=100)
     running, large, small = room.add(30, 90, 2)
     assert room.step().started == [running]
     assert room.step().started == []
@@ -110,27 +127,178 @@ def test_a_prompt_of_one_token_takes_part_in_the_step_that_starts_it() -> None:
     assert shares(batch) == [(one, 1), (other, 1)]
 
 
-def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    room = Room(num_slots=150)
-    old, middle, young, late = room.add(6, 6, 6, 90)
-    while room.scheduler.take_preemptions() == 0:
+def outgrown(room: Room, *, most: int = 300) -> None:
+    """Step until somebody had to give way."""
+    for _ in range(most):
         room.step()
-        assert room.conserved()
-    assert room.scheduler.running == [old, middle]
-    assert list(room.scheduler.waiting) == [young, late]
-    assert young.num_computed == 0
-    assert young.row is None
-    assert len(young.tokens) > 30
-    removed(room, [old, middle])
-    assert room.step().started == [young]
+        if room.scheduler.waiting:
+            return
+    raise AssertionError("slots never ran out")
 
 
-def test_the_oldest_always_gets_on() -> None:
-    room = Room(num_slots=200, chunk=7)
-    old, *_ = room.add(20, 60, 100)
-    for _ in range(150):
+def test_the_cheapest_gives_way_and_comes_back_first() -> None:
+    room = Room(num_slots=300, chunk=50)
+    old, large, small = room.add(20, 60, 6)
+    outgrown(room)
+    assert room.scheduler.running == [old, large]
+    assert list(room.scheduler.waiting) == [small]
+    assert (small.num_computed, small.row, small.preemptions) == (0, None, 1)
+    (late,) = room.add(6)
+    assert list(room.scheduler.waiting) == [small, late]
+    removed(room, [old])
+    assert room.step().started[0] == small
+
+
+def test_the_oldest_is_never_asked_and_always_gets_on() -> None:
+    room = Room(num_slots=430, chunk=50)
+    old, *_ = room.add(2, 60, 100)
+    for _ in range(340):
         assert old in [item.sequence for item in room.step().items]
-        assert room.conserved()
+    assert room.scheduler.take_preemptions() > 0
+    assert old.preemptions == 0
+
+
+def test_whoever_gave_way_twice_is_spared_while_others_are_there() -> None:
+    room = Room(num_slots=300, chunk=50)
+    old, large, small = room.add(20, 60, 6)
+    small.preemptions = 2
+    outgrown(room)
+    assert list(room.scheduler.waiting) == [large]
+    assert room.scheduler.running == [old, small]
+
+
+def test_the_least_important_gives_way_first() -> None:
+    room = Room(num_slots=300, chunk=50)
+    old, small = room.add(20, 6)
+    (large,) = room.add(60, priority=1)
+    outgrown(room)
+    assert list(room.scheduler.waiting) == [large]
+    assert room.scheduler.running == [old, small]
+
+
+def test_a_lower_priority_value_starts_earlier() -> None:
+    room = Room(lines=1)
+    late, early, urgent = (*room.add(5, priority=1), *room.add(5), *room.add(5, priority=-3))
+    order = []
+    for _ in range(3):
+        order += room.step().started
+        removed(room, list(room.scheduler.running))
+    assert order == [urgent, early, late]
+
+
+def test_what_was_read_is_not_read_again() -> None:
+    room = Room(keep=True, chunk=100)
+    first, second = room.add(90, 90)
+    assert room.step().started == [first], "the second waits for what the first is reading"
+    assert shares(room.step()) == [(first, 1), (second, 1)]
+    assert (first.num_cached, second.num_cached, second.num_shared) == (0, 89, 89)
+    removed(room, [first, second])
+    assert room.scheduler.num_available == room.slots.capacity
+    assert room.slots.num_free < room.slots.capacity
+    (third,) = room.add(80)
+    assert shares(room.step()) == [(third, 1)]
+    assert third.num_cached == 79
+
+
+def test_who_was_preempted_finds_its_text_again() -> None:
+    room = Room(keep=True, chunk=100)
+    (one,) = room.add(90)
+    room.steps(5)
+    room.scheduler.preempt(one)
+    batch = room.step()
+    assert shares(batch) == [(one, 1)]
+    assert batch.started == [one]
+    assert one.num_cached == 0, "what it had computed itself was no gift"
+
+
+def test_kept_texts_give_way_before_anybody_does() -> None:
+    room = Room(num_slots=300, keep=True, chunk=100)
+    removed(room, started(room, 90))
+    assert room.slots.num_free == 210
+    other = sequence_of(180)
+    other.tokens[:] = [5] * 180
+    room.scheduler.add(other)
+    room.steps(60)
+    assert room.scheduler.take_preemptions() == 0
+    assert other.num_computed > 210
+
+
+def test_texts_that_nobody_runs_can_be_forgotten() -> None:
+    room = Room(keep=True, chunk=100)
+    removed(room, started(room, 90))
+    (one,) = room.add(60)
+    room.step()
+    room.scheduler.forget_texts()
+    assert room.slots.num_free == room.slots.capacity - one.num_computed
+    room.step()
+    removed(room, [one])
+    room.scheduler.forget_texts()
+    assert room.slots.num_free == room.slots.capacity
+
+
+def test_trees_find_room_beside_a_full_cache() -> None:
+    room = Room(num_slots=592, keep=True, chunk=600)
+    removed(room, started(room, 590))
+    room.add(1)
+    batch = room.scheduler.schedule()
+    assert room.slots.num_free >= batch.num_chain_rows + 8
+
+
+def started(room: Room, length: int) -> list[Sequence]:
+    added = room.add(length)
+    room.step()
+    return added
+
+
+def test_sharing_makes_room() -> None:
+    """Many texts of one beginning fit where two of them would not."""
+    room = Room(num_slots=550, lines=8, keep=True, chunk=400)
+    started(room, 400)
+    room.add(*[401] * 4)
+    assert len(room.step().started) == 3
+    assert room.scheduler.take_preemptions() == 0
+
+
+def test_clients_take_turns_to_start() -> None:
+    room = Room(lines=4, num_slots=2000)
+    mine = room.add(*[5] * 6, client="much")
+    yours = room.add(5, 5, client="little")
+    assert room.step().started == [mine[0], yours[0], mine[1], yours[1]]
+
+
+def test_a_client_that_runs_nothing_gets_a_line() -> None:
+    room = Room(lines=3, keep=True)
+    mine = room.add(5, 5, 5, client="much")
+    room.steps(3)
+    yours = room.add(6, 6, client="little")
+    assert room.step().started == [yours[0]]
+    assert room.scheduler.running == [mine[0], mine[1], yours[0]]
+    assert mine[2] in room.scheduler.waiting
+    room.step()
+    assert room.scheduler.take_preemptions() == 1, "one line is enough for not being held up"
+
+
+def test_who_is_served_more_sits_out() -> None:
+    room = Room(lines=10, num_slots=4000, chunk=100)
+    mine = room.add(*[3] * 6, client="much")
+    (yours,) = room.add(3, client="little")
+    taken = {"much": 0, "little": 0}
+    for batch in room.steps(61):
+        for item in batch.items:
+            taken[item.sequence.client] += 1
+    assert taken["little"] == 61
+    assert taken["much"] <= 61 + 4 + 6 + 9
+    room.scheduler.remove(yours)
+    assert all(len(batch.items) == 6 for batch in room.steps(5)), "alone, everybody takes part again"
+    assert len({one.num_computed for one in mine}) == 1
+
+
+def test_the_chunk_goes_to_whoever_is_served_less() -> None:
+    room = Room(chunk=10, lines=8, num_slots=4000)
+    (mine,) = room.add(100, client="much")
+    room.steps(3)
+    (yours,) = room.add(12, client="little")
+    assert [shares(room.step()) for _ in range(2)] == [[(yours, 10)], [(mine, 10)]]
 
 
 def test_preemptions_are_counted_once() -> None:
@@ -153,6 +321,6 @@ def test_whoever_leaves_gives_everything_back() -> None:
     for _ in range(3):
         room.step()
     removed(room, sequences)
-    assert room.slots.num_free == room.slots.capacity
+    assert room.slots.num_free == room.slots.capacity == room.scheduler.num_available
     assert room.table.num_free_rows == 2
     assert room.step().items == []

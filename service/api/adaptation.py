@@ -1,0 +1,84 @@
+"""The operators' routes of learning while serving: look at it, halt it, take back what it did, bring other weights.
+
+Whoever gets here has shown the admin key. Answers may wait for an update under way; nobody else waits with them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pydantic_core
+from fastapi import APIRouter
+from pydantic import JsonValue
+from starlette.requests import Request
+from starlette.responses import Response
+
+from adaptation.errors import AdaptationError
+from adaptation.status import AdaptationStatus
+from service.api.body import read_body
+from service.api.schemas import UpdateWeightsRequest
+from service.api.settings import Server
+from service.served import AdaptationControl
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = 400
+
+
+def adaptation_router(server: Server) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/adaptation")
+    async def look() -> Response:
+        return await _state_after(server, _nothing)
+
+    @router.post("/v1/adaptation/pause")
+    async def pause() -> Response:
+        return await _state_after(server, lambda control: control.pause())
+
+    @router.post("/v1/adaptation/resume")
+    async def resume() -> Response:
+        return await _state_after(server, lambda control: control.resume())
+
+    @router.post("/v1/adaptation/rollback")
+    async def rollback() -> Response:
+        return await _state_after(server, lambda control: control.rollback())
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(request: Request) -> Response:
+        return await _load(await read_body(request, UpdateWeightsRequest, server), server)
+
+    return router
+
+
+def _nothing(control: AdaptationControl) -> None:
+    """Look without touching."""
+
+
+async def _state_after(server: Server, change: Callable[[AdaptationControl], object]) -> Response:
+    """Do what was asked, and answer with what is so from then on."""
+
+    def changed(control: AdaptationControl) -> AdaptationStatus:
+        change(control)
+        return control.status()
+
+    status = await server.runtime.ask_adaptation(changed)
+    return _answer({"object": "adaptation", **pydantic_core.to_jsonable_python(status)})
+
+
+async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
+    """In the shape of the servers that other tools know: a refusal is an answer of its own, not an error."""
+    for name in body.model_extra or {}:
+        server.ignored_fields.note(name)
+    try:
+        version = await server.runtime.ask_adaptation(lambda control: control.load_from_disk(Path(body.model_path)))
+    except (ValueError, AdaptationError) as error:
+        logger.warning("the drafter in %s was refused: %s", body.model_path, error)
+        return _answer({"success": False, "message": str(error)}, status=_REFUSED)
+    return _answer({"success": True, "message": f"Serving the drafter in {body.model_path} as version {version}."})
+
+
+def _answer(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
+    # JSON knows no infinity, and a diverged value is what an operator must see.
+    content = pydantic_core.to_json(payload, inf_nan_mode="strings")
+    return Response(content, status, media_type="application/json")

@@ -1,0 +1,119 @@
+"""An engine under load: requests that arrive in a closed loop or at random, and what each of them had to wait.
+
+Drives the engine by hand, without thread and HTTP, so that what is measured is the engine itself. Knows no policy.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.stats import StepStats
+
+
+class Arrivals(Protocol):
+    """When requests come."""
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        """How many requests should have been sent by now."""
+        ...
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        """From when on the request of that number waits, when it is sent now."""
+        ...
+
+
+class ClosedLoop:
+    """So many clients, each of which asks again as soon as it is answered."""
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        return finished + self._concurrency
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        return elapsed_seconds
+
+
+class PoissonArrivals:
+    """Requests that come independently of each other and of the answers, at a mean rate."""
+
+    def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
+        rng = random.Random(seed)
+        self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        return sum(at <= elapsed_seconds for at in self._times)
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        return self._times[number]
+
+
+@dataclass(slots=True)
+class Served:
+    """One request, from its arrival to its last token."""
+
+    arrival_seconds: float
+    first_token_seconds: float = 0.0  # after the arrival
+    last_seconds: float = 0.0  # when it emitted last
+    token_ids: list[int] = field(default_factory=list)
+    gaps_seconds: list[float] = field(default_factory=list)  # for each token but the first ones: since the one before
+    accepted_per_step: tuple[int, ...] = ()
+
+    def add(self, output: SequenceOutput, now: float) -> None:
+        """Tokens that come together share the time since the ones before."""
+        count = len(output.token_ids)
+        if count and not self.token_ids:
+            self.first_token_seconds = now - self.arrival_seconds
+        elif count:
+            self.gaps_seconds += [(now - self.last_seconds) / count] * count
+        if count:
+            self.last_seconds = now
+        self.token_ids += output.token_ids
+        if output.speculation is not None:
+            self.accepted_per_step = output.speculation.accepted_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """All requests of a run, in their order, and the steps that served them."""
+
+    served: tuple[Served, ...]
+    steps: tuple[StepStats, ...]
+    seconds: float
+
+
+def drive(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    arrivals: Arrivals,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> LoadRun:
+    """Serve all requests, each of which asks for one sequence."""
+    start, sent, finished = clock(), 0, 0
+    served: dict[str, Served] = {}
+    steps: list[StepStats] = []
+    while finished < len(requests):
+        elapsed = clock() - start
+        while sent < min(len(requests), arrivals.due(elapsed, finished)):
+            served[requests[sent].request_id] = Served(arrivals.since(sent, elapsed))
+            engine.add(replace(requests[sent], arrival_seconds=time.monotonic()))
+            sent += 1
+        if engine.idle:
+            sleep(0.001)
+            continue
+        report = engine.step()
+        now = clock() - start
+        for output in report.outputs:
+            served[output.request_id].add(output, now)
+            finished += output.finish_reason is not None
+        if report.stats is not None:
+            steps.append(report.stats)
+    return LoadRun(tuple(served[request.request_id] for request in requests), tuple(steps), clock() - start)

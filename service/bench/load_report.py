@@ -1,0 +1,169 @@
+"""What `adaptree bench load` does around the measurement: load, take turns, show progress, print, draw, write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.load import Arrivals, ClosedLoop, LoadRun, PoissonArrivals, drive
+from service.bench.load_plot import plot_load
+from service.bench.load_policies import engine_for, policy_names
+from service.bench.load_rows import LoadRow, Slo, row_of, summary_of
+from service.bench.prompts import read_prompts, refuse_too_long
+from service.bench.speed import Measure, requests_from
+from service.bench.speed_report import progress_bar
+from service.bench.tree_paint import refuse_png_without_matplotlib
+from service.config import ServiceConfig
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest
+
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What is asked, how and how often."""
+
+    files: tuple[Path, ...]
+    concurrency: tuple[int, ...]
+    policies: str
+    requests: int  # for each policy and concurrency
+    turns: int
+    temperature: float
+    max_tokens: int
+    rate_per_second: float | None  # None: a closed loop
+    slo: Slo
+    seed: int
+
+    @property
+    def arrival(self) -> str:
+        return "closed" if self.rate_per_second is None else "poisson"
+
+
+def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: Path | None) -> bool:
+    """Measure every policy at every concurrency and report; whether all texts were the same."""
+    refuse_unwritable(out)
+    refuse_unwritable(plot)
+    if plot is not None:
+        refuse_png_without_matplotlib()
+    names = policy_names(plan.policies)
+    assembly = assemble(config)
+    rows = _measure_all(assembly, names, _prompts(assembly, plan), plan)
+    summary = summary_of(rows)
+    console = Console()
+    console.print(_table(rows))
+    for name, value in summary.items():
+        console.print(f"{name}: {value}")
+    if plot is not None:
+        plot_load(rows, plot, title=f"{config.public_model_name}, {assembly.drafter_name}")
+    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
+    return summary["mismatched_tokens"] == 0
+
+
+def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
+    """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
+    sets = [read_prompts(file, assembly.tokenizer, limit=plan.requests).prompts for file in plan.files]
+    mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
+    refuse_too_long(mixed, plan.max_tokens, assembly.limits.max_model_len, "the prompts")
+    return [mixed[number % len(mixed)] for number in range(plan.requests)]
+
+
+def _measure_all(
+    assembly: Assembly, names: Sequence[str], prompts: Sequence[Sequence[int]], plan: LoadPlan
+) -> list[LoadRow]:
+    limits = replace(assembly.limits, max_sequences=max(assembly.limits.max_sequences, *plan.concurrency))
+    engines = {name: engine_for(assembly, name, limits) for name in names}
+    requests = requests_from(prompts, 0, Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed))
+    _warm_up(engines, requests)
+    rows: list[LoadRow] = []
+    with progress_bar() as progress:
+        task = progress.add_task("", total=len(plan.concurrency) * plan.turns * len(names))
+        for concurrency in plan.concurrency:
+            progress.update(task, description=f"concurrency {concurrency}")
+            runs = _take_turns(engines, requests, concurrency, plan, (progress, task))
+            rows += [_row(name, runs, concurrency, plan) for name in names]
+    return rows
+
+
+def _take_turns(
+    engines: dict[str, Engine],
+    requests: Sequence[GenerationRequest],
+    concurrency: int,
+    plan: LoadPlan,
+    bar: tuple[Progress, TaskID],
+) -> dict[str, list[LoadRun]]:
+    """Every policy's runs; policies alternate, so that a machine that slows down for a while slows all of them."""
+    runs: dict[str, list[LoadRun]] = {name: [] for name in engines}
+    each = -(-len(requests) // plan.turns)
+    for turn, first in enumerate(range(0, len(requests), each)):
+        part = requests[first : first + each]
+        for name in _order(list(engines), turn):
+            runs[name].append(drive(engines[name], part, _arrivals(concurrency, len(part), turn, plan)))
+            bar[0].advance(bar[1])
+    return runs
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Each is first equally often, and nobody always follows the same one."""
+    shift = turn % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if turn % 2 else order
+
+
+def _arrivals(concurrency: int, count: int, turn: int, plan: LoadPlan) -> Arrivals:
+    if plan.rate_per_second is None:
+        return ClosedLoop(concurrency)
+    return PoissonArrivals(plan.rate_per_second, count, seed=plan.seed + turn)
+
+
+def _row(name: str, runs: dict[str, list[LoadRun]], concurrency: int, plan: LoadPlan) -> LoadRow:
+    return row_of(
+        name,
+        runs[name],
+        next(iter(runs.values())),
+        concurrency=concurrency,
+        arrival=plan.arrival,
+        rate=plan.rate_per_second,
+        slo=plan.slo,
+    )
+
+
+def _warm_up(engines: dict[str, Engine], requests: Sequence[GenerationRequest]) -> None:
+    """Answers that are not measured: first calls allocate and choose code paths."""
+    few = [replace(one, sampling=replace(one.sampling, max_tokens=_WARM_UP_TOKENS)) for one in requests[:2]]
+    for engine in engines.values():
+        drive(engine, few, ClosedLoop(len(few)))
+
+
+def _table(rows: Sequence[LoadRow]) -> Table:
+    titles = ["tokens/s", "goodput", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "budget", "tau", "undrafted"]
+    table = Table("concurrency", "policy", *titles, "cost error", "ECE", "mismatched")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        ends = following is None or following.concurrency != row.concurrency
+        table.add_row(str(row.concurrency), row.policy, *_cells(row), end_section=ends)
+    table.caption = (
+        "goodput: tokens per second of requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds "
+        "per further token; budget: nodes per sequence and step; undrafted: share of steps without nodes"
+    )
+    return table
+
+
+def _cells(row: LoadRow) -> list[str]:
+    firsts = (row.ttft_p50_seconds, row.ttft_p95_seconds, row.ttft_p99_seconds)
+    gaps = (row.itl_p50_seconds, row.itl_p95_seconds, row.itl_p99_seconds)
+    return [
+        f"{row.tokens_per_second:.1f}",
+        f"{row.goodput_tokens_per_second:.1f}",
+        *(f"{seconds:.2f}" for seconds in firsts),
+        *(f"{1000 * seconds:.1f}" for seconds in gaps),
+        f"{row.mean_budget:.1f}",
+        f"{row.tau:.2f}",
+        f"{100 * row.undrafted_share:.0f} %",
+        *("" if value is None else f"{100 * value:.1f} %" for value in (row.cost_error, row.survival_error)),
+        str(row.mismatched_tokens),
+    ]

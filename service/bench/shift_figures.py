@@ -1,0 +1,258 @@
+"""What the turns of a shift benchmark say: windows, gains over the plain comparison, recovery, latencies.
+
+Every policy answers the same queries, so that policies are compared query by query and turn by turn: how hard a
+prompt is, and how fast the machine was just then, cancels. Knows nothing of engines.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+import numpy as np
+
+from service.bench.generate import count_mismatches
+from service.bench.shift_learning import Counts, Noted
+from service.bench.shift_stream import Stream
+from service.bench.shift_turns import Played
+
+PLAIN = "never"
+"""The policy all others are compared with."""
+
+_RECOVERED = 0.9
+_RESAMPLES = 2000
+_INTERVAL = (2.5, 97.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some turns of one policy, one after the other."""
+
+    played: tuple[Played, ...]
+
+    @property
+    def number(self) -> int:
+        return self.played[0].turn.window
+
+    @property
+    def phase(self) -> int:
+        return self.played[0].turn.phase
+
+    @property
+    def first(self) -> int:
+        return self.played[0].turn.first
+
+    @property
+    def num_queries(self) -> int:
+        return sum(len(turn.queries) for turn in self.played)
+
+    @property
+    def tau(self) -> float:
+        return tau_of(self.played)
+
+    @property
+    def counts(self) -> Counts:
+        return sum((turn.counts for turn in self.played), Counts())
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Percent more tokens per second than plainly, with the interval that holds 95 % of resampled turns."""
+
+    percent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShiftRow:
+    """One window of one policy."""
+
+    policy: str
+    window: int
+    phase: str
+    first_query: int
+    queries: int
+    tau: float
+    tokens_per_second: float  # net: all seconds of its turns, training included
+    engine_tokens_per_second: float  # without waiting for training
+    training_seconds: float
+    updates_head: int
+    updates_full: int
+    publishes: int
+    refusals: int
+    rollbacks: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySummary:
+    """One policy over the whole stream; `before` is its first phase and `after` its last."""
+
+    net_tokens_per_second_before: float
+    net_tokens_per_second_after: float
+    engine_tokens_per_second_before: float
+    engine_tokens_per_second_after: float
+    net_gain_before: Gain | None  # None for the plain comparison itself
+    net_gain_after: Gain | None
+    tau_before: float
+    tau_after: float
+    final_tau_gain: float | None  # from the first to the last windows with something new, above the plain comparison's
+    recovery_queries: int | None  # None where nothing was gained, or nothing published
+    mismatched_tokens: int
+    counts: Counts
+    training_share: float  # training seconds of all net seconds
+    waited_seconds: float  # between a turn's last answer and its end
+    itl_p50_seconds: float
+    itl_p99_seconds: float
+    events: tuple[Noted, ...]
+
+    def as_json(self) -> dict[str, object]:
+        values = asdict(self)
+        events = [_json_event(noted) for noted in self.events]
+        return {**values, **values.pop("counts"), "events": events}
+
+
+def windows_of(played: Sequence[Played]) -> list[Window]:
+    """A policy's turns, window by window."""
+    numbers = dict.fromkeys(turn.turn.window for turn in played)
+    return [Window(tuple(turn for turn in played if turn.turn.window == number)) for number in numbers]
+
+
+def rows_of(policy: str, windows: Sequence[Window], stream: Stream) -> list[ShiftRow]:
+    """The windows as they are reported."""
+    return [_row(policy, window, stream.phases[window.phase].name) for window in windows]
+
+
+def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream, *, seed: int) -> PolicySummary:
+    """One policy against the plain comparison; `plain` may be its own turns."""
+    before, after = _phase(played, 0), _phase(played, len(stream.phases) - 1)
+    compares = played is not plain
+    recovery = recovery_of(*(_new_windows(mine, stream) for mine in (played, plain)))
+    counts = sum((turn.counts for turn in played), Counts())
+    net_seconds = sum(turn.net_seconds for turn in played)
+    p50, p99 = _quantiles([gap for turn in played for gap in turn.gaps], (50, 99))
+    return PolicySummary(
+        net_tokens_per_second_before=net_speed(before),
+        net_tokens_per_second_after=net_speed(after),
+        engine_tokens_per_second_before=engine_speed(before),
+        engine_tokens_per_second_after=engine_speed(after),
+        net_gain_before=net_gain(before, _phase(plain, 0), seed=seed) if compares else None,
+        net_gain_after=net_gain(after, _phase(plain, len(stream.phases) - 1), seed=seed) if compares else None,
+        tau_before=tau_of(before),
+        tau_after=tau_of(after),
+        final_tau_gain=recovery.final_gain if compares else None,
+        recovery_queries=recovery.queries if counts.publishes else None,
+        mismatched_tokens=mismatches(played, plain),
+        counts=counts,
+        training_share=counts.training_seconds / net_seconds,
+        waited_seconds=net_seconds - sum(turn.engine_seconds for turn in played),
+        itl_p50_seconds=p50,
+        itl_p99_seconds=p99,
+        events=tuple(noted for turn in played for noted in turn.noted),
+    )
+
+
+def tau_of(played: Iterable[Played]) -> float:
+    """Mean emitted tokens per verify; 1 without any."""
+    queries = [query for turn in played for query in turn.queries]
+    return 1 + sum(query.accepted for query in queries) / max(1, sum(query.verifies for query in queries))
+
+
+def net_speed(played: Iterable[Played]) -> float:
+    """Tokens per second of the turns, training included."""
+    return _speed(played, lambda turn: turn.net_seconds)
+
+
+def engine_speed(played: Iterable[Played]) -> float:
+    """Tokens per second until each turn's last answer."""
+    return _speed(played, lambda turn: turn.engine_seconds)
+
+
+def net_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Gain:
+    """How much faster, training included; turns of the same queries are drawn together (paired bootstrap)."""
+    columns = [[turn.num_tokens for turn in mine], [turn.net_seconds for turn in mine]]
+    columns += [[turn.num_tokens for turn in plain], [turn.net_seconds for turn in plain]]
+    table = np.array(columns, dtype=float)  # [tokens, seconds, plain tokens, plain seconds; turns]
+    drawn = np.random.default_rng(seed).integers(len(mine), size=(_RESAMPLES, len(mine)))
+    low, high = np.percentile(_percent(table[:, drawn].sum(-1)), _INTERVAL)
+    return Gain(float(_percent(table.sum(-1))), float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How tau grew where there was something new, the plain comparison's own course taken off."""
+
+    final_gain: float  # mean of the last quarter of windows minus the first window
+    queries: int | None  # until a window had reached 90 % of that gain
+
+
+def recovery_of(mine: Sequence[Window], plain: Sequence[Window]) -> Recovery:
+    """Both policies' windows over the same queries."""
+    ahead = [ours.tau - theirs.tau for ours, theirs in zip(mine, plain, strict=True)]
+    final = fmean(ahead[-max(1, len(ahead) // 4) :]) - ahead[0]
+    if final <= 0:
+        return Recovery(final, None)
+    reached = next(place for place, value in enumerate(ahead) if value - ahead[0] >= _RECOVERED * final)
+    return Recovery(final, sum(window.num_queries for window in mine[: reached + 1]))
+
+
+def mismatches(played: Sequence[Played], plain: Sequence[Played]) -> int:
+    """Positions at which the answers of two policies differ."""
+    return sum(
+        count_mismatches(expected.token_ids, got.token_ids)
+        for theirs, ours in zip(plain, played, strict=True)
+        for expected, got in zip(theirs.queries, ours.queries, strict=True)
+    )
+
+
+def _json_event(noted: Noted) -> dict[str, object]:
+    """JSON knows no NaN, which is what a score without texts is."""
+    numbers = {name: value if math.isfinite(value) else None for name, value in noted.event.numbers.items()}
+    return {"query": noted.query, **asdict(noted.event), "numbers": numbers}
+
+
+def _row(policy: str, window: Window, phase: str) -> ShiftRow:
+    counts = window.counts
+    return ShiftRow(
+        policy=policy,
+        window=window.number,
+        phase=phase,
+        first_query=window.first,
+        queries=window.num_queries,
+        tau=window.tau,
+        tokens_per_second=net_speed(window.played),
+        engine_tokens_per_second=engine_speed(window.played),
+        training_seconds=counts.training_seconds,
+        updates_head=counts.updates_head,
+        updates_full=counts.updates_full,
+        publishes=counts.publishes,
+        refusals=counts.refusals,
+        rollbacks=counts.rollbacks,
+    )
+
+
+def _phase(played: Sequence[Played], phase: int) -> list[Played]:
+    return [turn for turn in played if turn.turn.phase == phase]
+
+
+def _new_windows(played: Sequence[Played], stream: Stream) -> list[Window]:
+    return [window for window in windows_of(played) if window.first >= stream.new_from]
+
+
+def _speed(played: Iterable[Played], seconds: Callable[[Played], float]) -> float:
+    played = list(played)
+    return sum(turn.num_tokens for turn in played) / sum(map(seconds, played))
+
+
+def _percent(sums: np.ndarray) -> np.ndarray:  # [4, ...] -> [...]
+    tokens, seconds, plain_tokens, plain_seconds = sums
+    percent: np.ndarray = 100 * (tokens / seconds * plain_seconds / plain_tokens - 1)
+    return percent
+
+
+def _quantiles(values: Sequence[float], percents: tuple[int, ...]) -> tuple[float, ...]:
+    """0 where nothing was measured."""
+    return tuple(float(found) for found in np.percentile(values, percents)) if values else (0.0,) * len(percents)

@@ -1,0 +1,120 @@
+"""The books of running queries: what each step cost them and brought them, until a query ends.
+
+A step's seconds are divided by what the same step would have taken without trees, so that a busier hour is not
+mistaken for a worse drafter. Steps that read prompts belong to nobody. Knows neither learning nor drafters.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from drafters.feedback import Query
+from service.engine.cost import CostTable
+from service.engine.generation import Finish, Sequence
+from service.engine.scheduler import Batch
+
+PlainSeconds = Callable[[int, float], float]
+"""What a step of so many rows without trees takes at a mean context length."""
+
+_CONTEXT_STEP = 32  # tokens; costs hardly change over so few
+
+
+def seconds_as_they_are(num_rows: int, context: float) -> float:
+    """Where nothing was measured, costs are seconds."""
+    return 1.0
+
+
+def plain_seconds(costs: CostTable) -> PlainSeconds:
+    """The table's prediction, asked once per number of rows and stretch of context."""
+    known: dict[tuple[int, int], float] = {}
+
+    def seconds(num_rows: int, context: float) -> float:
+        key = num_rows, int(context) // _CONTEXT_STEP
+        if key not in known:
+            middle = (key[1] + 0.5) * _CONTEXT_STEP
+            known[key] = float(costs.verify_seconds(np.array([float(num_rows)]), middle, num_rows)[0])
+        return known[key]
+
+    return seconds
+
+
+@dataclass(slots=True)
+class _Book:
+    row: int
+    first_version: int
+    version: int
+    accepted: list[int] = field(default_factory=list)
+    plain_steps: int = 0
+    draft_cost: float = 0.0
+    verify_cost: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, draft_cost: float, verify_cost: float, seconds: float) -> None:
+        self.draft_cost += draft_cost
+        self.verify_cost += verify_cost
+        self.seconds += seconds
+
+
+class QueryBooks:
+    """One book per running sequence."""
+
+    def __init__(self, plain: PlainSeconds) -> None:
+        self._plain = plain
+        self._books: dict[Sequence, _Book] = {}
+
+    def enter(
+        self,
+        batch: Batch,
+        version: int,
+        drafted: Items[int],
+        accepted: Items[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """Note a step. `drafted` by item of the batch, `accepted` by completing one."""
+        completing = batch.completing
+        books = [self._book(sequence, version) for sequence in completing]
+        if len(batch.drafting) != len(batch.items):
+            return
+        context = sum(len(sequence.tokens) for sequence in completing) / len(completing)
+        plain = self._plain(len(completing), context)
+        share = (draft_seconds + verify_seconds) / len(completing)
+        for book, nodes, length in zip(books, drafted, accepted, strict=True):
+            book.add(draft_seconds / plain, verify_seconds / plain, share)
+            if nodes:
+                book.accepted.append(length)
+            else:
+                book.plain_steps += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """It did not come to its own end."""
+        self._books.pop(sequence, None)
+
+    def close(self, sequence: Sequence, finish: Finish) -> Query | None:
+        """The query of a sequence that has ended, or None if nothing can be said of it."""
+        book = self._books.pop(sequence, None)
+        if book is None or finish.reason not in ("stop", "length"):
+            return None
+        return Query(
+            row=book.row,
+            tokens=sequence.tokens,
+            client=sequence.request.client,
+            store=sequence.request.store,
+            temperature=sequence.request.sampling.temperature,
+            first_version=book.first_version,
+            version=book.version,
+            accepted=tuple(book.accepted),
+            plain_steps=book.plain_steps,
+            draft_cost=book.draft_cost,
+            verify_cost=book.verify_cost,
+            seconds=book.seconds,
+        )
+
+    def _book(self, sequence: Sequence, version: int) -> _Book:
+        book = self._books.get(sequence)
+        if book is None:
+            book = self._books[sequence] = _Book(sequence.table_row, version, version)
+        book.row, book.version = sequence.table_row, version
+        return book

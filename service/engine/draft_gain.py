@@ -1,0 +1,105 @@
+"""What drafting has gained or cost at each load, and so whether to draft at all.
+
+Every step is compared with what a plain one of the same sequences takes; gains and losses go into a purse per size of
+batch (`drafters/purse.py`), so that a drafter that does not pay costs a share of 1 % at most, whatever it claims.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+from drafters.purse import Purse
+from service.engine.cost import CostTable
+from service.engine.cost_online import OnlineCosts
+from service.engine.draft_cost import DraftCosts, OnlineDraftCosts
+from service.engine.load import Load, StepOutcome
+
+_FIRST_REFERENCE = 8
+_REFERENCE_EVERY = 128
+"""Steps with nodes in a row before one without, rarer and rarer: what drafting gains is measured against what a plain
+step takes."""
+_RATE = 0.05
+
+
+class DraftGain:
+    """Predicted seconds as corrected so far, and a book for each size of batch."""
+
+    def __init__(self, costs: CostTable, drafts: DraftCosts) -> None:
+        self.costs = OnlineCosts(costs)
+        self._drafts = OnlineDraftCosts(drafts)
+        self._books: defaultdict[int, _Book] = defaultdict(_Book)
+
+    def refusal(self, load: Load) -> str | None:
+        """Why drafting would be a waste in this step."""
+        book = self._book(load)
+        if not book.purse.is_open:
+            return "stands_down"
+        return "reference" if book.steps_with_nodes >= book.reference_after else None
+
+    def plain_seconds(self, load: Load) -> float:
+        """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
+        batch = max(1, load.num_drafting)
+        verify = self.costs.verify_seconds(np.array([float(batch)]), load.context, batch)
+        return float(verify[0]) + self._book(load).plain_other_seconds
+
+    def draft_seconds(self, load: Load) -> float:
+        return self._drafts.draft_seconds(max(1, load.num_drafting))
+
+    def learn(self, outcome: StepOutcome) -> float:
+        """Take in a step; returns the verify seconds that had been predicted."""
+        load = outcome.load
+        rows = load.num_rows + outcome.num_nodes
+        predicted = self.costs.learn(rows, load.context, load.num_sequences, outcome.verify_seconds)
+        if load.num_drafting:
+            self._judge(self._book(load), outcome)
+        return predicted
+
+    def _book(self, load: Load) -> "_Book":
+        return self._books[load.num_drafting.bit_length()]
+
+    def _judge(self, book: "_Book", outcome: StepOutcome) -> None:
+        """Enter what drafting gained or cost in this step, in plain steps."""
+        book.count(outcome.num_nodes)
+        if not outcome.drafted:
+            book.note_plain(outcome.other_seconds)
+            book.purse.rest()
+            return
+        load = outcome.load
+        plain = self.plain_seconds(load)
+        rows = load.num_rows + np.array([0.0, outcome.num_nodes])
+        verify = self.costs.verify_seconds(rows, load.context, load.num_sequences)
+        drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
+        spent = drafting + float(verify[1] - verify[0]) + book.note_drafted(outcome.other_seconds)
+        gained = outcome.accepted_tokens / load.num_drafting * plain
+        book.purse.settle((gained - spent) / plain)
+
+
+class _Book:
+    """What is known of one size of batch."""
+
+    def __init__(self) -> None:
+        self.purse = Purse()
+        self.steps_with_nodes = 0
+        self.reference_after = _FIRST_REFERENCE
+        self.plain_other_seconds = 0.0
+        self._drafted_other_seconds = 0.0
+
+    def count(self, num_nodes: int) -> None:
+        """One more step, with so many nodes."""
+        if num_nodes:
+            self.steps_with_nodes += 1
+        elif self.steps_with_nodes:
+            self.steps_with_nodes = 0
+            self.reference_after = min(_REFERENCE_EVERY, 2 * self.reference_after)
+
+    def note_plain(self, seconds: float) -> None:
+        self.plain_other_seconds = _moved(self.plain_other_seconds, seconds)
+
+    def note_drafted(self, seconds: float) -> float:
+        """Returns how much longer everything but drafting and verifying takes when there are drafts."""
+        self._drafted_other_seconds = _moved(self._drafted_other_seconds, seconds)
+        return max(0.0, self._drafted_other_seconds - self.plain_other_seconds) if self.plain_other_seconds else 0.0
+
+
+def _moved(mean: float, value: float) -> float:
+    return mean + _RATE * (value - mean) if mean else value

@@ -1,0 +1,310 @@
+"""Keys and values of texts that have been read, kept for texts that begin alike: a radix tree over token ids.
+
+A slot of position t is found under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's entry
+of position t needs the token that follows, and the last token of a text is always run again for what follows it.
+Rows do not depend on their company, so kept keys and values are the very bits that reading again would give.
+Knows neither sequences nor who is served first. Legend: labels = tokens that lead to a node, one per slot of it.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_FEW_ENTRIES = 1024
+_WORTH_WAITING = 64
+"""Tokens that another must be about to read, so that waiting for it beats reading them once more."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of slots behind its parent's; locked while a lease reaches it or a node below it."""
+
+    labels: list[int]
+    slots: Tensor  # [labels] int64
+    parent: "Node | None"
+    key: tuple[str, int] | None = None  # of a root: whose texts, and their first token
+    children: dict[int, "Node"] = field(default_factory=dict)  # by first label
+    leases: int = 0
+    last_used: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.leases == 0 and not self.children and self.parent is not None
+
+    def upwards(self) -> Iterator["Node"]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A running sequence's hold on a prefix: nothing of it is evicted before the lease is released."""
+
+    node: Node
+    length: int  # positions, from the first on, whose slots belong to the cache
+    slots: Tensor  # [cached] int64, slots of the prefix that was there at the beginning
+    is_published: bool = False  # what was read behind it has been offered to others
+
+
+class SlotCache(Protocol):
+    """Who decides what becomes of a sequence's slots when it no longer runs."""
+
+    num_evictable: int  # slots that `evict` could give back now
+
+    def acquire(self, client: str, tokens: list[int]) -> Lease:
+        """Lease the longest known prefix; the last token is never part of it."""
+        ...
+
+    def known(self, client: str, tokens: list[int]) -> int:
+        """Positions that a lease would have."""
+        ...
+
+    def leased(self, client: str, tokens: list[int]) -> int:
+        """Those of them that others have leased now."""
+        ...
+
+    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
+        """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
+        ...
+
+    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
+        """End a lease; takes over the slots behind it and returns those to be freed. # [positions] -> [freed] int64"""
+        ...
+
+    def evict(self, count: int) -> Tensor:
+        """Give up at least so many slots if there are as many, least recently used first. # -> [evicted] int64"""
+        ...
+
+    def num_kept(self, lease: Lease) -> int:
+        """Positions of a lease that others hold too, so that they stay whatever becomes of it."""
+        ...
+
+    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
+        """Whether the reader is about to share much more of the tokens than is known now."""
+        ...
+
+    def held(self) -> Tensor:
+        """All slots that belong to the cache. # -> [held] int64"""
+        ...
+
+
+class PrefixCache:
+    """Keeps the slots of ended and running sequences until they are needed for something else."""
+
+    def __init__(self, device: torch.device, *, isolate_clients: bool = False) -> None:
+        """With `isolate_clients` nobody can learn from the time an answer takes what others have asked."""
+        self.num_evictable = 0
+        self._isolate = isolate_clients
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._roots: dict[tuple[str, int], Node] = {}
+        self._now = 0
+        self._by_age: list[tuple[int, int, Node]] = []  # heap of leaves, some of which are outdated
+        self._entries = 0
+        self._compact_at = _FEW_ENTRIES
+
+    def acquire(self, client: str, tokens: list[int]) -> Lease:
+        key = self._key(client, tokens)
+        root = self._roots.setdefault(key, Node([], self._nothing, None, key))
+        node, length = self._descend(root, tokens, 0)
+        self._now += 1
+        for above in node.upwards():
+            self.num_evictable -= 0 if above.leases else len(above.labels)
+            above.leases += 1
+            above.last_used = self._now
+        root.leases += 1
+        slots = [above.slots for above in node.upwards()]
+        return Lease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
+
+    def known(self, client: str, tokens: list[int]) -> int:
+        return sum(common for _, common in self._path(client, tokens))
+
+    def leased(self, client: str, tokens: list[int]) -> int:
+        return sum(common for node, common in self._path(client, tokens) if node.leases)
+
+    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
+        labels = list(tokens[lease.length + 1 :][: slots.shape[0]])
+        # What another has shared in between stays where it is: a running sequence cannot change its slots.
+        if labels and labels[0] not in lease.node.children:
+            lease.node = self._attach(lease.node, labels, slots[: len(labels)])
+            lease.node.leases = 1
+            lease.length += len(labels)
+
+    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
+        self._now += 1
+        text = tokens[: lease.length + slots.shape[0] + 1]
+        node, length = self._descend(lease.node, text, lease.length)
+        labels = list(text[length + 1 :])
+        twice = length - lease.length
+        if labels:
+            node = self._attach(node, labels, slots[twice : twice + len(labels)])
+            self.num_evictable += len(labels)
+        for above in node.upwards():
+            above.last_used = self._now
+        self._unlock(lease.node)
+        self._consider(node)
+        return torch.cat([slots[:twice], slots[twice + len(labels) :]])
+
+    def evict(self, count: int) -> Tensor:
+        given = [self._nothing]
+        while count > 0 and self.num_evictable:
+            age, _, leaf = heapq.heappop(self._by_age)
+            if leaf.is_evictable and leaf.last_used == age:
+                given.append(self._cut(leaf, count))
+                count -= given[-1].shape[0]
+        return torch.cat(given)
+
+    def num_kept(self, lease: Lease) -> int:
+        return sum(len(node.labels) for node in lease.node.upwards() if node.leases > 1)
+
+    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
+        if self._key(client, tokens) != self._key(reader, text):
+            return False
+        common = _common(text[: len(tokens)], tokens, 0) - 1
+        return common >= _WORTH_WAITING and common - self.known(client, tokens) >= _WORTH_WAITING
+
+    def held(self) -> Tensor:
+        nodes, found = list(self._roots.values()), [self._nothing]
+        while nodes:
+            node = nodes.pop()
+            found.append(node.slots)
+            nodes += node.children.values()
+        return torch.cat(found)
+
+    def _key(self, client: str, tokens: list[int]) -> tuple[str, int]:
+        return (client if self._isolate else "", tokens[0])
+
+    def _path(self, client: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
+        """Nodes that lead along these tokens, each with its labels that are theirs."""
+        node, length = self._roots.get(self._key(client, tokens)), 0
+        while node is not None and length + 1 < len(tokens):
+            child = node.children.get(tokens[length + 1])
+            if child is None:
+                return
+            common = _common(child.labels, tokens, length + 1)
+            yield child, common
+            length += common
+            node = child if common == len(child.labels) else None
+
+    def _descend(self, node: Node, tokens: list[int], length: int) -> tuple[Node, int]:
+        """The deepest node for these tokens, split where they leave it, and the positions known there."""
+        while length + 1 < len(tokens) and (child := node.children.get(tokens[length + 1])) is not None:
+            common = _common(child.labels, tokens, length + 1)
+            node = self._split(child, common) if common < len(child.labels) else child
+            length += common
+            if node is not child:
+                break
+        return node, length
+
+    def _split(self, node: Node, place: int) -> Node:
+        """Put a new node above that takes the first `place` labels; leases keep pointing at the lower part."""
+        assert node.parent is not None, "a root has no labels"
+        upper = Node(node.labels[:place], node.slots[:place], node.parent)
+        upper.leases, upper.last_used = node.leases, node.last_used
+        node.parent.children[upper.labels[0]] = upper
+        node.labels, node.slots, node.parent = node.labels[place:], node.slots[place:], upper
+        upper.children[node.labels[0]] = node
+        return upper
+
+    def _attach(self, node: Node, labels: list[int], slots: Tensor) -> Node:
+        child = Node(labels, slots.clone(), node, last_used=self._now)
+        node.children[labels[0]] = child
+        return child
+
+    def _unlock(self, node: Node) -> None:
+        lowest = node
+        for above in lowest.upwards():
+            above.leases -= 1
+            self.num_evictable += 0 if above.leases else len(above.labels)
+            node = above
+        root = node.parent or node
+        root.leases -= 1
+        self._consider(lowest)
+        self._forget_if_bare(root)
+
+    def _consider(self, node: Node) -> None:
+        """Note a leaf that may be evicted."""
+        if node.is_evictable:
+            self._entries += 1
+            heapq.heappush(self._by_age, (node.last_used, self._entries, node))
+            if len(self._by_age) > self._compact_at:
+                self._compact()
+
+    def _compact(self) -> None:
+        """Drop outdated entries, which would otherwise pile up for as long as nothing is evicted."""
+        current = {
+            node: entry for entry in self._by_age if (node := entry[2]).is_evictable and node.last_used == entry[0]
+        }
+        self._by_age = sorted(current.values())
+        self._compact_at = 2 * len(self._by_age) + _FEW_ENTRIES
+
+    def _cut(self, leaf: Node, count: int) -> Tensor:
+        """Take slots from a leaf's end, where the fewest texts go on alike."""
+        kept = max(0, len(leaf.labels) - count)
+        slots = leaf.slots[kept:]
+        self.num_evictable -= slots.shape[0]
+        if kept:
+            leaf.labels, leaf.slots = leaf.labels[:kept], leaf.slots[:kept]
+            self._consider(leaf)
+            return slots
+        parent, leaf.parent = leaf.parent, None
+        assert parent is not None, "a root has nothing to evict"
+        del parent.children[leaf.labels[0]]
+        self._consider(parent)
+        self._forget_if_bare(parent)
+        return slots
+
+    def _forget_if_bare(self, root: Node) -> None:
+        if root.key is not None and not root.children and root.leases == 0:
+            del self._roots[root.key]
+
+
+class NoPrefixCache:
+    """Keeps nothing."""
+
+    num_evictable = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._root = Node([], self._nothing, None)
+
+    def acquire(self, client: str, tokens: list[int]) -> Lease:
+        return Lease(self._root, 0, self._nothing)
+
+    def known(self, client: str, tokens: list[int]) -> int:
+        return 0
+
+    def leased(self, client: str, tokens: list[int]) -> int:
+        return 0
+
+    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
+        """Nobody could find it."""
+
+    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
+        return slots
+
+    def evict(self, count: int) -> Tensor:
+        return self._nothing
+
+    def num_kept(self, lease: Lease) -> int:
+        return 0
+
+    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
+        return False
+
+    def held(self) -> Tensor:
+        return self._nothing
+
+
+def _common(labels: list[int], tokens: list[int], start: int) -> int:
+    """Labels that are the tokens from `start` on."""
+    length = min(len(labels), len(tokens) - start)
+    if labels[:length] == tokens[start : start + length]:
+        return length
+    return next(place for place in range(length) if labels[place] != tokens[start + place])

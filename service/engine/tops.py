@@ -1,0 +1,45 @@
+"""The target's likeliest tokens behind what a step made permanent, for drafters that learn from them.
+
+Legend: batch = completing sequences, depth = longest accepted path, positions = those of them that count.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from drafters.protocol import TargetTops
+
+_BLOCK = 32
+
+
+def target_tops(logits: Tensor, lines: Tensor, counts: Tensor, top: int) -> TargetTops | None:
+    """Ids and log-probabilities, unprocessed; None where nobody wants them.
+
+    logits [logits, vocab]; lines [batch, depth + 1] which of them chose each committed token; counts [batch]
+    """
+    if top == 0:
+        return None
+    valid = torch.arange(lines.shape[1], device=lines.device) < counts[:, None]
+    logprobs, ids = likeliest(logits.index_select(0, lines[valid]).log_softmax(-1, dtype=torch.float32), top)
+    wide = (*lines.shape, top)
+    every = TargetTops(ids.new_zeros(wide), logprobs.new_zeros(wide))
+    every.ids[valid], every.logprobs[valid] = ids, logprobs
+    return every
+
+
+def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The highest scores of each row and their places.
+
+    Sought only in the `top` blocks with the highest maxima, which hold them all: half the time of looking at each.
+    scores [positions, vocab] -> two [positions, top]
+    """
+    if scores.shape[1] < 2 * top * _BLOCK:
+        found = scores.topk(top, dim=-1)
+        return found.values, found.indices
+    missing = -scores.shape[1] % _BLOCK
+    blocks = (pad(scores, (0, missing), value=-torch.inf) if missing else scores).unflatten(1, (-1, _BLOCK))
+    best = blocks.amax(-1).topk(top, dim=-1, sorted=False).indices  # [positions, top]
+    line = torch.arange(scores.shape[0], device=scores.device)[:, None]
+    within = blocks[line, best].flatten(1).topk(top, dim=-1)
+    place = best.gather(1, within.indices // _BLOCK) * _BLOCK + within.indices % _BLOCK
+    return within.values, place

@@ -1,0 +1,79 @@
+"""What an operator sees is what has happened."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.status import AdaptationStatus
+from adaptation.worker import Worker
+from drafters.specblock.model import SpecBlock
+from tests.adaptation.lessons import Bench, bench, feedback, vocabulary
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def seen(tried: Bench) -> AdaptationStatus:
+    worker = Worker(tried.learner, most_waiting=4, threads=1, duty_cycle=1.0)
+    worker.num_dropped, worker.num_restarts = 3, 2
+    worker.failures["hear"] = 1
+    return tried.overview.status(worker)
+
+
+def test_before_anything_happened(tmp_path: Path) -> None:
+    status = seen(bench(tmp_path, policy="bandit"))
+    assert (status.policy, status.version, status.origin, status.newest) == ("bandit", 0, 0, 0)
+    assert status.values == {"head": 0.0, "full": 0.0}
+    assert status.waiting == {"head": 0, "full": 0}
+    assert (status.kl_to_anchor, status.collapsed, status.paused) == (None, False, False)
+    assert (status.queries_dropped, status.restarts, status.failures) == (3, 2, {"hear": 1})
+
+
+def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
+    tried = bench(tmp_path, policy="full_only", full_queries=4, full_steps=6, full_learning_rate=0.01)
+    token = int(vocabulary()[0][5])
+    for seed in range(40):
+        tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
+        tried.learner.update()
+        tried.pair.between_steps()
+    tried.learner.hear(feedback(99, rejected=0))
+    tried.learner.rollback()
+    status = seen(tried)
+    kinds = tried.kinds()
+    assert status.publishes == kinds.count("published") > 0
+    assert status.refusals == kinds.count("refused")
+    assert (status.rollbacks, status.newest, status.version) == (1, tried.pair.newest, tried.pair.version)
+    assert status.updates == {"full": kinds.count("published") + kinds.count("refused")}
+    assert status.queries_heard == sum(status.decisions.values()) == 41
+    assert status.excluded == {"nothing_to_learn": status.queries_excluded}
+    assert status.snapshots == tuple(tried.pair.snapshots.versions)
+    assert status.condemned == tuple(sorted(tried.pair.condemned)) != ()
+    assert status.kl_to_anchor is not None
+    assert status.training_seconds == tried.learner.training_seconds > 0
+    assert [past.kind for past in status.events] == kinds[-50:]
+
+
+def test_the_distance_to_the_anchor_is_measured_once_per_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = bench(tmp_path, policy="never")
+    for seed in range(8):
+        tried.hear(feedback, seed)
+    asked: list[int] = []
+    whole = tried.pair.served_in_full
+
+    def counted() -> SpecBlock:
+        asked.append(1)
+        return whole()
+
+    monkeypatch.setattr(tried.pair, "served_in_full", counted)
+    assert tried.learner.drift() == tried.learner.drift() == 0.0
+    assert len(asked) == 1
+    with torch.no_grad():
+        tried.pair.training.lm_head.weight.mul_(1.5)
+    tried.pair.publish({})
+    changed = tried.learner.drift()
+    assert changed is not None
+    assert changed > 0
+    assert len(asked) == 2

@@ -1,0 +1,117 @@
+"""Of each tree's first block is kept what it said of the positions that came to be committed, and nothing else."""
+
+import torch
+
+from drafters.feedback import FeedbackRecorder, QueryFeedback
+from drafters.protocol import Committed, DraftContext, TargetTops
+from drafters.specblock.recording import BlockRecorder, NoRecorder
+from drafters.tree import DraftTree, VerifyResult
+from tests.drafters.test_feedback import query
+
+ROWS, BLOCK, HIDDEN, TARGET_VOCAB, TOP = 3, 4, 5, 20, 2
+T2D = torch.where(torch.arange(TARGET_VOCAB) % 2 == 0, torch.arange(TARGET_VOCAB) // 2, -1)
+
+
+def recorder() -> tuple[BlockRecorder, FeedbackRecorder]:
+    tables = FeedbackRecorder(
+        max_sequences=ROWS,
+        window_tokens=32,
+        width=6,
+        hidden=HIDDEN,
+        top=TOP,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    shape = {"max_sequences": ROWS, "block_size": BLOCK, "hidden": HIDDEN, "target_top": TOP}
+    return BlockRecorder(tables, t2d=T2D, **shape), tables
+
+
+def block(seed: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and log-probabilities of one first block."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(rows, BLOCK, HIDDEN, generator=generator)
+    return states, torch.randn(rows, BLOCK, TARGET_VOCAB // 2, generator=generator).log_softmax(-1)
+
+
+def committed(row: int, root: int, tokens: list[int], nodes: int = 3) -> Committed:
+    ids = torch.tensor([[*tokens, -1]])
+    count, wide = torch.tensor([len(tokens)]), (1, len(tokens) + 1)
+    tree = DraftTree.of(torch.zeros(1, nodes, dtype=torch.int64), torch.full((1, nodes), -1))
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    return Committed(
+        rows=torch.tensor([row]),
+        tokens=ids,
+        counts=count,
+        tree=tree,
+        result=VerifyResult(nothing, count - 1, count, nothing),
+        features=torch.zeros(*wide, 6),
+        positions=torch.tensor([root]),
+        slots=ids,
+        tops=TargetTops(torch.zeros(*wide, TOP), torch.zeros(*wide, TOP)),
+    )
+
+
+def drive(
+    recorder: BlockRecorder, tables: FeedbackRecorder, tokens: list[int], *, drafts: bool = True
+) -> QueryFeedback:
+    """A prompt of three tokens and one step that commits these."""
+    recorder.start([DraftContext(1, [1, 2, 3])])
+    if drafts:
+        recorder.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
+    recorder.commit(committed(1, 2, tokens))
+    return tables.finish(query(1, 3 + len(tokens)))
+
+
+def test_what_the_block_said_stands_beside_the_committed_token() -> None:
+    marks = drive(*recorder(), [4, 7, 10]).marks
+    states, logprobs = block(7)
+    assert marks.positions.tolist() == [3, 4, 5]
+    assert marks.drafted.tolist() == [2, -1, 5]
+    assert torch.equal(marks.states, states[0, :3])
+    assert marks.chances.tolist() == [float(logprobs[0, 0, 2].exp()), 0.0, float(logprobs[0, 2, 5].exp())]
+    assert marks.rejected.tolist() == [False, False, True]
+
+
+def test_a_block_says_nothing_beyond_its_own_length() -> None:
+    marks = drive(*recorder(), [0, 2, 4, 6, 8, 10]).marks
+    assert marks.positions.tolist() == [3, 4, 5, 6]
+
+
+def test_without_a_tree_nothing_was_said() -> None:
+    assert drive(*recorder(), [4], drafts=False).marks.count == 0
+
+
+def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(1, [1, 2, 3])])
+    recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
+    recording.commit(committed(1, 2, [4, 6]))
+    recording.commit(committed(1, 4, [8]))
+    assert tables.finish(query(1, 6)).marks.positions.tolist() == [3, 4]
+
+
+def test_a_row_that_begins_anew_has_heard_nothing() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(1, [1, 2, 3])])
+    recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
+    recording.start([DraftContext(1, [1, 2, 3])])
+    recording.commit(committed(1, 2, [4, 6]))
+    assert tables.finish(query(1, 5)).marks.count == 0
+
+
+def test_rows_do_not_hear_each_other() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(row, [1, 2, 3]) for row in range(ROWS)])
+    states, logprobs = block(3, rows=2)
+    recording.grown(torch.tensor([2, 0]), torch.tensor([2, 2]), states, logprobs)
+    for row in range(ROWS):
+        recording.commit(committed(row, 2, [4]))
+    said = {row: tables.finish(query(row, 4)).marks for row in range(ROWS)}
+    assert torch.equal(said[2].states, states[:1, 0])
+    assert torch.equal(said[0].states, states[1:, 0])
+    assert said[1].count == 0
+
+
+def test_nobody_who_learns_wants_nothing() -> None:
+    assert NoRecorder().target_top == 0
+    assert recorder()[0].target_top == TOP

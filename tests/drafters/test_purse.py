@@ -1,0 +1,48 @@
+"""However bad something is, what it loses is bounded; however long it was bad, it comes back when it is good."""
+
+import random
+
+from drafters.purse import ALLOWANCE, LIMIT, SHARE, Purse
+
+
+def play(purse: Purse, gains: list[float]) -> tuple[float, int]:
+    """Steps with these gains where it goes on; returns the sum of what it gained and how often it went on."""
+    total, tries = 0.0, 0
+    for gain in gains:
+        if purse.is_open:
+            purse.settle(gain)
+            total, tries = total + gain, tries + 1
+        else:
+            purse.rest()
+    return total, tries
+
+
+def test_a_loser_loses_the_allowance_and_a_share_of_the_time() -> None:
+    for loss in (0.05, 0.5, 3.0):
+        total, tries = play(Purse(), [-loss] * 5_000)
+        assert -total <= ALLOWANCE + 5_000 * SHARE + loss
+        assert tries > 10  # and is tried again and again
+
+
+def test_a_winner_always_goes_on() -> None:
+    assert play(Purse(), [0.1] * 1_000)[1] == 1_000
+
+
+def test_it_comes_back_when_it_gains_again() -> None:
+    purse = Purse()
+    play(purse, [-0.5] * 1_000)
+    play(purse, [0.5] * 100)
+    assert play(purse, [0.5] * 100)[1] == 100
+
+
+def test_past_gains_are_forgotten_beyond_the_limit() -> None:
+    purse = Purse()
+    play(purse, [1.0] * 1_000)
+    assert purse.balance == LIMIT
+    assert play(purse, [-1.0] * 100)[1] <= LIMIT + 2
+
+
+def test_luck_alone_rarely_stops_a_winner() -> None:
+    rng = random.Random(0)
+    gains = [rng.choice([-0.4, -0.4, 0.6, 1.6]) for _ in range(4_000)]  # 0.35 on average
+    assert play(Purse(), gains)[1] > 3_500

@@ -1,0 +1,44 @@
+"""Learning while serving, from the request to the published weights, with the real learning thread; and the text of
+plain decoding throughout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.events import Event
+from service.assembly import Assembly
+from tests.service.bench.parts import varied_prompts
+from tests.service.learning_parts import assembled, learning, requests, texts
+
+torch.set_num_threads(1)
+PATIENCE_SECONDS = 30.0
+ROUNDS = 12
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assembled(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("policy", ["head_only", "full_only"])
+def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_path: Path, policy: str) -> None:
+    events: list[Event] = []
+    asked = requests(varied_prompts()[:8], temperature=0.0, tokens=32)
+    plain = texts(assembly.engine(assembly.drafter("none")), asked)
+    versions = [0]
+    with learning(assembly, tmp_path, events=events, policy=policy) as adaptive:
+        while versions[-1] == 0 and len(versions) <= ROUNDS:
+            assert texts(adaptive.engine, asked) == plain
+            assert adaptive.settle(PATIENCE_SECONDS)
+            adaptive.engine.step()
+            versions.append(adaptive.engine.drafter.version)
+        assert texts(adaptive.engine, asked) == plain
+        assert adaptive.settle(PATIENCE_SECONDS)
+        status = adaptive.status()
+    assert status.publishes >= 1, events
+    assert versions == sorted(versions)
+    assert status.version == status.origin == versions[-1] > 0
+    assert sum(status.updates.values()) >= status.publishes
+    assert status.queries_heard == len(asked) * len(versions)
+    assert status.failures == {}

@@ -1,0 +1,249 @@
+"""A server that learns, as a process of its own: asked over HTTP by clients and by an operator, then ended and begun
+again."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+import yaml
+
+from service.assembly import Assembly, assemble
+from service.learning_series import SERIES
+from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
+
+KEY = {"authorization": "Bearer boss"}
+READY = re.compile(r"ready: (http://\S+)/v1 ")
+PATIENCE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Files:
+    """A target, drafters for it and for others, and the configuration of a server."""
+
+    config: Path
+    state: Path
+    drafters: Path
+
+
+def assembled(folder: Path, *, hidden_size: int) -> Assembly:
+    settings = settings_for(save_two_layers(folder, hidden_size=hidden_size))
+    return assemble(settings.model_copy(update={"budget_policy": "fixed"}))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    root = tmp_path_factory.mktemp("learning")
+    mine, foreign = assembled(root / "model", hidden_size=32), assembled(root / "other", hidden_size=48)
+    drafters = root / "drafters"
+    save_drafter(drafters / "deployed", mine)
+    save_drafter(drafters / "good", mine, seed=1)
+    save_drafter(drafters / "shorter", mine, block_size=2)
+    save_drafter(drafters / "foreign", foreign)
+    settings = {
+        "model": str(root / "model"),
+        "served_model_name": "tiny",
+        "drafter": "lookup+specblock",
+        "drafter_path": str(drafters / "deployed"),
+        "load_dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "kv_cache_gib": 0.01,
+        "budget_policy": "fixed",
+        "max_budget": 8,
+        "port": 0,
+        "state_dir": str(root / "state"),
+        "adaptation": {"enabled": True, "policy": "head_only", "head_queries": 1, "held_back_share": 0.3},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(settings))
+    return Files(root / "config.yaml", root / "state", drafters)
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=PATIENCE_SECONDS, **{"headers": KEY, **options})
+
+    def state(self) -> Any:
+        response = self.ask("GET", "/v1/adaptation")
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def official(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_SECONDS)
+
+    def end(self) -> None:
+        """Ask it to end. Once all is done it ends by that very signal, as servers do."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()
+
+
+def begin(files: Files, log: Path) -> Running:
+    command = [str(Path(sys.executable).with_name("adaptree")), "serve", "--config", str(files.config)]
+    with log.open("w") as stream:
+        environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environ)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if (found := READY.search(log.read_text())) is not None:
+            return Running(process, log, found[1])
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"the server did not become ready:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def server(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = begin(files, tmp_path_factory.mktemp("log") / "log")
+    yield running
+    if running.process.poll() is None:
+        running.end()
+
+
+def until(server: Running, reached: Any) -> Any:
+    """The state once it is so, or as it is when patience ends."""
+    deadline = time.monotonic() + 20
+    while not reached(state := server.state()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return state
+
+
+def say(server: Running, text: str, **fields: Any) -> str:
+    messages: Any = [{"role": "user", "content": text}]
+    answer = server.official().chat.completions.create(
+        model="tiny", messages=messages, seed=5, max_completion_tokens=24, extra_body={"ignore_eos": True}, **fields
+    )
+    return answer.choices[0].message.content or ""
+
+
+def load(server: Running, folder: Path) -> tuple[int, bool, str]:
+    response = server.ask("POST", "/update_weights_from_disk", json={"model_path": str(folder)})
+    return response.status_code, response.json()["success"], response.json()["message"]
+
+
+def test_what_clients_ask_is_heard(server: Running) -> None:
+    before = server.state()["queries_heard"]
+    texts = [say(server, "that the other") for _ in range(4)]
+    state = until(server, lambda state: state["queries_heard"] >= before + 4)
+    assert state["queries_heard"] == before + 4
+    assert (state["policy"], state["paused"]) == ("head_only", False)
+    assert len(set(texts)) == 1
+
+
+def test_what_must_not_be_stored_is_not_learnt_from(server: Running) -> None:
+    before = server.state()["excluded"].get("not_stored", 0)
+    say(server, "a secret", store=False)
+    state = until(server, lambda state: state["excluded"].get("not_stored", 0) > before)
+    assert state["excluded"]["not_stored"] == before + 1
+
+
+def test_the_metrics_show_what_is_learnt(server: Running) -> None:
+    say(server, "in the hat")
+    heard = until(server, lambda state: state["queries_heard"] > 0)["queries_heard"]
+    page = server.ask("GET", "/metrics", headers={}).text
+    assert f"adaptree_adaptation_queries_total {heard:.1f}\n" in page
+    assert all(f"# TYPE adaptree_{series.name}" in page for series in SERIES)
+
+
+def test_operators_halt_and_go_on(server: Running) -> None:
+    assert server.ask("POST", "/v1/adaptation/pause").json()["paused"] is True
+    assert server.state()["paused"] is True
+    assert server.ask("POST", "/v1/adaptation/resume").json()["paused"] is False
+    assert [event["kind"] for event in server.state()["events"]][-2:] == ["paused", "resumed"]
+
+
+def test_without_the_key_nothing_is_told_or_done(server: Running) -> None:
+    before = server.state()["newest"]
+    for method, path in (
+        ("GET", "/v1/adaptation"),
+        ("POST", "/v1/adaptation/pause"),
+        ("POST", "/v1/adaptation/rollback"),
+        ("POST", "/update_weights_from_disk"),
+    ):
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = server.ask(method, path, headers=headers, json={"model_path": "x"} if "disk" in path else None)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert server.state()["newest"] == before
+
+
+def test_weights_come_from_a_folder_and_are_taken_back(server: Running, files: Files) -> None:
+    text = say(server, "the line on the table", temperature=0.8)
+    before = server.state()["newest"]
+    status, success, message = load(server, files.drafters / "good")
+    assert (status, success) == (200, True)
+    assert message.endswith(f"as version {before + 1}.")
+    loaded = until(server, lambda state: state["version"] > before)
+    assert (loaded["version"], loaded["origin"]) == (before + 1, before + 1)
+    assert say(server, "the line on the table", temperature=0.8) == text
+    server.ask("POST", "/v1/adaptation/rollback")
+    back = until(server, lambda state: state["version"] > before + 1)
+    assert back["version"] == before + 2
+    assert back["origin"] <= before
+    assert before + 1 in back["condemned"]
+    assert say(server, "the line on the table", temperature=0.8) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("shorter", "shapes"), ("foreign", "target"), ("missing", "cannot be read"), ("damaged", "cannot be read")],
+)
+def test_weights_that_do_not_fit_are_refused(server: Running, files: Files, name: str, reason: str) -> None:
+    if name == "damaged":
+        damaged, good = files.drafters / "damaged", files.drafters / "good"
+        damaged.mkdir()
+        (damaged / "config.json").write_bytes((good / "config.json").read_bytes())
+        (damaged / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-100])
+    before = server.state()["newest"]
+    status, success, message = load(server, files.drafters / name)
+    assert (status, success) == (400, False)
+    assert reason in message
+    assert server.state()["newest"] == before
+
+
+def test_the_official_client_streams_while_versions_change(server: Running, files: Files) -> None:
+    def stream() -> str:
+        chunks = server.official().chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "and again"}],
+            seed=7,
+            max_completion_tokens=64,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    expected = stream()
+    for _ in range(3):
+        assert load(server, files.drafters / "good")[1]
+        assert stream() == expected
+
+
+def test_what_was_learnt_outlives_the_process(server: Running, files: Files, tmp_path: Path) -> None:
+    assert load(server, files.drafters / "good")[1]
+    version = until(server, lambda state: state["version"] == state["newest"])["newest"]
+    text = say(server, "that the other")
+    server.end()
+    log = server.log.read_text()
+    assert "learning: loaded (operator)" in log
+    assert "Traceback" not in log
+    again = begin(files, tmp_path / "log")
+    try:
+        state = until(again, lambda state: state["version"] == state["newest"])
+        assert state["version"] > version
+        assert state["origin"] == version
+        assert say(again, "that the other") == text
+    finally:
+        again.end()

@@ -1,0 +1,117 @@
+"""New weights in the middle of answers, as fast as another thread can publish them: every step sees one version, and
+not one token is another."""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.config import AdaptationConfig
+from adaptation.pair import DrafterPair
+from service.adaptive import Adaptive, build_adaptive
+from service.assembly import Assembly
+from service.bench.generate import generate
+from service.engine.sequence import GenerationRequest
+from tests.service.bench.parts import varied_prompts
+from tests.service.learning_parts import assembled, requests, texts
+
+torch.set_num_threads(1)
+SEQUENCES = 4
+TOKENS = 96
+SCARCE_SLOTS = 300
+PUBLISHES = 1_000  # per temperature
+
+
+@dataclass
+class Seen:
+    """What each step's forwards of the drafter were computed with."""
+
+    step: int = 0
+    by_step: defaultdict[int, set[tuple[int, float]]] = field(default_factory=lambda: defaultdict(set))
+
+    def watch(self, adaptive: Adaptive) -> None:
+        weight = adaptive.network.lm_head.weight
+
+        def note(module: torch.nn.Module, inputs: object) -> None:
+            self.by_step[self.step].add((adaptive.pair.version, float(weight[0, 0])))
+
+        adaptive.network.register_forward_pre_hook(note)
+
+    def check(self) -> int:
+        """The number of versions that drafted. Each step had one, each version one set of weights, in order."""
+        assert all(len(versions) == 1 for versions in self.by_step.values())
+        ordered = [next(iter(versions)) for _, versions in sorted(self.by_step.items())]
+        assert [version for version, _ in ordered] == sorted(version for version, _ in ordered)
+        assert len({version for version, _ in ordered}) == len(set(ordered))
+        return len(set(ordered))
+
+
+@contextmanager
+def publishing(pair: DrafterPair, seed: int) -> Iterator[None]:
+    """Publish randomly perturbed weights whenever the last ones have reached the engine."""
+    done = threading.Event()
+    generator = torch.Generator().manual_seed(seed)
+    anchor = dict(pair.anchor.named_parameters())
+
+    def publish() -> None:
+        while not done.is_set():
+            if pair.pending:
+                done.wait(0.0002)
+                continue
+            with torch.no_grad():
+                for name, value in pair.training.named_parameters():
+                    value.copy_(anchor[name] + 0.3 * torch.randn(value.shape, generator=generator))
+            pair.publish({})
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def serve(adaptive: Adaptive, asked: list[GenerationRequest], plain: list[tuple[int, ...]], publishes: int) -> int:
+    """Answer the same requests over and over while weights change. # -> preemptions"""
+    seen, preemptions = Seen(), 0
+    seen.watch(adaptive)
+
+    def count(_: int) -> None:
+        seen.step += 1
+
+    with publishing(adaptive.pair, seed=publishes):
+        while adaptive.pair.version < publishes:
+            run = generate(adaptive.engine, asked, before_step=count)
+            assert [answer.token_ids for answer in run.answers] == plain
+            preemptions += sum(step.stats.preemptions for step in run.steps)
+    assert seen.check() > publishes / 10
+    return preemptions
+
+
+def publish_in_mid_stream(assembly: Assembly, folder: Path, temperature: float, publishes: int) -> None:
+    asked = requests(varied_prompts()[:SEQUENCES], temperature=temperature, tokens=TOKENS)
+    plain = texts(assembly.engine(assembly.drafter("none")), asked)
+    config = AdaptationConfig.model_validate({"snapshots_on_disk": 1, "snapshots_in_memory": 1})
+    limits = replace(assembly.limits, num_slots=SCARCE_SLOTS)
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, limits=limits)
+    assert serve(adaptive, asked, plain, publishes) > 0
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assembled(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_plain_whatever_is_published(
+    assembly: Assembly, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    publish_in_mid_stream(assembly, tmp_path, temperature, PUBLISHES)

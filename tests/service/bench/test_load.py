@@ -1,0 +1,235 @@
+"""The load benchmark: arrivals, arithmetic on records made by hand, and the whole command on a tiny model."""
+
+import json
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from drafters.none import NoDrafter
+from service.assembly import Assembly
+from service.bench import load_report
+from service.bench.load import ClosedLoop, LoadRun, PoissonArrivals, Served, drive
+from service.bench.load_policies import engine_for, policy_names, static_budget
+from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
+from service.bench.speed import Measure, requests_from
+from service.cli import app
+from service.config import ServiceConfig
+from service.engine.budget import FixedBudget, PerBatchSizeBudget
+from service.engine.sequence import SequenceOutput
+from service.engine.stats import StepStats
+from service.errors import StartupError
+from tests.service.bench.parts import varied_prompts, written_prompts
+
+STEP = StepStats(
+    prompt_tokens=0,
+    emitted_tokens=4,
+    drafts=1,
+    drafted_nodes=6,
+    accepted_tokens=3,
+    accepted_per_sequence=(3,),
+    accepted_by_source={},
+    budget=6,
+    budget_reason="cost",
+    draft_seconds=0.1,
+    verify_seconds=0.5,
+    other_seconds=0.0,
+    preemptions=0,
+    predicted_verify_seconds=0.6,
+    survival_error=0.02,
+)
+
+
+def test_a_closed_loop_keeps_as_many_in_flight() -> None:
+    loop = ClosedLoop(3)
+    assert [loop.due(0.0, finished) for finished in (0, 1, 5)] == [3, 4, 8]
+    assert loop.since(4, 1.5) == 1.5
+
+
+def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
+    arrivals = PoissonArrivals(20.0, 2_000, seed=1)
+    same = PoissonArrivals(20.0, 2_000, seed=1)
+    assert [arrivals.since(number, 0.0) for number in range(50)] == [same.since(number, 9.0) for number in range(50)]
+    assert 1_800 < arrivals.due(100.0, 0) <= 2_000
+    assert arrivals.due(0.0, 7) == 0
+
+
+def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
+    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    requests = requests_from(varied_prompts()[:5], 0, Measure(0.0, 6, 5, 0))
+    in_flight: list[int] = []
+    times = count(0.0, 0.5)
+
+    def clock() -> float:
+        in_flight.append(engine.load.num_running + engine.load.num_waiting)
+        return next(times)
+
+    run = drive(engine, requests, ClosedLoop(2), clock=clock)
+    assert max(in_flight) == 2
+    assert [len(served.token_ids) for served in run.served] == [6] * 5
+    assert all(len(served.gaps_seconds) == 5 for served in run.served)
+    assert all(served.first_token_seconds > 0 for served in run.served)
+    assert run.seconds > sum(run.served[0].gaps_seconds) > 0
+    assert engine.idle
+
+
+def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
+    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 4, 3, 0))
+    slept: list[float] = []
+    run = drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
+    assert slept
+    assert [len(served.token_ids) for served in run.served] == [4, 4, 4]
+
+
+def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1, 0.3)) -> Served:
+    return Served(0.0, first, 2.0, tokens, list(gaps), accepted_per_step=(3, 0))
+
+
+def row(policy: str, runs: list[LoadRun], reference: list[LoadRun] | None = None) -> LoadRow:
+    return row_of(policy, runs, reference or runs, concurrency=1, arrival="closed", rate=None, slo=Slo(2.0, 0.25))
+
+
+def test_a_row_adds_up_what_its_runs_did() -> None:
+    run = LoadRun((served([1, 2, 3]), served([4, 5, 6], first=3.0)), (STEP, replace(STEP, drafted_nodes=0)), 2.0)
+    found = row("adaptive", [run, run])
+    assert (found.requests, found.tokens, found.seconds, found.tokens_per_second) == (4, 12, 4.0, 3.0)
+    assert found.goodput_tokens_per_second == 6 / 4.0  # the second of each run was too late
+    assert (found.ttft_p50_seconds, found.ttft_p99_seconds) == (1.0, 3.0)
+    assert (found.itl_p50_seconds, found.itl_p95_seconds) == (0.1, 0.3)
+    assert (found.tau, found.mean_budget, found.undrafted_share) == (2.5, 12 / 8, 0.5)
+    assert found.cost_error == pytest.approx(0.2)
+    assert (found.survival_error, found.mismatched_tokens) == (0.02, 0)
+
+
+def test_another_text_is_a_mismatch() -> None:
+    one, other = LoadRun((served([1, 2, 3]),), (STEP,), 1.0), LoadRun((served([1, 9]),), (STEP,), 1.0)
+    assert row("adaptive", [other], [one]).mismatched_tokens == 2
+
+
+def test_tokens_of_one_step_share_its_time() -> None:
+    one = Served(arrival_seconds=1.0)
+    for tokens, now in (((), 1.5), ((7,), 3.0), ((8, 9), 4.0), ((), 5.0), ((1,), 5.5)):
+        one.add(SequenceOutput("r", 0, tokens, ""), now)
+    assert one.first_token_seconds == 2.0
+    assert one.gaps_seconds == [0.5, 0.5, 1.5]
+    assert one.token_ids == [7, 8, 9, 1]
+
+
+@pytest.mark.parametrize(("percent", "value"), [(50, 5), (95, 10), (99, 10), (10, 1), (1, 1)])
+def test_percentiles(percent: int, value: int) -> None:
+    assert percentile(range(10, 0, -1), percent) == value
+    assert percentile([], percent) == 0.0
+
+
+def test_the_summary_compares_at_every_concurrency() -> None:
+    base = row("plain", [LoadRun((served([1]),), (STEP,), 1.0)])
+    speeds = {"plain": (10.0, 20.0), "fixed:8": (16.0, 18.0), "fixed:16": (20.0, 10.0), "adaptive": (18.0, 21.0)}
+    rows = [
+        replace(base, policy=name, concurrency=place, tokens_per_second=speed)
+        for name, both in speeds.items()
+        for place, speed in enumerate(both)
+    ]
+    summary = summary_of(rows)
+    assert summary["adaptive_over_plain_lowest"] == 1.05
+    assert summary["adaptive_over_best_fixed_lowest"] == 0.9
+    assert summary["adaptive_over_best_single_fixed_mean"] == pytest.approx((18 / 16 + 21 / 18) / 2)
+    assert summary["mismatched_tokens"] == 0
+
+
+def test_policies_go_by_name() -> None:
+    assert policy_names("plain, fixed:8,plain,adaptive,per_batch_size") == [
+        *("plain", "fixed:8", "adaptive", "per_batch_size")
+    ]
+    assert isinstance(static_budget("fixed:8"), FixedBudget)
+    assert isinstance(static_budget("per_batch_size:1=4/8=0"), PerBatchSizeBudget)
+
+
+@pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:65", "per_batch_size:2=1", "per_batch_size:1=x"])
+def test_unknown_policies_are_refused(names: str) -> None:
+    with pytest.raises(StartupError, match="--policies"):
+        policy_names(names)
+
+
+def test_the_adaptive_policy_needs_measured_costs(assembly: Assembly) -> None:
+    with pytest.raises(StartupError, match="budget_policy"):
+        engine_for(replace(assembly, costs=None), "adaptive", assembly.limits)
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(written_prompts()))
+    return file
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    width = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}
+    result = CliRunner(env=width).invoke(app, ["bench", "load", *map(str, arguments)])
+    if isinstance(result.exception, StartupError):
+        raise result.exception
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
+    def assemble(config: ServiceConfig) -> Assembly:
+        return trained_assembly
+
+    monkeypatch.setattr(load_report, "assemble", assemble)
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    code, output = command(
+        *("--prompts", prompt_file, "--concurrency", "1,3", "--requests", 4, "--max-tokens", 8, "--temperature", 0.7),
+        *("--policies", "plain,fixed:8,per_batch_size,adaptive", "--out", out, "--plot", plot),
+    )
+    assert code == 0, output
+    report = json.loads(out.read_text())
+    assert [(line["concurrency"], line["policy"]) for line in report["rows"]] == [
+        (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "per_batch_size", "adaptive")
+    ]
+    assert {line["tokens"] for line in report["rows"]} == {32}
+    assert report["summary"]["mismatched_tokens"] == 0
+    assert report["rows"][1]["mean_budget"] > 0 == report["rows"][0]["mean_budget"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_the_command_sends_at_random(prompt_file: Path) -> None:
+    code, output = command(
+        *("--prompts", prompt_file, "--arrival", "poisson", "--rate", 500, "--requests", 3, "--max-tokens", 4),
+        *("--policies", "plain,adaptive"),
+    )
+    assert code == 0, output
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rate", 3), "need each other"),
+        (("--arrival", "poisson"), "need each other"),
+        (("--concurrency", "1,x"), "positive numbers"),
+        (("--concurrency", "0"), "positive numbers"),
+        (("--policies", "best"), "--policies"),
+        (("--plot", "nowhere/at/all.png"), "give a file in a folder"),
+    ],
+)
+def test_the_command_says_what_to_change(prompt_file: Path, arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        command("--prompts", prompt_file, *arguments)
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_a_different_text_fails_the_command(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.bench.load_rows.mismatches", lambda reference, runs: 1)
+    code, _ = command("--prompts", prompt_file, "--requests", 1, "--max-tokens", 2, "--concurrency", 1)
+    assert code == 1

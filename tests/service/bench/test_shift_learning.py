@@ -1,0 +1,97 @@
+"""Learning beside an engine, everything real but the size: it learns in its turns and holds still between them."""
+
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaptation.config import AdaptationConfig, PolicyName
+from adaptation.events import Event
+from service.adaptive import Adaptive, build_adaptive
+from service.assembly import Assembly
+from service.bench.prompts import PromptSet
+from service.bench.shift_figures import mismatches
+from service.bench.shift_learning import Counts, Learning, Noted, Notes
+from service.bench.shift_report import players_of
+from service.bench.shift_stream import shifted, turns_of
+from service.bench.shift_turns import play_all
+from service.bench.speed import Measure
+from tests.service.bench.parts import varied_prompts
+
+EAGER = AdaptationConfig(
+    warm_up_queries=1,
+    head_queries=1,
+    full_queries=1,
+    held_back_share=0.3,
+    gate_sequences=4,
+    gate_standard_errors=0,
+    head_learning_rate=0.02,
+    full_learning_rate=0.02,
+    update_norm=0.5,
+    train_niceness=0,
+)
+PROMPTS = PromptSet("some", tuple(tuple(prompt[:40]) for prompt in varied_prompts()))
+
+
+@pytest.fixture
+def adaptive(trained_assembly: Assembly, tmp_path: Path) -> Iterator[Adaptive]:
+    built = build_adaptive(trained_assembly, EAGER, folder=tmp_path, emit=lambda event: None)
+    yield built
+    built.stop()
+
+
+def test_the_thread_holds_still_until_its_turn(adaptive: Adaptive) -> None:
+    learning = Learning(adaptive)
+    asked = adaptive.worker.ask(lambda: "awake")
+    with pytest.raises(TimeoutError):
+        asked.result(0.1)
+    learning.go_on()
+    assert asked.result(5) == "awake"
+    learning.settle()
+    assert learning.hold() == Counts()
+    learning.close()
+    assert not adaptive.worker.alive
+
+
+@pytest.mark.parametrize(("policy", "temperature"), [("head_only", 0.0), ("full_only", 0.8)])
+def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
+    trained_assembly: Assembly, policy: PolicyName, temperature: float
+) -> None:
+    """Under a fixed budget, or so small a target would seldom find that drafting pays."""
+    config = trained_assembly.config.model_copy(update={"adaptation": EAGER})
+    assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
+    turns = turns_of(shifted([PROMPTS], [PROMPTS], 16, seed=0), 4)
+    with players_of(assembly, [policy, "never"], 0) as players:
+        played = play_all(players, turns, Measure(temperature, 10, 2, seed=3))
+    mine, plain = (sum((turn.counts for turn in played[name]), Counts()) for name in (policy, "never"))
+    assert plain == Counts()
+    updates = {"head_only": mine.updates_head, "full_only": mine.updates_full}
+    assert updates.pop(policy) > 0
+    assert list(updates.values()) == [0]
+    assert mine.training_seconds > 0
+    assert mismatches(played[policy], played["never"]) == 0
+    noted = [(turn.turn.first, noted) for turn in played[policy] for noted in turn.noted]
+    kinds = [one.event.kind for _, one in noted]
+    assert (kinds.count("published"), kinds.count("refused")) == (mine.publishes, mine.refusals)
+    assert mine.publishes + mine.refusals == mine.updates_head + mine.updates_full
+    assert all(first <= one.query <= first + 4 for first, one in noted)
+
+
+def test_counts_are_added_and_subtracted() -> None:
+    some, more = Counts(training_seconds=1.5, updates_head=2), Counts(training_seconds=2.0, updates_head=3, publishes=1)
+    assert more - some == Counts(training_seconds=0.5, updates_head=1, publishes=1)
+    assert some + Counts() == some
+
+
+def test_notes_know_after_how_many_queries_they_came() -> None:
+    notes, event = Notes(), Event("refused", 0, "no_gain")
+    notes.note(event)
+    notes.answered = 7
+    notes.note(event)
+    assert notes.take() == (Noted(0, event), Noted(7, event))
+    assert notes.take() == ()
+    notes.note(event)
+    notes.clear()
+    assert (notes.answered, notes.take()) == (0, ())

@@ -1,0 +1,164 @@
+"""Never slower, in a world whose clock is a formula: drafters that lie, that are useless, perfect, or change."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.recalibration import Recalibration
+from drafters.tree import DraftTree, VerifyResult
+from service.engine.budget import CostBudget, Load
+from service.engine.cost import CostTable
+from service.engine.draft_cost import DraftCosts
+from service.engine.load import StepOutcome
+
+torch.set_num_threads(1)
+
+DRAFT_SECONDS = 0.2
+OTHER_SECONDS = 0.05
+DEPTH = 8
+
+
+def true_seconds(rows: float) -> float:
+    return 1.0 + 0.03 * rows
+
+
+def table(error: float = 1.0) -> CostTable:
+    """The true costs times an error of the measurement."""
+    rows = np.array([1.0, 256.0])
+    return CostTable(
+        sequences=np.array([1.0]),
+        contexts=np.array([1.0]),
+        rows=rows,
+        seconds=error * np.array([[[true_seconds(count) for count in rows]]]),
+    )
+
+
+class World:
+    """Chains of DEPTH nodes for each of `batch` sequences, a node accepted with probability `truth` given its parent,
+    whatever the drafter `claims`. Time passes as the formulas say."""
+
+    def __init__(self, batch: int, claims: float, *, error: float = 1.0, noise: float = 0.0) -> None:
+        drafts = DraftCosts(blocks=np.ones(1), batches=np.ones(1), seconds=np.array([[DRAFT_SECONDS]]))
+        self.policy = CostBudget(table(error), drafts)
+        self.recalibration = Recalibration()
+        self.rng = random.Random(0)
+        self.batch, self.claims, self.noise = batch, claims, noise
+        self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
+
+    @property
+    def plain_speed(self) -> float:
+        return self.batch / (true_seconds(self.batch) + OTHER_SECONDS)
+
+    def speed(self, steps: int, truth: Callable[[], float]) -> float:
+        """Tokens per second over so many steps."""
+        tokens, seconds = self.tokens, self.seconds
+        for _ in range(steps):
+            self.step(truth())
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def step(self, truth: float) -> None:
+        load = Load(self.batch, 1.0, 10_000, num_drafting=self.batch, num_sequences=self.batch)
+        drafted = self.policy.refusal(load) is None
+        keep, accepted = ([0] * self.batch, 0)
+        if drafted:
+            keep, accepted = self._draft(load, truth)
+        verify = true_seconds(self.batch + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+        draft = DRAFT_SECONDS * drafted
+        self.tokens += self.batch + accepted
+        self.seconds += verify + draft + OTHER_SECONDS
+        self.drafted_steps += drafted
+        self.policy.learn(
+            StepOutcome(
+                load=load,
+                drafted=drafted,
+                num_nodes=sum(keep),
+                accepted_tokens=accepted,
+                draft_seconds=draft,
+                verify_seconds=verify,
+                other_seconds=OTHER_SECONDS,
+            )
+        )
+
+    def _draft(self, load: Load, truth: float) -> tuple[list[int], int]:
+        places = torch.arange(DEPTH).expand(self.batch, -1)
+        survival = torch.full((self.batch, DEPTH), self.claims).cumprod(1)
+        raw = DraftTree(places, places - 1, places + 1, survival, torch.full((self.batch,), DEPTH))
+        candidates, claims = self.recalibration.correct(raw)
+        budget = self.policy.choose(candidates, torch.full((self.batch,), DEPTH), load)
+        keep: list[int] = budget.num_keep.tolist()
+        lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
+        tree = DraftTree(places, places - 1, places + 1, candidates.survival, budget.num_keep)
+        path = torch.where(places < lengths[:, None], places, -1)
+        self.recalibration.learn(claims, tree, VerifyResult(path, lengths, lengths, places))
+        return keep, int(lengths.sum())
+
+    def _survived(self, truth: float) -> int:
+        count = 0
+        while count < DEPTH and self.rng.random() < truth:
+            count += 1
+        return count
+
+
+@pytest.mark.parametrize("claims", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("error", [0.7, 1.0, 1.4])
+def test_a_drafter_that_is_always_wrong_costs_less_than_two_per_cent_within_a_hundred_steps(
+    claims: float, batch: int, error: float
+) -> None:
+    world = World(batch, claims, error=error, noise=0.1)
+    world.speed(100, lambda: 0.0)
+    assert world.speed(2_000, lambda: 0.0) >= 0.98 * world.plain_speed
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_drafter_that_costs_more_than_it_brings_stands_down(batch: int) -> None:
+    world = World(batch, 0.1, noise=0.1)
+    world.speed(200, lambda: 0.1)
+    assert world.speed(2_000, lambda: 0.1) >= 0.98 * world.plain_speed
+    assert world.drafted_steps < 0.3 * 2_200
+
+
+def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
+    world = World(1, 0.9)
+    world.speed(50, lambda: 1.0)
+    assert world.speed(500, lambda: 1.0) >= 4 * world.plain_speed
+
+
+def test_drafting_comes_back_when_texts_change() -> None:
+    world = World(2, 0.8, noise=0.1)
+    world.speed(500, lambda: 0.0)
+    world.speed(300, lambda: 0.85)
+    assert world.speed(500, lambda: 0.85) >= 1.5 * world.plain_speed
+
+
+def test_it_stands_down_when_texts_change_for_the_worse() -> None:
+    world = World(2, 0.8, noise=0.1)
+    assert world.speed(500, lambda: 0.85) >= 1.5 * world.plain_speed
+    world.speed(100, lambda: 0.0)
+    assert world.speed(2_000, lambda: 0.0) >= 0.98 * world.plain_speed
+
+
+def test_a_step_without_nodes_is_taken_now_and_then_as_a_reference() -> None:
+    world = World(1, 0.9)
+    world.speed(1_000, lambda: 1.0)
+    assert 8 <= 1_000 - world.drafted_steps <= 16
+
+
+def test_costs_are_predicted_closely_after_a_while() -> None:
+    world = World(4, 0.8, error=1.6, noise=0.05)
+    world.speed(1_000, lambda: 0.7)
+    predicted = world.policy.learn(
+        StepOutcome(
+            load=Load(4, 1.0, 100, num_drafting=4, num_sequences=4),
+            drafted=False,
+            num_nodes=0,
+            accepted_tokens=0,
+            draft_seconds=0.0,
+            verify_seconds=true_seconds(4),
+            other_seconds=OTHER_SECONDS,
+        )
+    )
+    assert predicted == pytest.approx(true_seconds(4), rel=0.1)

@@ -1,0 +1,169 @@
+"""Accounts of clients; and that a client that sends nine tenths of the load does not hold another up."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from service.engine.fairness import PROMPT_SHARE, Accounts, service_of
+from service.engine.generation import Sequence
+from service.engine.prefix_cache import PrefixCache
+from service.engine.scheduler import Scheduler
+from service.engine.slots import SlotPool, SlotTable
+from tests.service.engine.test_scheduler import sequence_of
+
+CPU = torch.device("cpu")
+
+
+def entered(accounts: Accounts, client: str, *, prompt: int = 10) -> Sequence:
+    accounts.enter(client)
+    return sequence_of(prompt, client=client)
+
+
+def write(accounts: Accounts, sequence: Sequence, count: int) -> None:
+    sequence.tokens += [1] * count
+    sequence.num_computed = len(sequence.tokens) - 1
+    accounts.settle(sequence)
+
+
+def test_reading_and_writing_are_charged_once() -> None:
+    accounts = Accounts()
+    sequence = entered(accounts, "a")
+    sequence.num_computed = 6
+    accounts.settle(sequence)
+    assert accounts.served("a") == 6 * PROMPT_SHARE
+    write(accounts, sequence, 3)
+    accounts.settle(sequence)
+    assert accounts.served("a") == service_of(sequence) == 10 * PROMPT_SHARE + 3
+
+
+def test_reading_again_after_a_preemption_is_not_charged() -> None:
+    accounts = Accounts()
+    sequence = entered(accounts, "a")
+    write(accounts, sequence, 8)
+    before = accounts.served("a")
+    for computed in (0, 5, 17):
+        sequence.num_computed = computed
+        accounts.settle(sequence)
+    assert accounts.served("a") == before
+    write(accounts, sequence, 1)
+    assert accounts.served("a") == before + 1
+
+
+def test_a_found_prefix_is_free() -> None:
+    accounts = Accounts()
+    sequence = entered(accounts, "a")
+    sequence.num_computed = 8
+    accounts.waive(sequence)
+    write(accounts, sequence, 1)
+    assert accounts.served("a") == 2 * PROMPT_SHARE + 1
+
+
+def test_a_newcomer_starts_level_with_the_least_served() -> None:
+    accounts = Accounts(leeway_tokens=5)
+    write(accounts, entered(accounts, "a", prompt=0), 100)
+    write(accounts, entered(accounts, "b", prompt=0), 30)
+    accounts.enter("c")
+    assert [accounts.served(client) for client in "abc"] == [100, 130, 100]
+    assert accounts.in_turn("abc") == {"a", "c"}
+
+
+def test_who_comes_back_keeps_what_it_had_more_but_saves_nothing_up() -> None:
+    accounts = Accounts()
+    for client, count in (("a", 100), ("b", 10), ("c", 0)):
+        write(accounts, entered(accounts, client, prompt=0), count)
+    # The first one here was alone when it was served, so the others began where it stood.
+    assert [accounts.served(client) for client in "abc"] == [100, 110, 100]
+    write(accounts, entered(accounts, "c", prompt=0), 50)
+    accounts.leave("a")
+    accounts.leave("b")
+    accounts.enter("a")
+    accounts.enter("b")
+    assert [accounts.served(client) for client in "abc"] == [150, 150, 150]
+
+
+def test_accounts_are_forgotten_when_nobody_is_there() -> None:
+    accounts = Accounts()
+    write(accounts, entered(accounts, "a"), 100)
+    accounts.leave("a")
+    accounts.enter("b")
+    accounts.enter("a")
+    assert (accounts.served("a"), accounts.served("b")) == (0, 0)
+
+
+def test_the_least_served_is_always_in_turn() -> None:
+    accounts = Accounts(leeway_tokens=3)
+    accounts.enter("a")
+    accounts.enter("b")
+    first, second = sequence_of(0, client="a"), sequence_of(0, client="b")
+    write(accounts, first, 3)
+    assert accounts.in_turn("ab") == {"a", "b"}
+    write(accounts, first, 1)
+    assert accounts.in_turn("ab") == {"b"}
+    assert accounts.in_turn("a") == {"a"}
+    assert accounts.in_turn("") == set()
+    write(accounts, second, 1)
+    assert accounts.in_turn("ab") == {"a", "b"}
+
+
+class Shop:
+    """A server in imagined time: a step costs a fixed time and some for each row; streams ask again when answered."""
+
+    PROMPT, ANSWER = 60, 40
+
+    def __init__(self, accounts: Accounts, *, step: float, row: float) -> None:
+        self._slots, self._table = SlotPool(8_001, CPU), SlotTable(8, 200, CPU)
+        self._scheduler = Scheduler(
+            self._slots, self._table, prefill_chunk=64, cache=PrefixCache(CPU), accounts=accounts
+        )
+        self._step, self._row = step, row
+        self._asked: dict[Sequence, float] = {}
+        self._first_tokens = iter(range(10**6))
+        self._now = 0.0
+
+    def p95(self, streams: dict[str, int], *, of: str, answers: int = 60) -> float:
+        """95th percentile of the time from request to answer of one client's requests."""
+        latencies: deque[float] = deque(maxlen=answers - 10)  # without those of the beginning
+        for client, count in streams.items():
+            for _ in range(count):
+                self._ask(client)
+        seen = 0
+        while seen < answers:
+            for sequence in self._run():
+                if sequence.client == of:
+                    latencies.append(self._now - self._asked[sequence])
+                    seen += 1
+                self._ask(sequence.client)
+        return float(torch.tensor(list(latencies)).quantile(0.95))
+
+    def _ask(self, client: str) -> None:
+        sequence = sequence_of(self.PROMPT, client=client, max_tokens=self.ANSWER)
+        sequence.tokens[0] = next(self._first_tokens)
+        self._asked[sequence] = self._now
+        self._scheduler.add(sequence)
+
+    def _run(self) -> list[Sequence]:
+        """One step; returns those that ended in it."""
+        batch = self._scheduler.schedule()
+        self._now += self._step + self._row * batch.num_chain_rows
+        for item in batch.items:
+            place = slice(item.chain.start, item.chain.start + item.num_rows)
+            self._table.slots[item.sequence.table_row, place] = self._slots.allocate(item.num_rows)
+            item.sequence.num_computed += item.num_rows
+            item.sequence.tokens += [1] if item.completes else []
+        ended = [item.sequence for item in batch.items if item.sequence.num_remaining == 0]
+        for sequence in ended:
+            self._scheduler.remove(sequence)
+        return ended
+
+
+# Milliseconds of a small model on a CPU, and the same with rows twice as dear.
+@pytest.mark.parametrize(("step", "row"), [(13.0, 0.55), (12.0, 1.1)])
+@pytest.mark.parametrize(("little", "much"), [(1, 9), (2, 18)])
+def test_nine_tenths_of_the_load_hold_nobody_up(step: float, row: float, little: int, much: int) -> None:
+    quiet = Shop(Accounts(), step=step, row=row).p95({"little": little}, of="little")
+    loaded = Shop(Accounts(), step=step, row=row).p95({"much": much, "little": little}, of="little")
+    unfair = Shop(Accounts(leeway_tokens=1e9), step=step, row=row).p95({"much": much, "little": little}, of="little")
+    print(f"{quiet:.0f} alone, {loaded:.0f} beside {much}, {unfair:.0f} without turns")
+    assert loaded <= 1.5 * quiet
+    assert unfair > loaded

@@ -1,0 +1,109 @@
+"""What the engine tells whoever learns: one call between steps, and each query that came to its own end."""
+
+import threading
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from drafters.feedback import Query
+from drafters.protocol import Drafter
+from service.engine import build
+from service.engine.budget import FixedBudget
+from service.engine.engine import Engine, Vocabulary
+from service.engine.thread import EngineThread
+from tests.service.engine.harness import (
+    LIMITS,
+    generate,
+    greedy,
+    request,
+    text_streams,
+    tiny_target,
+    with_answers,
+)
+from tests.tiny_models import loaded_tiny
+
+torch.set_num_threads(1)
+PROMPT = [5, 6, 7, 8]
+
+
+@dataclass
+class Heard:
+    """A `Learning` that publishes with every step and keeps what it hears."""
+
+    version: int = 0
+    queries: list[Query] = field(default_factory=list)
+    calls: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def between_steps(self) -> int:
+        self.version += 1
+        self.calls.release()
+        return self.version
+
+    def ended(self, query: Query) -> None:
+        self.queries.append(query)
+
+
+def engine_for(heard: Heard, drafter: str = "random", num_slots: int | None = None) -> Engine:
+    loaded = loaded_tiny("llama")
+    target = tiny_target(loaded)
+    limits = replace(LIMITS, num_slots=num_slots)
+    drafts: Drafter = build.make_drafter(drafter, target, limits)
+    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
+    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(4), learning=heard)
+
+
+def test_a_query_is_told_with_what_it_took() -> None:
+    heard = Heard()
+    asked = replace(with_answers([request("a", PROMPT, greedy(24))])[0], client="somebody", store=False)
+    result = generate(engine_for(heard), asked)["a", 0]
+    (query,) = heard.queries
+    assert list(query.tokens) == PROMPT + result.tokens
+    assert (query.client, query.store, query.temperature) == ("somebody", False, 0.0)
+    assert result.end.speculation is not None
+    steps = list(zip(result.end.speculation.accepted_per_step, result.end.speculation.drafted_per_step, strict=True))
+    assert query.accepted == tuple(accepted for accepted, drafted in steps if drafted)
+    assert query.plain_steps == sum(drafted == 0 for _, drafted in steps)
+    assert sum(query.accepted) > 0
+    assert query.first_version == 1
+    assert query.version == heard.version
+    assert query.draft_cost + query.verify_cost == query.seconds > 0
+
+
+def test_every_sequence_is_told_once_under_its_own_row() -> None:
+    heard = Heard()
+    generate(engine_for(heard), *(request(str(i), [i + 3] * 5, greedy(8 + i)) for i in range(5)))
+    assert sorted(len(query.tokens) for query in heard.queries) == [13, 14, 15, 16, 17]
+    assert len({query.row for query in heard.queries}) == 5
+
+
+def test_what_was_aborted_is_not_told() -> None:
+    heard = Heard()
+    engine = engine_for(heard)
+    engine.add(request("a", PROMPT, greedy(30)))
+    engine.add(request("b", [9, 8, 7], greedy(6)))
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    while not engine.idle:
+        engine.step()
+    assert [list(query.tokens[:3]) for query in heard.queries] == [[9, 8, 7]]
+
+
+def test_the_moment_between_steps_comes_without_work_too() -> None:
+    heard = Heard()
+    engine = engine_for(heard)
+    assert engine.step().stats is None
+    assert heard.version == 1
+
+
+def test_an_idle_engine_can_be_woken_for_it() -> None:
+    heard = Heard()
+    thread = EngineThread(engine_for(heard))
+    thread.start(lambda outputs: None)
+    before = heard.version
+    for _ in range(3):
+        thread.wake()
+        assert heard.calls.acquire(timeout=10)
+    thread.stop()
+    assert thread.failure is None
+    assert heard.version > before

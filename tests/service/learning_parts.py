@@ -1,0 +1,81 @@
+"""A tiny target with a drafter that learns, and plain answers to compare with."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from adaptation.config import AdaptationConfig
+from adaptation.events import Event
+from service.adaptive import Adaptive, build_adaptive
+from service.assembly import Assembly, assemble
+from service.bench.generate import generate
+from service.engine.budget import BudgetPolicy
+from service.engine.build import EngineLimits
+from service.engine.engine import Engine
+from service.engine.sequence import GenerationRequest, SamplingParams
+from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
+
+EAGER: dict[str, object] = {
+    "policy": "head_only",
+    "head_queries": 2,
+    "full_queries": 2,
+    "head_steps": 8,
+    "full_steps": 4,
+    "head_learning_rate": 0.01,
+    "full_learning_rate": 0.003,
+    "update_norm": 1.0,
+    "gate_sequences": 4,
+    "held_back_sequences": 8,
+    "held_back_share": 0.5,
+    "window_sequences": 8,
+    "probe_texts": 2,
+    "client_free_queries": 1000,
+    "duty_cycle": 1.0,
+    "train_niceness": 0,
+}
+"""Quick to decide, and eager to learn."""
+
+
+def assembled(folder: Path, drafter: str = "lookup+specblock", dtype: str = "float32") -> Assembly:
+    """A small target in `folder`, and a drafter of random weights for it."""
+    model = save_two_layers(folder / "model")
+    settings = settings_for(model, dtype)
+    weights = save_drafter(folder / "drafter", assemble(settings.model_copy(update={"drafter": "lookup"})))
+    return assemble(settings.model_copy(update={"drafter": drafter, "drafter_path": weights, "budget_policy": "fixed"}))
+
+
+@contextmanager
+def learning(
+    assembly: Assembly,
+    folder: Path,
+    *,
+    events: list[Event] | None = None,
+    budget: BudgetPolicy | None = None,
+    limits: EngineLimits | None = None,
+    **knobs: object,
+) -> Iterator[Adaptive]:
+    """An engine that learns, its thread running."""
+    config = AdaptationConfig.model_validate({**EAGER, **knobs})
+    told = [] if events is None else events
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=told.append, policy=budget, limits=limits)
+    adaptive.start()
+    try:
+        yield adaptive
+    finally:
+        assert adaptive.worker.stop()
+
+
+def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=str(number),
+            prompt=tuple(prompt),
+            sampling=SamplingParams(seed=number, max_tokens=tokens, temperature=temperature, ignore_eos=True),
+            client=f"client {number % 3}",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def texts(engine: Engine, asked: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in generate(engine, asked).answers]

@@ -1,0 +1,205 @@
+"""Engine and learner put together: what is recorded is what was served, an operator's commands reach the engine, and
+a later process goes on where an earlier one stopped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.config import AdaptationConfig
+from adaptation.events import Event
+from drafters.feedback import QueryFeedback
+from drafters.specblock import checkpoint
+from drafters.specblock.checkpoint import DrafterError
+from service.adaptive import Adaptive, build_adaptive
+from service.assembly import Assembly, assemble
+from service.engine import trained
+from service.engine.budget import FixedBudget
+from service.engine.linear import can_pack
+from service.errors import StartupError
+from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
+from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
+
+torch.set_num_threads(1)
+PROMPTS = varied_prompts()[:4]
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assembled(tmp_path_factory.mktemp("tiny"), drafter="specblock")
+
+
+def idle(assembly: Assembly, folder: Path, nodes: int = 8) -> tuple[Adaptive, list[QueryFeedback]]:
+    """One whose thread does not run, and what it is offered."""
+    config = AdaptationConfig.model_validate(EAGER)
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda _: None, policy=FixedBudget(nodes))
+    heard: list[QueryFeedback] = []
+    adaptive.worker.offer = heard.append  # type: ignore[method-assign, assignment]
+    return adaptive, heard
+
+
+def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path) -> None:
+    adaptive, heard = idle(assembly, tmp_path)
+    asked = requests(PROMPTS, temperature=0.0, tokens=24)
+    answers = {prompt.prompt: text for prompt, text in zip(asked, texts(adaptive.engine, asked), strict=True)}
+    assert len(heard) == len(asked)
+    for feedback in heard:
+        tokens, marks = list(feedback.query.tokens), feedback.marks
+        prompt = next(prompt for prompt in answers if tuple(tokens[: len(prompt)]) == tuple(prompt))
+        assert tuple(tokens[len(prompt) :]) == answers[prompt]
+        assert (feedback.prompt, feedback.first) == (len(prompt), 0)
+        assert feedback.top_ids[:, 0].tolist() == tokens[len(prompt) :]
+        assert int(marks.rejected.sum()) == len(feedback.query.accepted) > 0
+        assert torch.equal(marks.drafted, adaptive.network.t2d[torch.tensor(tokens)[marks.positions]])
+        chances = adaptive.network.lm_head(marks.states).softmax(-1)
+        said = chances.gather(1, marks.drafted.clamp(min=0)[:, None])[:, 0] * (marks.drafted >= 0)
+        assert torch.allclose(marks.chances, said, atol=1e-6)
+
+
+def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembly: Assembly, tmp_path: Path) -> None:
+    asked = requests(PROMPTS, temperature=1.0, tokens=24)
+    (trees, with_trees), (none, without) = idle(assembly, tmp_path / "a"), idle(assembly, tmp_path / "b", nodes=0)
+    assert texts(trees.engine, asked) == texts(none.engine, asked)
+    by_text = {tuple(feedback.query.tokens): feedback for feedback in without}
+    for feedback in with_trees:
+        other = by_text[tuple(feedback.query.tokens)]
+        assert torch.equal(feedback.features, other.features)
+        assert torch.equal(feedback.top_ids, other.top_ids)
+        assert torch.equal(feedback.top_logprobs, other.top_logprobs)
+
+
+def test_who_asked_and_what_may_be_kept_arrives(assembly: Assembly, tmp_path: Path) -> None:
+    adaptive, heard = idle(assembly, tmp_path)
+    texts(adaptive.engine, requests(PROMPTS, temperature=0.5, tokens=6))
+    assert sorted(feedback.query.client for feedback in heard) == ["client 0", "client 0", "client 1", "client 2"]
+    assert {feedback.query.temperature for feedback in heard} == {0.5}
+
+
+def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with learning(assembly, tmp_path, events=events, policy="never") as adaptive:
+        texts(adaptive.engine, requests(PROMPTS, temperature=0.0, tokens=8))
+        assert adaptive.settle(PATIENCE_SECONDS)
+        adaptive.pause()
+        assert adaptive.status().paused
+        adaptive.resume()
+        assert adaptive.rollback() == 1
+        status = adaptive.status()
+    assert (status.policy, status.paused, status.queries_heard, status.rollbacks) == ("never", False, 4, 1)
+    assert (status.version, status.newest, status.origin) == (0, 1, 0)
+    assert [event.kind for event in status.events] == [event.kind for event in events]
+    assert [event.kind for event in events] == ["paused", "resumed", "rolled_back"]
+
+
+def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -> None:
+    config = AdaptationConfig.model_validate(EAGER)
+    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None)
+    woken: list[bool] = []
+    adaptive.start(lambda: woken.append(adaptive.pair.pending))
+    adaptive.rollback()
+    adaptive.stop()
+    assert woken == [True]
+
+
+def brought(assembly: Assembly, folder: Path, seed: int = 3) -> Path:
+    """A drafter like the one that serves, with other weights."""
+    network = trained.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for value in network.parameters():
+            value.copy_(torch.randn(value.shape).to(torch.bfloat16))
+    checkpoint.save(folder, network, target_identity=assembly.loaded.parts.identity, facts={}, own_head=True)
+    return folder
+
+
+def test_a_drafter_from_a_folder_is_served_with_the_bits_it_has(assembly: Assembly, tmp_path: Path) -> None:
+    folder = brought(assembly, tmp_path / "brought")
+    asked = requests(PROMPTS, temperature=0.0, tokens=12)
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        before = texts(adaptive.engine, asked)
+        assert adaptive.load_from_disk(folder) == 1
+        assert texts(adaptive.engine, asked) == before
+        assert adaptive.engine.drafter.version == 1
+        status = adaptive.status()
+        served = dict(adaptive.network.named_parameters())
+    assert (status.version, status.origin, status.snapshots) == (1, 1, (1,))
+    expected = trained.load_network(folder, assembly.loaded)
+    assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
+
+
+def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) -> None:
+    if not can_pack(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this CPU has no bf16 arithmetic, so nothing is packed")
+    assembly = assembled(tmp_path, drafter="specblock", dtype="bfloat16")
+    folder = brought(assembly, tmp_path / "brought")
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        adaptive.load_from_disk(folder)
+        adaptive.engine.step()
+        fresh = trained.load_weights(folder, assembly.loaded, blocks=1, starts=4, policy="best_first").model
+        states = torch.randn(7, fresh.config.hidden_size).to(torch.bfloat16)
+        features = states.repeat(1, len(fresh.config.tap_layers))
+        assert torch.equal(adaptive.network.lm_head(states), fresh.lm_head(states))
+        condition = adaptive.network.input_layer.condition(features)
+        assert torch.equal(condition, fresh.input_layer.condition(features))
+        asked = requests(PROMPTS, temperature=1.0, tokens=12)
+        assert texts(adaptive.engine, asked) == texts(assembly.engine(assembly.drafter("none")), asked)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(assembly: Assembly, tmp_path: Path) -> None:
+    other = assemble(settings_for(save_two_layers(tmp_path / "other", hidden_size=48)))
+    source = Path(str(assembly.config.drafter_path))
+    network = trained.load_network(source, assembly.loaded)
+    identity = assembly.loaded.parts.identity
+
+    def saved(name: str, target: str = identity) -> Path:
+        checkpoint.save(tmp_path / name, network, target_identity=target, facts={}, own_head=True)
+        return tmp_path / name
+
+    foreign = saved("foreign", other.loaded.parts.identity)
+    network.set_vocabulary(torch.arange(64) + 1)
+    vocabulary = saved("vocabulary")
+    network.set_vocabulary(torch.arange(64))
+    with torch.no_grad():
+        next(network.parameters())[0] = torch.nan
+    broken = saved("broken")
+    refused = {
+        tmp_path / "missing": "cannot be read",
+        foreign: "trained for target",
+        vocabulary: "vocabulary",
+        broken: "not finite",
+    }
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        for folder, reason in refused.items():
+            with pytest.raises(DrafterError, match=reason):
+                adaptive.load_from_disk(folder)
+        status = adaptive.status()
+    assert (status.newest, status.snapshots, status.failures, status.events) == (0, (), {}, ())
+
+
+def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembly, tmp_path: Path) -> None:
+    folder = brought(assembly, tmp_path / "brought")
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        adaptive.load_from_disk(folder)
+        adaptive.engine.step()
+    with learning(assembly, tmp_path / "state", policy="never") as later:
+        later.engine.step()
+        assert (later.pair.origin, later.engine.drafter.version) == (1, 2)
+        served = dict(later.network.named_parameters())
+        expected = trained.load_network(folder, assembly.loaded)
+        assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
+
+
+def test_two_engines_of_one_assembly_learn_apart(assembly: Assembly, tmp_path: Path) -> None:
+    assert assembly.weights is not None
+    before = {name: value.clone() for name, value in assembly.weights.model.named_parameters()}
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        adaptive.load_from_disk(brought(assembly, tmp_path / "brought"))
+        adaptive.engine.step()
+    assert all(torch.equal(value, before[name]) for name, value in assembly.weights.model.named_parameters())
+
+
+def test_a_drafter_without_weights_cannot_learn(tmp_path: Path) -> None:
+    assembly = assemble(settings_for(save_two_layers(tmp_path)))
+    with pytest.raises(StartupError, match="nothing to learn"):
+        build_adaptive(assembly, AdaptationConfig(), folder=tmp_path / "state", emit=lambda _: None)

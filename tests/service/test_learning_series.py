@@ -1,0 +1,81 @@
+"""The label sets of learning are exactly what the modules that produce them can say."""
+
+import re
+from typing import get_args, get_type_hints
+
+import pytest
+
+from adaptation.config import AdaptationConfig
+from adaptation.events import EventKind
+from adaptation.gate import GateReason
+from adaptation.policy import ARMS as ALL_ARMS
+from adaptation.policy import Reason
+from adaptation.quota import QuotaReason
+from adaptation.trainer import Outcome
+from adaptation.watch import Alarm
+from adaptation.worker import Stage
+from service.learning_series import ARMS, DECISIONS, EVENT_REASONS, EXCLUDED, OTHER, SERIES, label_of
+from tests.architecture.rules import ROOT
+
+NO_ALARM = {"quiet", "too_few"}
+
+
+def words(name: EventKind) -> set[str]:
+    return set(EVENT_REASONS[name]) - {OTHER}
+
+
+def test_every_kind_of_event_is_counted() -> None:
+    assert set(EVENT_REASONS) == set(get_args(EventKind))
+    assert all(reasons[-1] == OTHER for reasons in EVENT_REASONS.values())
+
+
+def test_the_reasons_are_those_of_the_modules() -> None:
+    alarms = {word for kind in get_args(get_type_hints(Alarm)["reason"]) for word in get_args(kind)} - NO_ALARM
+    assert words("published") == {"better"}
+    assert words("refused") == set(get_args(GateReason)) - {"better"} | {"not_stored"}
+    assert words("discarded") == set(get_args(Outcome)) - {"applied"}
+    assert words("rolled_back") == alarms | {"operator"}
+    assert words("alarm") == alarms
+    assert words("failed") == set(get_args(Stage)) | {"thread_died"}
+
+
+def test_decisions_and_exclusions_are_those_of_the_modules() -> None:
+    assert ALL_ARMS == ARMS
+    assert {reason.partition(":")[2] for reason in DECISIONS} == set(get_args(Reason))
+    assert set(EXCLUDED) == set(get_args(QuotaReason)) - {"admitted"}
+    (failures,) = (series for series in SERIES if series.name == "adaptation_failures")
+    assert set(failures.keys) == set(get_args(Stage))
+
+
+def test_names_are_unique_and_counters_leave_their_suffix_to_the_exporter() -> None:
+    names = [series.name for series in SERIES]
+    assert len(set(names)) == len(names)
+    assert not any(name.endswith("_total") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "label"),
+    [
+        ("failed", "update: RuntimeError: boom", "update"),
+        ("failed", "thread_died", "thread_died"),
+        ("restored", "same_weights", "same_weights"),
+        ("restored", "version 3: the hash differs", OTHER),
+        ("refused", "update", OTHER),
+    ],
+)
+def test_sentences_become_labels(kind: EventKind, reason: str, label: str) -> None:
+    assert label_of(kind, reason) == label
+
+
+def test_the_guide_names_knobs_and_metrics_there_are() -> None:
+    guide = (ROOT / "docs" / "adaptation.md").read_text()
+    _, _, knobs = guide.partition("## Knobs")
+    knobs, _, rest = knobs.partition("## Whose traffic")
+    _, _, metrics = rest.partition("## What to watch")
+    rows = [line.split("|")[1] for line in knobs.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} <= set(AdaptationConfig.model_fields)
+    rows = [line.split("|")[1] for line in metrics.splitlines() if line.startswith("| `")]
+    named = {name.removesuffix("_total") for row in rows for name in re.findall(r"`(\w+?)(?:\{[\w,]+\})?`", row)}
+    full = {f"adaptation{name}" if name.startswith("_") else name for name in named}
+    assert full <= {series.name for series in SERIES} | {"adaptation_events"}
+    assert len(guide.splitlines()) <= 120

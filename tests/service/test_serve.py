@@ -1,0 +1,77 @@
+"""What is built for a configuration, and the metrics page of a server that learns."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.config import AdaptationConfig
+from adaptation.status import AdaptationStatus
+from service.adaptive import Adaptive
+from service.config import ServiceConfig
+from service.serve import load_served, rendered
+from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
+from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say
+from tests.service.test_metrics import made, series
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings(folder: Path, **values: object) -> ServiceConfig:
+    return settings_for(folder).model_copy(update={"budget_policy": "fixed", **values})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    drafter = save_drafter(tmp_path / "drafter", assembled(folder))
+    learning = AdaptationConfig(enabled=enabled)
+    served = load_served(settings(folder, drafter_path=drafter, adaptation=learning), made())
+    assert isinstance(served.adaptation, Adaptive) is enabled
+    assert served.card.drafter == "lookup+specblock"
+
+
+def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_two_layers(tmp_path)
+    served = load_served(settings(folder, adaptation=AdaptationConfig(enabled=True)), made())
+    assert served.adaptation is None
+    assert "the drafter lookup has no weights to train" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_the_metrics_page_asks_learning_first() -> None:
+    metrics, runtime = made(), runtime_of(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation())
+    await runtime.start()
+    await runtime.wait_until_loaded()
+    page, _ = await rendered(metrics, runtime)
+    assert b"adaptree_adaptation_queries_total 40.0" in page
+    await runtime.stop()
+
+
+@pytest.mark.anyio
+async def test_the_metrics_page_waits_for_nobody() -> None:
+    opened = threading.Event()
+
+    class Busy(ScriptedAdaptation):
+        def status(self) -> AdaptationStatus:
+            assert opened.wait(10)
+            return STATUS
+
+    metrics, runtime = made(), runtime_of(ScriptedEngine(say("x")), adaptation=Busy())
+    page, _ = await rendered(metrics, runtime_of(ScriptedEngine(say("x"))))
+    assert b"adaptree_adaptation_queries_total 0.0" in page
+    await runtime.start()
+    await runtime.wait_until_loaded()
+    page, _ = await asyncio.wait_for(rendered(metrics, runtime), 5)
+    assert b"adaptree_adaptation_queries_total 0.0" in page
+    opened.set()
+    await runtime.stop()
+    assert series(metrics)["adaptree_drafter_version"] == 0
