@@ -215,7 +215,7 @@ class SpecBlockDrafter:
 
     def _settle(self, committed: Committed, true: Tensor) -> None:
         """Tell the stopping rule what further blocks brought. # true [batch, nodes]"""
-        rows, accepted = committed.rows, committed.result.num_accepted[:, None]
+        rows, accepted = committed.rows, committed.counts[:, None] - 1
         further = self._buckets[rows] >= self._calibration.first_further
         came = (true & further & (self._depths[rows] <= accepted)).sum()
         self._stopping.settle(int(came), int(committed.counts.sum()))  # planned transfer

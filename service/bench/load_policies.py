@@ -12,7 +12,6 @@ from drafters.none import NoDrafter
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.load_rows import ADAPTIVE, FIXED, PLAIN
-from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget, PerBatchSizeBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
@@ -54,7 +53,7 @@ def engine_for(assembly: Assembly, name: str, limits: EngineLimits) -> Engine:
         return assembly.engine(policy=static_budget(name), limits=limits)
     if assembly.costs is None:
         raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
-    return assembly.engine(policy=build.make_policy(assembly.costs, limits), limits=limits)
+    return assembly.engine(limits=limits)
 
 
 def _table(text: str) -> Mapping[int, int]:

@@ -45,6 +45,9 @@ class FitOptions:
     prefix_entries: Annotated[
         Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
     ] = "first"
+    start_from: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on from the weights of this drafter instead of the target's.")
+    ] = None
     ablate: Annotated[
         str, typer.Option(metavar="LIST", help="Leave out: shift,broadcast,valid_prefix,coupling,rank.")
     ] = ""
@@ -208,6 +211,7 @@ def _plan(options: FitOptions, features: Path, out: Path, length: "Length") -> "
         draft_vocab_size=options.draft_vocab,
         num_layers=options.layers,
         prefix_entries=options.prefix_entries,
+        start_from=options.start_from,
         without=frozenset(name.strip() for name in options.ablate.split(",") if name.strip()),
         evaluate_seconds=options.evaluate_minutes * 60,
         settings=FitSettings(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from drafters.specblock import checkpoint
 from drafters.specblock.config import PrefixEntries, SpecBlockConfig
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training import state
@@ -31,7 +32,7 @@ from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.progress import Advance, bar, say
 from service.training.curve import Curve, CurvePoint
-from service.training.manifest import Manifest
+from service.training.manifest import Manifest, sha256_of
 
 STATE_FILE = "fit.pt"
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
@@ -58,6 +59,7 @@ class FitPlan:
     without: frozenset[str] = frozenset()  # of ABLATIONS
     max_length: int = 512
     evaluate_seconds: float = 300.0
+    start_from: Path | None = None  # folder of a trained drafter; None: from the target's own end
 
     def __post_init__(self) -> None:
         unknown = sorted(self.without - set(ABLATIONS))
@@ -88,6 +90,7 @@ class FitPlan:
             "anchor_share": self.anchor_share,
             "without": sorted(self.without),
             "max_length": self.max_length,
+            "start_from": None if self.start_from is None else sha256_of(self.start_from / checkpoint.WEIGHTS_FILE),
         }
 
 
@@ -219,11 +222,13 @@ def summary(point: CurvePoint) -> str:
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
     saved = plan.out / STATE_FILE
     text = loaded.model.config.get_text_config()
-    d2t = (
-        state.vocabulary(saved)
-        if saved.exists()
-        else frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.draft_vocab_size)
-    )
+    begun = None if plan.start_from is None else _begun(plan.start_from, loaded)
+    if saved.exists():
+        d2t = state.vocabulary(saved)
+    elif begun is not None:
+        d2t = begun.d2t
+    else:
+        d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.draft_vocab_size)
     described = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
     model = _model(plan, described, manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
@@ -233,10 +238,32 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         position, notes = state.load(saved, model, optimizer, described=plan.describe())
         say(f"{saved}: going on from step {position.step}")
         return _Start(model, embed, optimizer, position, notes)
+    if begun is not None:
+        say(f"starting from the drafter in {plan.start_from}")
+        _take_over(model, begun)
+        return _Start(model, embed, optimizer, Position(), {"started_from": plan.describe()["start_from"]})
     say("copying the target's end and solving for its input")
     drawn = torch.Generator().manual_seed(plan.settings.seed)
     made = initialise(model, _end(loaded), examples, positions=_INITIAL_POSITIONS, generator=drawn)
     return _Start(model, embed, optimizer, Position(), {"initialisation": asdict(made)})
+
+
+def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
+    try:
+        return checkpoint.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    except checkpoint.DrafterError as error:
+        raise StartupError(f"--start-from: {error}") from error
+
+
+@torch.no_grad()
+def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
+    """Go on from another drafter's weights; how they are used may differ, their shapes must not."""
+    weights = dict(begun.named_parameters())
+    names = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    if names != {name: tuple(value.shape) for name, value in weights.items()}:
+        raise StartupError("--start-from: that drafter has other layers or sizes than the one to be trained")
+    for name, value in model.named_parameters():
+        value.copy_(weights[name])
 
 
 def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:

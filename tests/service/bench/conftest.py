@@ -18,5 +18,11 @@ def trained_assembly(assembly: Assembly, tmp_path_factory: pytest.TempPathFactor
     """The same target with a random SpecBlock drafter, three blocks deep."""
     folder = Path(assembly.config.model)
     drafter = save_drafter(tmp_path_factory.mktemp("drafter"), assembly)
-    changes = {"drafter": "lookup+specblock", "drafter_path": drafter, "draft_blocks": 3, "max_budget": 24}
+    changes: dict[str, object] = {
+        "drafter": "lookup+specblock",
+        "drafter_path": drafter,
+        "draft_blocks": 3,
+        "max_budget": 24,
+        "budget_policy": "fixed",  # drafts do not pay beside a target that takes no time
+    }
     return assemble(settings_for(folder).model_copy(update=changes))

@@ -9,14 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from drafters.none import NoDrafter
-from service.assembly import Assembly
+from service.assembly import Assembly, assemble
 from service.bench import load_report
 from service.bench.load import ClosedLoop, LoadRun, PoissonArrivals, Served, drive
 from service.bench.load_policies import engine_for, policy_names, static_budget
 from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
 from service.bench.speed import Measure, requests_from
 from service.cli import app
-from service.config import ServiceConfig
 from service.engine.budget import FixedBudget, PerBatchSizeBudget
 from service.engine.sequence import SequenceOutput
 from service.engine.stats import StepStats
@@ -176,10 +175,9 @@ def command(*arguments: object) -> tuple[int, str]:
 
 @pytest.fixture
 def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
-    def assemble(config: ServiceConfig) -> Assembly:
-        return trained_assembly
+    costly = assemble(trained_assembly.config.model_copy(update={"budget_policy": "cost"}))
 
-    monkeypatch.setattr(load_report, "assemble", assemble)
+    monkeypatch.setattr(load_report, "assemble", lambda config: costly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 

@@ -122,7 +122,7 @@ def generate(engine: Engine, *requests: GenerationRequest) -> dict[tuple[str, in
         engine.add(one)
     results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
     finish(engine, results)
-    assert engine.slots.num_free == engine.slots.capacity
+    assert engine.scheduler.num_available == engine.slots.capacity
     return results
 
 
