@@ -20,7 +20,7 @@ class Length:
     def fraction(self, steps: int, seconds: float) -> float:
         """How much of the run is over, 0 to 1."""
         parts = [steps / self.steps] if self.steps is not None else []
-        parts += [seconds / self.seconds] if self.seconds is not None else []
+        parts += [seconds / self.seconds if self.seconds else 1.0] if self.seconds is not None else []
         return min(1.0, max(parts))
 
 

@@ -153,6 +153,22 @@ def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, 
     assert facts["training"]["without"] == sorted(ablation.split(","))
 
 
+def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp_path: Path) -> None:
+    """No step at all writes the weights it started from; a run of the same name goes on from them."""
+    common = ("fit", "--features", features, "--target", target, *QUICK)
+    run(*common, "--steps", 2, "--out", tmp_path / "first")
+    more = (*common, "--start-from", tmp_path / "first", "--out", tmp_path / "second")
+    run(*more, "--minutes", 0)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    described = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert described["facts"]["training"]["started_from"]
+    unlike = (*common, "--steps", 1, "--ablate", "shift", "--start-from", tmp_path / "first", "--out", tmp_path / "no")
+    assert "other layers or sizes" in refused(*unlike)
+    assert "cannot be read" in refused(*common, "--steps", 1, "--start-from", tmp_path, "--out", tmp_path / "no")
+
+
 def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) -> None:
     entries = ("--prefix-entries", "all")
     run("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 2, *entries, *QUICK)
