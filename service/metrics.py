@@ -30,6 +30,7 @@ FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 PHASES: Final = ("draft", "verify", "other")
 
 _LATENCY_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_ERROR_BUCKETS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _INTER_TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 # One timestamp series beside each counter would double the page, and no tool here reads it.
@@ -74,6 +75,8 @@ class Metrics:
     def observe_finish(self, stats: FinishStats) -> None:
         """One sequence that ended."""
         self._finished[stats.finish_reason].inc()
+        self._prefix_queries.inc(stats.prompt_tokens)
+        self._prefix_hits.inc(stats.cached_tokens)
         self._queue_time.observe(stats.queue_seconds)
         self._request_latency.observe(stats.total_seconds)
         if stats.output_tokens:
@@ -107,6 +110,10 @@ class Metrics:
                 position.inc()
         self._budget.set(stats.budget)
         self._budget_decisions[stats.budget_reason].inc()
+        if stats.predicted_verify_seconds is not None and stats.verify_seconds > 0:
+            self._cost_error.observe(abs(stats.predicted_verify_seconds / stats.verify_seconds - 1))
+        if stats.survival_error is not None:
+            self._survival_error.set(stats.survival_error)
 
     def _load_metrics(self) -> None:
         self._running = self._gauge("num_requests_running", "Sequences being generated.")
@@ -116,6 +123,8 @@ class Metrics:
         self._steps = self._counter("engine_steps", "Engine steps.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = self._counter("preemptions", "Sequences put back into the queue for want of slots.")
 
     def _speculation_metrics(self, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> None:
@@ -134,6 +143,12 @@ class Metrics:
         self._budget = self._gauge("budget_nodes", "Nodes the latest step was allowed to verify.")
         decisions = self._counter("budget_decisions", "Steps by the reason for their budget.", "reason")
         self._budget_decisions = {reason: decisions.labels(reason) for reason in budget_reasons}
+        self._cost_error = self._histogram(
+            "cost_prediction_error_ratio", "Predicted verify seconds against measured ones, relative.", _ERROR_BUCKETS
+        )
+        self._survival_error = self._gauge(
+            "survival_calibration_error", "Expected calibration error of survival, 0 to 1."
+        )
         seconds = self._counter("step_seconds", "Time spent in engine steps.", "phase")
         self._step_seconds = {phase: seconds.labels(phase) for phase in PHASES}
 

@@ -225,6 +225,7 @@ def _finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:
         first_token_seconds=timings.first_token_seconds,
         total_seconds=timings.total_seconds,
         prompt_tokens=sequence.num_prompt,
+        cached_tokens=min(sequence.num_cached, sequence.num_prompt),
         output_tokens=sequence.num_generated,
     )
 

@@ -48,4 +48,5 @@ class FinishStats:
     first_token_seconds: float
     total_seconds: float
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
     output_tokens: int

@@ -31,6 +31,8 @@ STEP = StepStats(
     other_seconds=0.125,
     preemptions=1,
     itl_seconds=(0.004, 0.3),
+    predicted_verify_seconds=0.55,
+    survival_error=0.025,
 )
 LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
 FINISH = FinishStats(
@@ -39,6 +41,7 @@ FINISH = FinishStats(
     first_token_seconds=0.75,
     total_seconds=4.0,
     prompt_tokens=7,
+    cached_tokens=5,
     output_tokens=6,
 )
 
@@ -89,8 +92,21 @@ def test_a_step_is_exported() -> None:
         "adaptree_preemptions_total": 1,
         "adaptree_inter_token_latency_seconds_count": 2,
         "adaptree_inter_token_latency_seconds_bucket{0.005}": 1,
+        "adaptree_cost_prediction_error_ratio_count": 1,
+        "adaptree_cost_prediction_error_ratio_bucket{0.1}": 0,
+        "adaptree_cost_prediction_error_ratio_bucket{0.2}": 1,
+        "adaptree_survival_calibration_error": 0.025,
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_prefix_cache_is_counted_in_tokens() -> None:
+    metrics = made()
+    metrics.observe_finish(FINISH)
+    metrics.observe_finish(replace(FINISH, cached_tokens=0))
+    found = series(metrics)
+    assert found["adaptree_prefix_cache_queries_total"] == 14
+    assert found["adaptree_prefix_cache_hits_total"] == 5
 
 
 def test_counters_add_up_and_gauges_follow() -> None:
