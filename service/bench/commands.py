@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.bench import sharing_commands
+from service.bench import poison_command, sharing_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -55,6 +55,7 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     app.command("neighbours")(with_settings(sharing_commands.neighbours))
     app.command("load")(with_settings(_load))
     app.command("shift")(with_settings(_shift))
+    app.command("poison")(with_settings(poison_command.poison))
     return app
 
 

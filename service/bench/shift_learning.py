@@ -31,6 +31,7 @@ class Counts:
     refusals: int = 0
     rollbacks: int = 0
     discards: int = 0
+    over_share: int = 0  # queries not learnt from because their client had had its quota
 
     @staticmethod
     def of(status: AdaptationStatus) -> "Counts":
@@ -42,6 +43,7 @@ class Counts:
             refusals=status.refusals,
             rollbacks=status.rollbacks,
             discards=status.discards,
+            over_share=status.excluded.get("over_share", 0),
         )
 
     def __add__(self, other: "Counts") -> "Counts":

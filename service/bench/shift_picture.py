@@ -29,8 +29,8 @@ def draw(
             ahead = [ours.tau - theirs.tau for ours, theirs in zip(mine, plain, strict=True)]
             tau_gains.plot(middles, ahead, marker=".", **style)
             speed_gains.plot(middles, _percent_faster(mine, plain), marker=".", **style)
-            _mark(tau_gains, events[policy], mine, ahead, f"C{index}")
-    _name_axes(
+            mark(tau_gains, events[policy], mine, ahead, f"C{index}")
+    name_axes(
         {
             taus: "tau",
             speeds: "net tokens per second, training included",
@@ -40,16 +40,11 @@ def draw(
         stream,
     )
     taus.legend(fontsize=8)
-    _explain_marks(tau_gains)
+    explain_marks(tau_gains)
     figure.savefig(file, dpi=110)
 
 
-def _percent_faster(mine: Sequence[Window], plain: Sequence[Window]) -> list[float]:
-    pairs = zip(mine, plain, strict=True)
-    return [100 * (net_speed(ours.played) / net_speed(theirs.played) - 1) for ours, theirs in pairs]
-
-
-def _mark(axes: Any, events: Sequence[Noted], windows: Sequence[Window], heights: Sequence[float], color: str) -> None:
+def mark(axes: Any, events: Sequence[Noted], windows: Sequence[Window], heights: Sequence[float], color: str) -> None:
     """Each event at its query, at the height of the window it fell into."""
     for kind, (marker, _) in _MARKS.items():
         queries = [noted.query for noted in events if noted.event.kind == kind]
@@ -57,7 +52,8 @@ def _mark(axes: Any, events: Sequence[Noted], windows: Sequence[Window], heights
         axes.scatter(queries, [heights[place] for place in places], marker=marker, color=color, s=45, zorder=3)
 
 
-def _name_axes(titles: Mapping[Any, str], stream: Stream) -> None:
+def name_axes(titles: Mapping[Any, str], stream: Stream) -> None:
+    """Title each axes, and show where phases begin."""
     for axes, title in titles.items():
         axes.set_title(title)
         axes.set_xlabel("queries")
@@ -70,6 +66,12 @@ def _name_axes(titles: Mapping[Any, str], stream: Stream) -> None:
             first += len(phase.prompts)
 
 
-def _explain_marks(axes: Any) -> None:
+def explain_marks(axes: Any) -> None:
+    """Say below the axes what the marks mean."""
     words = ", ".join(f"{marker} {name}" for marker, name in _MARKS.values())
     axes.set_xlabel(f"queries ({words})")
+
+
+def _percent_faster(mine: Sequence[Window], plain: Sequence[Window]) -> list[float]:
+    pairs = zip(mine, plain, strict=True)
+    return [100 * (net_speed(ours.played) / net_speed(theirs.played) - 1) for ours, theirs in pairs]

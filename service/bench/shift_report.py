@@ -1,26 +1,23 @@
 """What `adaptree bench shift` does around the measurement: load, show progress, print the table, write and draw."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from service.adaptive import build_adaptive
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.shift_figures import PLAIN, Gain, PolicySummary, rows_of, summary_of, windows_of
-from service.bench.shift_learning import Learning, Nobody, Notes
 from service.bench.shift_picture import draw
-from service.bench.shift_stream import Stream, Turn, repeated, shifted, turns_of
-from service.bench.shift_turns import Played, Player, play_all
+from service.bench.shift_players import play_with_bars, players_of
+from service.bench.shift_stream import Stream, repeated, shifted, turns_of
+from service.bench.shift_turns import Played
 from service.bench.speed import Measure
-from service.bench.speed_report import progress_bar, read_sets
+from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
 from service.errors import StartupError
 
@@ -45,8 +42,9 @@ def run_shift(
     refuse_unwritable(out)
     assembly = assemble(config)
     stream = stream_of(assembly, traffic, measure)
-    with players_of(assembly, policies, measure.seed) as players:
-        played = _play(players, turns_of(stream, traffic.turn_queries), measure)
+    turns = turns_of(stream, traffic.turn_queries)
+    with players_of(assembly, {policy: policy for policy in policies}, measure.seed) as players:
+        played = play_with_bars(players, {policy: turns for policy in policies}, measure)
     summaries = {name: summary_of(mine, played[PLAIN], stream, seed=measure.seed) for name, mine in played.items()}
     Console().print(table_of(summaries, stream))
     _write(out, assembly, played, summaries, stream)
@@ -71,37 +69,6 @@ def stream_of(assembly: Assembly, traffic: Traffic, measure: Measure) -> Stream:
     if traffic.epochs is not None:
         return repeated([*before, *after], traffic.queries, traffic.epochs, measure.seed)
     return shifted(before, after, traffic.queries, measure.seed)
-
-
-@contextmanager
-def players_of(assembly: Assembly, policies: Sequence[PolicyName], seed: int) -> Iterator[list[Player]]:
-    """One engine for each policy, all starting from the same weights and from nothing learnt."""
-    with TemporaryDirectory(prefix="adaptree-shift-") as folder, ExitStack() as closing:
-        players = []
-        for policy in policies:
-            player = _player(assembly, policy, Path(folder) / policy, seed)
-            closing.callback(player.close)
-            players.append(player)
-        yield players
-
-
-def _player(assembly: Assembly, policy: PolicyName, folder: Path, seed: int) -> Player:
-    notes = Notes()
-    if policy == PLAIN:
-        return Player(policy, assembly.engine(), Nobody(), notes)
-    # Rests between updates pass while others have their turn; waiting for them as well would be time nobody loses.
-    config = assembly.config.adaptation.model_copy(update={"policy": policy, "duty_cycle": 1.0})
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=notes.note, seed=seed)
-    return Player(policy, adaptive.engine, Learning(adaptive), notes)
-
-
-def _play(players: Sequence[Player], turns: Sequence[Turn], measure: Measure) -> dict[str, list[Played]]:
-    for player in players:
-        player.warm_up(turns[0].prompts[0])
-    with progress_bar() as progress:
-        queries = sum(len(turn.prompts) for turn in turns)
-        tasks = {player.name: progress.add_task(player.name, total=queries) for player in players}
-        return play_all(players, turns, measure, lambda name, done: progress.advance(tasks[name], done))
 
 
 def _write(

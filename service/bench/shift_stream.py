@@ -38,6 +38,15 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedQuery:
+    """One query of a stream."""
+
+    number: int  # its seed follows from it
+    prompt: Prompt
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """Queries that a policy answers in one go. Neither turns nor windows reach over the end of a phase."""
 
@@ -45,13 +54,17 @@ class Turn:
     phase: int
     window: int
     first: int  # number of its first query
-    prompts: tuple[Prompt, ...]
+    queries: tuple[AskedQuery, ...]
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return tuple(query.prompt for query in self.queries)
 
 
 def shifted(before: Sequence[PromptSet], after: Sequence[PromptSet], queries: int, seed: int) -> Stream:
     """One half of these, then the other half of those. Raises StartupError where there are too few prompts."""
-    first = Phase(_name(before), _mixed(before, queries // 2, random.Random(seed)))
-    second = Phase(_name(after), _mixed(after, queries - queries // 2, random.Random(seed + 1)))
+    first = Phase(_name(before), mixed(before, queries // 2, random.Random(seed)))
+    second = Phase(_name(after), mixed(after, queries - queries // 2, random.Random(seed + 1)))
     return Stream((first, second), new_from=queries // 2)
 
 
@@ -59,8 +72,17 @@ def repeated(sets: Sequence[PromptSet], queries: int, epochs: int, seed: int) ->
     """One mix of all sets, so many times over, `queries` in all. Raises StartupError where prompts are missing."""
     if queries % epochs:
         raise StartupError(f"--queries {queries} cannot be cut into {epochs} equal epochs: give a multiple of --epochs")
-    prompts = _mixed(sets, queries // epochs, random.Random(seed))
+    prompts = mixed(sets, queries // epochs, random.Random(seed))
     return Stream(tuple(Phase(f"epoch {epoch + 1}", prompts) for epoch in range(epochs)), new_from=0)
+
+
+def mixed(sets: Sequence[PromptSet], count: int, rng: random.Random) -> tuple[Prompt, ...]:
+    """So many prompts, equally many of each set while it lasts, in an order of chance. Raises StartupError."""
+    shuffled = [rng.sample(chosen.prompts, len(chosen.prompts)) for chosen in sets]
+    dealt = [prompt for prompt in chain.from_iterable(zip_longest(*shuffled)) if prompt is not None][:count]
+    if len(dealt) < count:
+        raise StartupError(f"{_name(sets)}: {count} prompts are needed and there are {len(dealt)}; lower --queries")
+    return tuple(rng.sample(dealt, count))
 
 
 def turns_of(stream: Stream, size: int) -> list[Turn]:
@@ -74,19 +96,11 @@ def turns_of(stream: Stream, size: int) -> list[Turn]:
         windows = max(1, len(pieces) // per_window)
         for place, prompts in enumerate(pieces):
             mine = window + min(place // per_window, windows - 1)
-            turns.append(Turn(len(turns), index, mine, first, prompts))
+            queries = tuple(AskedQuery(number, prompt) for number, prompt in enumerate(prompts, start=first))
+            turns.append(Turn(len(turns), index, mine, first, queries))
             first += len(prompts)
         window += windows
     return turns
-
-
-def _mixed(sets: Sequence[PromptSet], count: int, rng: random.Random) -> tuple[Prompt, ...]:
-    """So many prompts, equally many of each set while it lasts, in an order of chance."""
-    shuffled = [rng.sample(chosen.prompts, len(chosen.prompts)) for chosen in sets]
-    dealt = [prompt for prompt in chain.from_iterable(zip_longest(*shuffled)) if prompt is not None][:count]
-    if len(dealt) < count:
-        raise StartupError(f"{_name(sets)}: {count} prompts are needed and there are {len(dealt)}; lower --queries")
-    return tuple(rng.sample(dealt, count))
 
 
 def _name(sets: Sequence[PromptSet]) -> str:

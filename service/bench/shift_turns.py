@@ -10,11 +10,11 @@ engine's.
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.bench.shift_learning import Beside, Counts, Noted, Notes
-from service.bench.shift_stream import Prompt, Turn
+from service.bench.shift_stream import AskedQuery, Prompt, Turn
 from service.bench.speed import Measure
 from service.engine.engine import Engine
 from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
@@ -62,14 +62,14 @@ class Player:
         """One answer that nobody measures or learns from: first calls allocate and choose code paths."""
         measure = Measure(temperature=0.0, max_tokens=_WARM_UP_TOKENS, concurrency=1, seed=0)
         self._beside.go_on()
-        self._serve([_request(prompt, 0, measure, store=False)], 1)
+        self._serve([_request(AskedQuery(0, prompt), measure, store=False)], 1)
         self._beside.settle()
         self._counts = self._beside.hold()
         self._notes.clear()
 
     def play(self, turn: Turn, measure: Measure) -> Played:
         """Answer the turn's queries, `measure.concurrency` at a time, and learn what they make due."""
-        requests = [_request(prompt, turn.first + place, measure) for place, prompt in enumerate(turn.prompts)]
+        requests = [_request(query, measure) for query in turn.queries]
         began = time.perf_counter()
         self._beside.go_on()
         queries, gaps = self._serve(requests, measure.concurrency)
@@ -106,29 +106,31 @@ class Player:
 
 def play_all(
     players: Sequence[Player],
-    turns: Sequence[Turn],
+    turns: Mapping[str, Sequence[Turn]],
     measure: Measure,
     advance: Callable[[str, int], None] = lambda player, queries: None,
 ) -> dict[str, list[Played]]:
-    """Every player's turns, by its name. `advance` hears of queries as they are done."""
+    """Every player's turns, by its name, equally many for all. `advance` hears of queries as they are done."""
     played: dict[str, list[Played]] = {player.name: [] for player in players}
     rng = random.Random(measure.seed)
-    for turn in turns:
-        for player in rng.sample(players, len(players)):
+    for together in zip(*(turns[player.name] for player in players), strict=True):
+        pairs = list(zip(players, together, strict=True))
+        for player, turn in rng.sample(pairs, len(pairs)):
             played[player.name].append(player.play(turn, measure))
-            advance(player.name, len(turn.prompts))
+            advance(player.name, len(turn.queries))
     return played
 
 
-def _request(prompt: Prompt, number: int, measure: Measure, *, store: bool = True) -> GenerationRequest:
+def _request(query: AskedQuery, measure: Measure, *, store: bool = True) -> GenerationRequest:
     """Unlike other benchmarks this one lets answers end by themselves: what follows an end is nobody's traffic."""
     return GenerationRequest(
-        request_id=f"query-{number}",
-        prompt=prompt,
+        request_id=f"query-{query.number}",
+        prompt=query.prompt,
         sampling=SamplingParams(
-            seed=measure.seed + number, max_tokens=measure.max_tokens, temperature=measure.temperature
+            seed=measure.seed + query.number, max_tokens=measure.max_tokens, temperature=measure.temperature
         ),
         store=store,
+        client=query.client,
     )
 
 

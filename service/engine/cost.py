@@ -99,7 +99,7 @@ def measure_grid(
 def table_of(sequences: Sequence[int], contexts: Sequence[int], rows: Sequence[int], seconds: FloatArray) -> CostTable:
     """A table made monotonic along every axis: noise only adds, so no forward takes longer than a larger one did."""
     for axis in range(3):
-        seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+        seconds = _rising(seconds, axis)
     return CostTable(
         sequences=np.asarray(sequences, dtype=np.float64),
         contexts=np.asarray(contexts, dtype=np.float64),
@@ -137,8 +137,14 @@ class _Line:
         base = np.array([seconds[Point(self.sequences, first, r)] for r in self.rows])
         ends = [self.rows[0], self.rows[-1]]
         more = [seconds[Point(self.sequences, context, r)] - seconds[Point(self.sequences, first, r)] for r in ends]
-        curve = base + np.interp(self.rows, ends, more)
+        curve = _rising(base + np.interp(self.rows, ends, more), axis=0)  # or noise would be extended below zero
         return _along(np.array(self.rows, dtype=np.float64), curve, np.maximum(rows, self.rows[0]).astype(np.float64))
+
+
+def _rising(seconds: FloatArray, axis: int) -> FloatArray:
+    """Each value at most as large as those after it."""
+    rising: FloatArray = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+    return rising
 
 
 def _best_seconds(run: Callable[[], None], repeats: int) -> float:

@@ -1,10 +1,25 @@
 """Turns made by hand, and learning that only pretends, for the tests of the shift benchmark."""
 
+from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from service.bench.prompts import PromptSet
 from service.bench.shift_learning import Counts, Noted
 from service.bench.shift_stream import Phase, Stream, Turn
 from service.bench.shift_turns import AnsweredQuery, Played
+
+EAGER = AdaptationConfig(
+    warm_up_queries=1,
+    head_queries=1,
+    full_queries=1,
+    held_back_share=0.3,
+    gate_sequences=4,
+    gate_standard_errors=0,
+    head_learning_rate=0.02,
+    full_learning_rate=0.02,
+    update_norm=0.5,
+    train_niceness=0,
+)
+"""Learns something within a few queries."""
 
 
 def prompt_set(name: str, count: int, *, first: int = 0) -> PromptSet:

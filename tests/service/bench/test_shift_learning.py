@@ -7,31 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.config import AdaptationConfig, PolicyName
+from adaptation.config import PolicyName
 from adaptation.events import Event
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.prompts import PromptSet
 from service.bench.shift_figures import mismatches
 from service.bench.shift_learning import Counts, Learning, Noted, Notes
-from service.bench.shift_report import players_of
+from service.bench.shift_players import players_of
 from service.bench.shift_stream import shifted, turns_of
 from service.bench.shift_turns import play_all
 from service.bench.speed import Measure
 from tests.service.bench.parts import varied_prompts
+from tests.service.bench.shift_parts import EAGER
 
-EAGER = AdaptationConfig(
-    warm_up_queries=1,
-    head_queries=1,
-    full_queries=1,
-    held_back_share=0.3,
-    gate_sequences=4,
-    gate_standard_errors=0,
-    head_learning_rate=0.02,
-    full_learning_rate=0.02,
-    update_norm=0.5,
-    train_niceness=0,
-)
 PROMPTS = PromptSet("some", tuple(tuple(prompt[:40]) for prompt in varied_prompts()))
 
 
@@ -63,8 +52,8 @@ def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
     config = trained_assembly.config.model_copy(update={"adaptation": EAGER})
     assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
     turns = turns_of(shifted([PROMPTS], [PROMPTS], 16, seed=0), 4)
-    with players_of(assembly, [policy, "never"], 0) as players:
-        played = play_all(players, turns, Measure(temperature, 10, 2, seed=3))
+    with players_of(assembly, {policy: policy, "never": "never"}, 0) as players:
+        played = play_all(players, dict.fromkeys((policy, "never"), turns), Measure(temperature, 10, 2, seed=3))
     mine, plain = (sum((turn.counts for turn in played[name]), Counts()) for name in (policy, "never"))
     assert plain == Counts()
     updates = {"head_only": mine.updates_head, "full_only": mine.updates_full}

@@ -57,7 +57,8 @@ def test_only_one_works_at_a_time(assembly: Assembly) -> None:
     for player in players:
         player.warm_up(PROMPTS.prompts[0])
     done: Counter[str] = Counter()
-    everybody = play_all(players, TURNS, Measure(0.0, 6, 2, seed=1), lambda name, count: done.update({name: count}))
+    turns, measure = dict.fromkeys("abc", TURNS), Measure(0.0, 6, 2, seed=1)
+    everybody = play_all(players, turns, measure, lambda name, count: done.update({name: count}))
     assert done == {"a": 12, "b": 12, "c": 12}
     assert all(len({name for name, _ in pages[at : at + 3]}) == 1 for at in range(0, len(pages), 3))
     assert [what for _, what in pages] == ["go on", "settle", "hold"] * (len(pages) // 3)

@@ -118,3 +118,13 @@ def test_a_grid_with_sequences_times_what_they_can_have(clock: list[float]) -> N
     for sequences, context, rows in itertools.product((1, 4), (100, 300), (4.0, 8.0)):
         expected = rows + sequences * context / 100
         assert float(table.verify_seconds(np.array([rows]), context, sequences)[0]) == pytest.approx(expected)
+
+
+def test_noise_at_the_last_point_is_not_extended_below_zero(clock: list[float]) -> None:
+    """One sequence has at most 4 rows, and by chance two took much longer."""
+
+    def run(point: Point) -> None:
+        clock[0] += {1: 0.1, 2: 5.0, 4: 0.2}.get(point.rows, 6.0)
+
+    table = measure_grid(run, (1, 4), (100,), (1, 2, 4, 8, 192), most_rows=lambda sequences: 4 * sequences)
+    assert (table.verify_seconds(np.arange(1.0, 200.0), 100) >= 0.1).all()
