@@ -227,8 +227,8 @@ class Learner:
         except NotStored:
             return self._refuse(decision, "not_stored", numbers)
         self._num_refused = 0
-        self._updating = False
         self._policy.published(decision.candidate_mean / decision.serving_mean)
+        self._updating = False
         self._watch.reset()
         self._tell("published", decision.reason, numbers)
         self.save(training=True)

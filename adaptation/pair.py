@@ -75,7 +75,7 @@ class DrafterPair:
         self.version = self.origin = ANCHOR
         self.condemned: set[int] = set()
         self.num_not_removed = 0
-        self._newest = max([ANCHOR, *snapshots.versions])
+        self._newest = self._claimed = max([ANCHOR, *snapshots.versions])
         self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
         self._staged: Staged | None = None
         self._lock = threading.Lock()
@@ -155,6 +155,7 @@ class DrafterPair:
     def resume(self, newest: int, condemned: set[int]) -> None:
         """What an earlier process knew: versions that were used, and those not to go back to."""
         self._newest = max(self._newest, newest)
+        self._claimed = max(self._claimed, newest)
         self.condemned |= condemned
 
     @torch.no_grad()
@@ -201,27 +202,37 @@ class DrafterPair:
         return self._served if staged is None else staged.weights
 
     def _bring_back(self, origin: int, weights: Mapping[str, Tensor], refused: tuple[Refusal, ...]) -> Restored:
-        version = self._newest + 1
+        staged = self._prepared(self._claim(), origin, self._as_served(weights))
         self._previous = None
-        self._stage(version, origin, self._as_served(weights))
-        return Restored(version, origin, refused)
+        self._stage(staged)
+        return Restored(staged.version, origin, refused)
+
+    def _claim(self) -> int:
+        """A version that nobody has; one whose publish breaks is not used again, for it may have reached the disk."""
+        self._claimed += 1
+        return self._claimed
 
     def _add(self, weights: dict[str, Tensor], scores: Mapping[str, float]) -> int:
-        version = self._newest + 1
+        version = self._claim()
+        staged = self._prepared(version, version, weights)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self.snapshots.add(SnapshotInfo(version, self.latest_origin, date, dict(scores)), weights)
         except NotRemoved:
             self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
-        self._stage(version, version, weights)
+        self._stage(staged)
         return version
 
-    def _stage(self, version: int, origin: int, weights: dict[str, Tensor]) -> None:
-        """A restore may replace what waits: that version is then never served."""
+    def _prepared(self, version: int, origin: int, weights: dict[str, Tensor]) -> Staged:
+        """Ready to be written. Whatever breaks here has changed nothing yet."""
         staged = Staged(version, origin, weights, self._prepare(weights))
         device = self._served["lm_head.weight"].device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
+        return staged
+
+    def _stage(self, staged: Staged) -> None:
+        """A restore may replace what waits: that version is then never served."""
         with self._lock:
             self._newest = staged.version
             self._staged = staged

@@ -65,8 +65,10 @@ class Worker:
         self._stopping = threading.Event()
         self._nothing_due = threading.Event()
         self._rest_until = 0.0
+        self._more_due = False  # one update has been done, and another may be waiting for the rest to end
         self._busy = False
         self._thread: threading.Thread | None = None
+        self._reviving = threading.Lock()
 
     @property
     def alive(self) -> bool:
@@ -97,8 +99,11 @@ class Worker:
                 return
             try:
                 answer.set_result(command())
-            except BaseException as error:
+            except Exception as error:
                 answer.set_exception(error)
+                raise
+            except BaseException:  # what ends this thread must not end the one that asked
+                answer.set_exception(RuntimeError("the adaptation thread died over this command"))
                 raise
 
         with self._ready:
@@ -125,11 +130,13 @@ class Worker:
         return not self.alive
 
     def _revive(self) -> None:
-        if self._thread is None or self._thread.is_alive() or self._stopping.is_set():
-            return
-        self.num_restarts += 1
-        logger.error("the adaptation thread has died; starting another one")
-        self.start()
+        """Called by the engine's thread and by operators': only one of them may start another."""
+        with self._reviving:
+            if self._thread is None or self._thread.is_alive() or self._stopping.is_set():
+                return
+            self.num_restarts += 1
+            logger.error("the adaptation thread has died; starting another one")
+            self.start()
 
     def _run(self) -> None:
         _bound_threads(self._threads)
@@ -161,8 +168,9 @@ class Worker:
             return None
 
     def _patience(self) -> float:
-        rest = self._rest_until - time.monotonic()
-        return min(rest, _IDLE_SECONDS) if rest > 0 else _IDLE_SECONDS
+        if not self._more_due:
+            return _IDLE_SECONDS
+        return min(max(0.0, self._rest_until - time.monotonic()), _IDLE_SECONDS)
 
     def _may_train(self) -> bool:
         return not self._stopping.is_set() and time.monotonic() >= self._rest_until
@@ -175,6 +183,7 @@ class Worker:
         except BaseException:
             self._rest(began)
             raise
+        self._more_due = report is not None
         if report is not None:
             self._rest(began)
             return

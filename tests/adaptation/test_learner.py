@@ -329,3 +329,22 @@ def test_an_operator_can_take_back_what_was_brought(tmp_path: Path) -> None:
     tried.pair.between_steps()
     assert same(weights_of(tried.serving), weights_of(drafter()))
     assert tried.pair.condemned == {1}
+
+
+def test_a_policy_that_breaks_while_it_is_told_of_a_publish_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = learning(tmp_path)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tried.learner._policy, "published", breaks)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            serve(tried, range(60))
+    assert tried.pair.between_steps() == 1
+    tried.learner.recover("RuntimeError")
+    updates = tried.learner.num_updates["full"]
+    serve(tried, range(60, 90))
+    assert tried.learner.num_updates["full"] > updates

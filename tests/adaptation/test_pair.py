@@ -254,3 +254,28 @@ def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
     pair.between_steps()
     pair.between_steps()
     assert done == [("prepared", "adaptation"), ("written", threading.current_thread().name)]
+
+
+@pytest.mark.parametrize("place", ["_prepare", "_stage"])
+def test_a_publish_that_breaks_does_not_stand_in_the_way_of_the_next(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken after its snapshot was stored, its version is taken on disk and must not be tried again."""
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    serving = drafter()
+    pair, before = pair_of(tmp_path, serving), bits(serving)
+    train(pair, 1)
+    attempts: list[Callable[[], int]] = [lambda: pair.publish({}), lambda: pair.adopt(before)]
+    for attempt in attempts:
+        with monkeypatch.context() as patch:
+            patch.setattr(pair, place, breaks)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                attempt()
+    assert (pair.newest, pair.between_steps(), pair.pending) == (0, 0, False)
+    assert same(bits(serving), before)
+    assert pair.publish({}) == pair.between_steps() == 3
+    assert same(bits(serving), bits(pair.training))
+    assert pair_of(tmp_path, drafter()).newest == 3

@@ -287,3 +287,39 @@ def test_the_thread_gives_way_and_nobody_else_does() -> None:
     assert niceness == min(19, ours + 3)
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     assert worker.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_whoever_asked(made: Made) -> None:
+    worker = made(Scripted())
+    worker.start()
+    with pytest.raises(RuntimeError, match="died"):
+        worker.ask(killed).result(10)
+    wait_until(lambda: not worker.alive)
+    assert worker.ask(lambda: 1).result(10) == 1
+    assert worker.num_restarts == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_is_replaced_by_one_other_whoever_finds_it_first(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators ask from their threads while the engine offers from its own."""
+    worker = made(Scripted(on_hear=once(killed)))
+    worker.start()
+    worker.offer(FEEDBACK)
+    wait_until(lambda: not worker.alive)
+    usual, starts = worker.start, list[int]()
+
+    def slow() -> None:
+        starts.append(1)
+        time.sleep(0.05)
+        usual()
+
+    monkeypatch.setattr(worker, "start", slow)
+    asking = [threading.Thread(target=lambda: worker.ask(lambda: 1).result(10)) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert (len(starts), worker.num_restarts) == (1, 1)
