@@ -1,0 +1,267 @@
+"""The faults that learning must outlive, each as a function that lets it strike a stream so many times."""
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaptation import judging, learner_state, snapshot_folder
+from adaptation.buffers import LessonBuffers
+from adaptation.fixed_policies import EveryBatch
+from adaptation.gate import Gate
+from adaptation.intake import Intake
+from adaptation.learner_state import LearnerStateFile
+from adaptation.memory import Memory
+from adaptation.optimizer import Adam
+from adaptation.pair import DrafterPair, Restored
+from adaptation.snapshots import SnapshotRing
+from adaptation.trainer import Trainer
+from adaptation.watch import Watch
+from tests.adaptation.damage import all_files, flip, truncate
+from tests.fault_parts import Fault, Stream, Strike, learning_stream
+from tests.practised import Practised
+
+Place = tuple[object, str]
+
+STAGES: dict[str, Place] = {
+    "hearing": (Intake, "take"),
+    "taking the buffer": (LessonBuffers, "take"),
+    "preparing the lesson": (Trainer, "_lesson"),
+    "optimizer step": (Adam, "step"),
+    "clipping": (Trainer, "_clip_update"),
+    "loading the candidate": (DrafterPair, "candidate"),
+    "replaying": (judging, "replay_chain"),
+    "judging": (Gate, "judge"),
+    "write preparation": (DrafterPair, "_prepared"),
+    "snapshot write": (snapshot_folder, "write_synced"),
+    "snapshot sync": (snapshot_folder, "sync_folder"),
+    "trimming the ring": (SnapshotRing, "_drop_oldest"),
+    "staging": (DrafterPair, "_stage"),
+    "telling the policy": (EveryBatch, "published"),
+    "resetting the watch": (Watch, "reset"),
+    "state write": (LearnerStateFile, "save"),
+    "training copy write": (Memory, "save_training"),
+}
+"""Where an update is made to break, in its order."""
+
+EVERYWHERE = (*STAGES, "forward", "backward")
+
+DISK: tuple[Place, ...] = (
+    (snapshot_folder, "write_synced"),
+    (learner_state, "write_synced"),
+    (snapshot_folder, "sync_folder"),
+    (learner_state, "sync_folder"),
+    (os, "fsync"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (Path, "mkdir"),
+)
+
+
+def breaks() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def dies() -> None:
+    """No guard of ordinary errors sees it: the thread ends."""
+    raise SystemExit("killed on purpose")
+
+
+def exceptions(stream: Stream, times: int, stages: Sequence[str] = EVERYWHERE) -> None:
+    """At every stage, before or after its work, so many times."""
+    for stage in _shuffled(stream.rng, [*stages] * times):
+        stream.survive(f"exception in {stage}", _at(stream, stage, breaks))
+    failures = stream.adaptive.worker.failures
+    assert failures["hear"] + failures["update"] >= times * len(stages)
+    assert stream.adaptive.worker.num_restarts == 0
+
+
+def kills(stream: Stream, times: int, stages: Sequence[str] = EVERYWHERE) -> None:
+    """The learning thread dies, at every stage so many times."""
+    for stage in _shuffled(stream.rng, [*stages] * times):
+        stream.survive(f"thread killed in {stage}", _at(stream, stage, dies))
+    assert stream.adaptive.worker.num_restarts == times * len(stages)
+
+
+def few_kills(stream: Stream, times: int) -> None:
+    kills(stream, times, ("hearing", "backward", "snapshot write"))
+
+
+def broken_recoveries(stream: Stream, times: int) -> None:
+    """An exception, and another one while the learner tidies up."""
+    for _ in range(times):
+        first = _striking(stream, (Adam, "step"), breaks, skip=0, after=True)
+        second = _striking(stream, (DrafterPair, "train_from_served"), breaks, skip=0, after=False)
+
+        def both(strike: Strike, first: Fault = first, second: Fault = second) -> AbstractContextManager[None]:
+            return _together(first(Strike()), second(strike))
+
+        stream.survive("exception in recovery", both)
+    assert stream.adaptive.worker.failures["recover"] >= times
+
+
+def not_finite(stream: Stream, times: int) -> None:
+    """NaN in the loss, in a gradient, in the optimizer before and during an update: that update is discarded."""
+    faults: dict[str, Callable[[], Fault]] = {
+        "loss": lambda: _in_the_graph(stream, "forward", _not_a_number),
+        "gradient": lambda: _in_the_graph(stream, "backward", _not_a_number),
+        "optimizer": lambda: _at(stream, "taking the buffer", lambda: _spoil_optimizer(stream)),
+        "optimizer step": lambda: _at(stream, "optimizer step", lambda: _spoil_optimizer(stream)),
+    }
+    for what in _shuffled(stream.rng, list(faults) * times):
+        before = sum(event.kind == "discarded" for event in stream.events)
+        stream.survive(f"NaN in {what}", faults[what]())
+        assert sum(event.kind == "discarded" for event in stream.events) == before + 1
+    assert stream.adaptive.worker.failures == {}
+
+
+def full_disks(stream: Stream, times: int) -> None:
+    """Any one operation of a write finds no space, and the next ones of its kind; that is no failure of learning."""
+    for place in _shuffled(stream.rng, list(DISK) * times):
+        fault = _disk_full(stream, place, lasting=stream.rng.randint(1, 6))
+        stream.survive(f"disk full in {place[1]}", fault)
+    told = {(event.kind, event.reason if event.kind == "refused" else "") for event in stream.events}
+    assert {("refused", "not_stored"), ("not_stored", "")} <= told
+    assert stream.adaptive.worker.failures == {}
+
+
+def rollbacks(stream: Stream, times: int) -> None:
+    """Asked for in the middle of an update: it comes after that update, and takes it back if it was published."""
+    for stage in _shuffled(stream.rng, ["optimizer step", "replaying", "snapshot write", "state write"] * times):
+        stream.publish()
+        answers: list[Future[Restored]] = []
+
+        def ask(answers: list[Future[Restored]] = answers) -> None:
+            answers.append(stream.adaptive.worker.ask(stream.adaptive.learner.rollback))
+
+        stream.survive(f"rollback during {stage}", _at(stream, stage, ask))
+        restored = answers[0].result(timeout=60)
+        condemned = [event for event in stream.events if event.kind == "rolled_back" and event.reason == "operator"][-1]
+        assert restored.origin < condemned.numbers["condemned"]
+        assert condemned.numbers["condemned"] in stream.adaptive.pair.condemned
+    assert stream.adaptive.worker.failures == {}
+
+
+def restart_served_after_damage(practised: Practised, folder: Path, *, times: int) -> None:
+    """Again and again a process learns, ends, finds files damaged, and serves and learns on."""
+    rng = random.Random(0)
+    for number in range(times):
+        with learning_stream(practised, folder, arm="head", seed=number) as struck:
+            struck.publish()
+            struck.check()
+        for path in rng.sample(all_files(folder), rng.randint(1, 3)):
+            rng.choice((flip, truncate))(path, rng)
+
+
+def _shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
+    return rng.sample(items, len(items))
+
+
+def _at(stream: Stream, stage: str, action: Callable[[], None]) -> Fault:
+    """An action at a stage, at whichever of its next calls, before or after its work."""
+
+    def act(value: Tensor) -> Tensor:
+        action()
+        return value
+
+    if stage in ("forward", "backward"):
+        return _in_the_graph(stream, stage, act)
+    skip, after = stream.rng.randrange(3), stream.rng.random() < 0.5
+    return _striking(stream, STAGES[stage], action, skip=skip, after=after)
+
+
+def _striking(stream: Stream, place: Place, action: Callable[[], None], *, skip: int, after: bool) -> Fault:
+    @contextmanager
+    def waiting(strike: Strike) -> Iterator[None]:
+        usual, calls = getattr(*place), iter(range(skip, -(10**9), -1))
+
+        def patched(*arguments: Any, **options: Any) -> Any:
+            if next(calls) != 0:
+                return usual(*arguments, **options)
+            result = usual(*arguments, **options) if after else None
+            stream.witness.note(strike)
+            action()
+            return result if after else usual(*arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*place, patched)
+            yield
+
+    return waiting
+
+
+def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]) -> Fault:
+    """Something becomes of the loss when it is computed, or of its gradient in the backward pass."""
+    place = (Trainer, f"_{stream.arm}_terms")
+
+    @contextmanager
+    def waiting(strike: Strike) -> Iterator[None]:
+        usual, calls = getattr(*place), iter(range(stream.rng.randrange(3), -(10**9), -1))
+
+        def strikes(value: Tensor) -> Tensor:
+            stream.witness.note(strike)
+            return action(value)
+
+        def patched(*arguments: Any) -> Any:
+            terms = usual(*arguments)
+            if next(calls) != 0:
+                return terms
+            if where == "forward":
+                return replace(terms, draft=strikes(terms.draft))
+            terms.draft.register_hook(strikes)
+            return terms
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*place, patched)
+            yield
+
+    return waiting
+
+
+def _disk_full(stream: Stream, place: Place, *, lasting: int) -> Fault:
+    """So many calls in a row find no space; of what was to be written a piece is there."""
+
+    @contextmanager
+    def waiting(strike: Strike) -> Iterator[None]:
+        usual, left = getattr(*place), iter(range(lasting, -(10**9), -1))
+
+        def patched(*arguments: Any, **options: Any) -> Any:
+            if next(left) <= 0:
+                return usual(*arguments, **options)
+            if place[1] == "write_synced":
+                path, data = arguments
+                path.write_bytes(data[: stream.rng.randrange(len(data))])
+            stream.witness.note(strike)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*place, patched)
+            yield
+
+    return waiting
+
+
+@contextmanager
+def _together(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _not_a_number(value: Tensor) -> Tensor:
+    return value * torch.nan
+
+
+def _spoil_optimizer(stream: Stream) -> None:
+    """One number of the moments, in whichever tensor."""
+    moments = stream.adaptive.learner._trainer._optimizers[stream.arm].tensors()
+    value = stream.rng.choice([value for value in moments.values() if value.ndim])
+    value.view(-1)[stream.rng.randrange(value.numel())] = torch.nan

@@ -1,0 +1,231 @@
+"""A stream of requests whose texts must stay plain, and a learner beside it that must go on, whatever strikes it.
+
+Knows how a fault lies in wait for a random moment and how recovery is measured; which faults there are is told in
+`tests/fault_kinds.py`.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from adaptation.events import Event
+from adaptation.gate import Gate
+from adaptation.intake import Taken
+from adaptation.learner import Learner
+from adaptation.policy import Arm
+from adaptation.trainer import UpdateReport
+from drafters.feedback import QueryFeedback
+from service.adaptive import Adaptive
+from service.assembly import Assembly
+from service.bench.generate import generate
+from service.engine.sequence import GenerationRequest
+from tests.adaptation.drafts import same
+from tests.practised import Practised, greedy_requests
+from tests.service.learning_parts import learning, texts
+
+PATIENCE_ROUNDS = 80
+SETTLE_SECONDS = 120.0
+RECOVERY_SECONDS = 5.0
+RECOVERY_TURNS = 3  # of the learning thread
+_STEPS = 4  # of a round, among which a fault begins to lie in wait
+
+
+@dataclass
+class Strike:
+    """Whether a fault has struck, and when, by several clocks."""
+
+    struck: bool = False
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    turns: int = 0
+
+
+Fault = Callable[[Strike], AbstractContextManager[None]]
+"""Lies in wait while the context is open, and strikes once."""
+
+
+@dataclass(frozen=True)
+class Success:
+    """Something that learning has done to its end."""
+
+    what: str
+    turns: int
+    cpu_seconds: float
+    wall_seconds: float
+
+
+class Witness:
+    """Stands between the learning thread and the learner, and notes what was done to its end."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.turns = 0
+        self.successes: list[Success] = []
+        self._learner = learner
+
+    def hear(self, feedback: QueryFeedback) -> Taken:
+        self.turns += 1
+        taken = self._learner.hear(feedback)
+        self._note("hear")
+        return taken
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        report = self._learner.update(interrupted)
+        if report is not None:
+            self.turns += 1
+            self._note("update" if report.applied else "discard")
+        return report
+
+    def recover(self, error: str) -> None:
+        self._learner.recover(error)
+
+    def save(self, *, training: bool) -> None:
+        self._learner.save(training=training)
+
+    def note(self, strike: Strike) -> None:
+        strike.cpu_seconds, strike.wall_seconds = time.process_time(), time.monotonic()
+        strike.turns, strike.struck = self.turns, True
+
+    def _note(self, what: str) -> None:
+        self.successes.append(Success(what, self.turns, time.process_time(), time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long learning took to do something to its end again.
+
+    What is bounded is turns of the learning thread and CPU seconds of the process, engine and all: neither grows
+    because others want the machine. The time by the clock is only told.
+    """
+
+    turns: int
+    cpu_seconds: float
+    wall_seconds: float
+
+
+@dataclass
+class Stream:
+    """The same requests over and over, answered by an engine that learns."""
+
+    adaptive: Adaptive
+    arm: Arm
+    witness: Witness
+    asked: Sequence[GenerationRequest]
+    plain: Sequence[tuple[int, ...]]
+    rng: random.Random
+    events: list[Event]
+    recoveries: dict[str, list[Recovery]] = field(default_factory=dict)
+
+    def round(self, before_step: Callable[[int], None] = lambda number: None) -> None:
+        """Not one wrong token. Learning mostly goes on beside the next round."""
+        run = generate(self.adaptive.engine, self.asked, before_step=before_step)
+        assert [answer.token_ids for answer in run.answers] == self.plain
+        if self.rng.random() < 0.3:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let learning catch up. A thread that has died is replaced at the next query only."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self.adaptive.worker.alive and not self.adaptive.worker.settle(0.05):
+            assert time.monotonic() < deadline, "learning does not settle"
+        self.adaptive.engine.step()
+
+    def survive(self, name: str, fault: Fault) -> Strike:
+        """Let a fault lie in wait from a random step on; serve until it has struck and learning goes on."""
+        strike, moment = Strike(), self.rng.randrange(_STEPS)
+        with ExitStack() as traps:
+            laid: list[None] = []
+
+            def lay(number: int) -> None:
+                if number == moment and not laid:
+                    laid.append(traps.enter_context(fault(strike)))
+
+            self.until(lambda: strike.struck, f"{name} never struck", lay)
+        self.until(lambda: bool(self._since(strike, "update")), f"no update after {name}")
+        self._measure(name, strike)
+        return strike
+
+    def until(
+        self, done: Callable[[], bool], what: str, before_step: Callable[[int], None] = lambda number: None
+    ) -> None:
+        for _ in range(PATIENCE_ROUNDS):
+            if done():
+                return
+            self.round(before_step)
+        raise AssertionError(f"{what}: {self.events[-8:]}")
+
+    def publish(self) -> None:
+        """Serve until new weights have been published."""
+        before = len(self.events)
+        self.until(lambda: any(event.kind == "published" for event in self.events[before:]), "nothing published")
+
+    def check(self) -> None:
+        """Weights are still published, those that serve are those the pair knows, and no slot is lost."""
+        self.publish()
+        self.settle()
+        adaptive = self.adaptive
+        adaptive.engine.assert_conserved()
+        assert adaptive.status().version == adaptive.pair.version
+        assert same(dict(adaptive.network.named_parameters()), adaptive.pair._served)
+        print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
+
+    def _since(self, strike: Strike, *kinds: str) -> list[Success]:
+        return [one for one in self.witness.successes if one.what in kinds and one.wall_seconds > strike.wall_seconds]
+
+    def _measure(self, name: str, strike: Strike) -> None:
+        first = self._since(strike, "hear", "update")[0]
+        took = Recovery(
+            first.turns - strike.turns,
+            first.cpu_seconds - strike.cpu_seconds,
+            first.wall_seconds - strike.wall_seconds,
+        )
+        assert took.turns <= RECOVERY_TURNS, (name, took)
+        assert took.cpu_seconds <= RECOVERY_SECONDS, (name, took)
+        self.recoveries.setdefault(name, []).append(took)
+
+    def _told(self, name: str) -> str:
+        took = self.recoveries[name]
+        turns, cpu = max(one.turns for one in took), max(one.cpu_seconds for one in took)
+        wall = max(one.wall_seconds for one in took)
+        return f"{name}: {len(took)} times, back within {turns} turns, {cpu:.2f} CPU seconds, {wall:.2f} by the clock"
+
+
+@contextmanager
+def learning_stream(practised: Practised, folder: Path, *, arm: Arm, seed: int) -> Iterator[Stream]:
+    """Its gate is open: whatever was trained is published, so that every stage of an update is reached each time."""
+    events: list[Event] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gate, "_reason", lambda *_: "better")
+        with learning(
+            practised.assembly,
+            folder,
+            events=events,
+            policy=f"{arm}_only",
+            head_steps=2,
+            full_steps=1,
+            head_learning_rate=1e-3,
+            full_learning_rate=1e-3,
+            collapse_verifies=10**6,
+            snapshots_in_memory=1,
+            snapshots_on_disk=3,
+        ) as adaptive:
+            witness, asked = Witness(adaptive.learner), mixed_requests()
+            adaptive.worker._loop = witness
+            plain = plain_texts(practised.assembly, asked)
+            yield Stream(adaptive, arm, witness, asked, plain, random.Random(seed), events)
+
+
+def mixed_requests() -> list[GenerationRequest]:
+    """Three that run together, one of them at temperature 1."""
+    return [
+        replace(one, sampling=replace(one.sampling, temperature=float(number % 2), max_tokens=8))
+        for number, one in enumerate(greedy_requests(3))
+    ]
+
+
+def plain_texts(assembly: Assembly, asked: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
+    return texts(assembly.engine(assembly.drafter("none")), asked)

@@ -1,0 +1,92 @@
+"""Every fault of learning at random moments, at least 20 times each, under both kinds of update."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.policy import Arm
+from tests import fault_kinds
+from tests.adaptation.damage import Damage, flip, misshape, truncate
+from tests.adaptation.damaged_restarts import (
+    Left,
+    leave,
+    restart_damaged,
+    restart_with_damaged_snapshots,
+    roll_back_damaged,
+)
+from tests.fault_kinds import restart_served_after_damage
+from tests.fault_parts import Stream, learning_stream
+from tests.practised import Practised, practised
+
+pytestmark = pytest.mark.slow
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = 20
+FLIPS = 1_000
+KILLS = 100
+
+KINDS: dict[str, Callable[[Stream, int], None]] = {
+    "exceptions": fault_kinds.exceptions,
+    "kills": fault_kinds.kills,
+    "broken recoveries": fault_kinds.broken_recoveries,
+    "not finite": fault_kinds.not_finite,
+    "full disks": fault_kinds.full_disks,
+    "rollbacks": fault_kinds.rollbacks,
+}
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Practised:
+    return practised(tmp_path_factory.mktemp("practised"), num_texts=8, updates=1)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return leave(tmp_path_factory.mktemp("left"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("arm", ["head", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_serving_does_not_notice_and_learning_goes_on(known: Practised, tmp_path: Path, kind: str, arm: Arm) -> None:
+    with learning_stream(known, tmp_path, arm=arm, seed=1) as struck:
+        KINDS[kind](struck, TIMES)
+        struck.check()
+
+
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_one_damaged_file_costs_at_most_one_update(
+    left: Left, tmp_path: Path, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    rng = random.Random(1)
+    for number in range(FLIPS if damage is flip else TIMES * 5):
+        restart_damaged(left, tmp_path / str(number), damage, rng)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, misshape])
+def test_no_damaged_snapshot_is_served(
+    left: Left, tmp_path: Path, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    rng = random.Random(1)
+    for number in range(TIMES * 5):
+        restart_with_damaged_snapshots(left, tmp_path / str(number), damage, rng)
+        roll_back_damaged(left, tmp_path / str(number), damage, rng)
+
+
+def test_an_engine_serves_plain_texts_after_a_restart_with_damaged_files(known: Practised, tmp_path: Path) -> None:
+    restart_served_after_damage(known, tmp_path, times=TIMES)
+
+
+def test_a_real_kill_loses_at_most_one_update(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.adaptation.killed_learner", str(tmp_path), str(KILLS)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
