@@ -7,12 +7,15 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-long check format bench clean
+.PHONY: help install system serve test test-long check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## create .venv with everything in it
+install: $(STAMP) system ## create .venv with everything in it, and install what the tests run beside it
+
+system: ## install the programs that the tests run: Prometheus, Redis, Chromium
+	@tests/install-programs
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
@@ -29,10 +32,10 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9000"
 	@$(BIN)/adaptree serve $(ARGS)
 
-test: $(STAMP) ## the tests that take minutes at most
+test: $(STAMP) system ## the tests that take minutes at most
 	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
 
-test-long: $(STAMP) ## the same and the slow ones
+test-long: $(STAMP) system ## the same and the slow ones
 	$(BIN)/pytest -m "not gpu" $(ARGS)
 
 check: $(STAMP) ## format, lint, types, architecture

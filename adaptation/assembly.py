@@ -68,8 +68,9 @@ def build_learner(
     seed: int,
     autocast: bool,
     emit: Emit,
+    serves: bool = True,
 ) -> Built:
-    """`device` is where the drafter serves."""
+    """`device` is where the drafter serves; `serves`: in this process, from which training then takes time."""
     train_device = torch.device(device if config.train_device == "same" else config.train_device)
     pair = _pair(config, drafter, folder, train_device)
     trainer = Trainer(
@@ -99,7 +100,7 @@ def build_learner(
         emit=history,
         kept_refusals=config.kept_refusals,
         least_texts=config.gate_sequences,
-        stolen=_stolen(config, train_device),
+        stolen=_stolen(config, train_device) if serves else _nothing,
     )
     overview = Overview(
         config.policy,
@@ -141,3 +142,7 @@ def _stolen(config: AdaptationConfig, train_device: torch.device) -> Callable[[]
     if train_device.type != "cpu":
         return time.perf_counter
     return lambda: time.thread_time() * config.train_threads
+
+
+def _nothing() -> float:
+    return 0.0

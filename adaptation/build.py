@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from adaptation.alarm import Collapse, FallingWindows, PairedCusum
 from adaptation.bandit import Bandit, BanditRules
 from adaptation.buffers import HeldBack, LessonBuffers
@@ -118,11 +120,13 @@ def build_rules(config: AdaptationConfig, *, autocast: bool) -> Rules:
     )
 
 
-def build_worker(config: AdaptationConfig, loop: Loop) -> Worker:
+def build_worker(config: AdaptationConfig, loop: Loop, device: torch.device) -> Worker:
+    """`device` is where the loop computes."""
     return Worker(
         loop,
         most_waiting=config.queued_queries,
         threads=config.train_threads,
         duty_cycle=config.duty_cycle,
         niceness=config.train_niceness,
+        device=device,
     )

@@ -6,7 +6,7 @@ class takes this object: `adaptation/build.py` unpacks it.
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 PolicyName = Literal["bandit", "always", "head_only", "full_only", "never"]
 
@@ -121,6 +121,35 @@ class AdaptationConfig(BaseModel):
     snapshots_in_memory: int = _knob(2, "Published drafters kept in memory for a rollback.", ge=1)
     snapshots_on_disk: int = _knob(8, "Published drafters kept on disk (ring).", ge=1)
 
+    redis_url: SecretStr | None = Field(
+        default=None,
+        description="Redis server through which several replicas share one learner: redis://, rediss:// or unix://. "
+        "Unset: each server learns by itself. Texts of queries pass through it: let nobody else reach it.",
+    )
+    redis_secret: SecretStr | None = Field(
+        default=None,
+        min_length=16,
+        description="Secret of all replicas, with which they sign what they send. Unset: whoever can write to the "
+        "server can bring weights. Prefer the environment or the file.",
+    )
+    redis_role: Literal["auto", "follower"] = Field(
+        default="auto",
+        description="auto: this replica learns for all when it is the one that leads. follower: it never does, because "
+        "another one or `adaptree trainer` shall.",
+    )
+    redis_lost: Literal["learn", "stand_still"] = Field(
+        default="learn",
+        description="What a replica does while the server is lost. learn: it learns by itself, and drops that for what "
+        "is announced later. stand_still: it keeps the drafter it has.",
+    )
+    redis_lease_seconds: float = _knob(
+        3.0, "Time after which a leader that is not heard of any more is replaced, and a lost server is lost.", ge=0.5
+    )
+    redis_queries: int = _knob(
+        128, "Queries that wait in the server, and in each replica, to be heard; the oldest make room.", ge=1
+    )
+    redis_query_mib: int = _knob(16, "Largest query that is sent, in MiB; a larger one is not learnt from.", ge=1)
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.epsilon_end > self.epsilon_start:
@@ -131,4 +160,6 @@ class AdaptationConfig(BaseModel):
             raise ValueError("gate_sequences must not exceed held_back_sequences: no update could ever be published")
         if self.query_positions > self.buffer_positions:
             raise ValueError("query_positions must not exceed buffer_positions")
+        if self.redis_url is not None and not self.enabled:
+            raise ValueError("redis_url is set, but enabled is not: nobody would learn")
         return self

@@ -7,7 +7,9 @@ and after any exception calls `recover`.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
+from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.buffers import HeldBack, LessonBuffers
@@ -20,6 +22,7 @@ from adaptation.judging import Judge
 from adaptation.memory import Memory, Remembered
 from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
+from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
 from adaptation.watch import Alarm, Watch
 from drafters.feedback import QueryFeedback
@@ -77,8 +80,7 @@ class Learner:
 
     def hear(self, feedback: QueryFeedback) -> Taken:
         """One finished query."""
-        if feedback.ready is not None:
-            feedback.ready.synchronize()
+        feedback = received(feedback, self._pair.train_device)
         taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
         if taken.held_back and taken.text is not None and not self._drift.ready:
             self._drift.offer([taken.text.example])
@@ -114,16 +116,28 @@ class Learner:
         """An operator distrusts what is served: back to what was before it."""
         return self._take_back("operator", {})
 
-    def adopt(self, weights: Mapping[str, Tensor]) -> int:
-        """An operator brings weights: they are served without being judged. # -> their version. Raises NotStored."""
+    def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
+        """Somebody brings weights: they are served without being judged. # -> their version. Raises NotStored."""
         version = self._pair.adopt(weights)
         self._policy.reset()
         self._buffers.clear()
         self._watch.reset()
         self._start_over()
-        self._tell("loaded", "operator")
+        self._tell("loaded", reason)
         self.save(training=False)
         return version
+
+    def shared(self) -> dict[str, JsonValue]:
+        """What whoever learns after this process should know: which updates were worth their time."""
+        return {"policy": self._policy.state()}
+
+    def inherit(self, shared: Mapping[str, JsonValue]) -> None:
+        """Go on from what another process has shared; what cannot be used is told, and costs nothing else."""
+        policy = shared.get("policy")
+        try:
+            self._policy.restore(policy if isinstance(policy, dict) else {})
+        except ValueError as error:
+            self._tell("restored", f"policy: {error}")
 
     def recover(self, error: str) -> None:
         """Something broke at any place: forget the update under way and go on from what is served."""
@@ -283,7 +297,9 @@ class Learner:
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
+    losses = asdict(report.losses[-1]) if report.losses else {}
     return {
+        **{f"{term}_loss": loss for term, loss in losses.items()},
         "head": float(report.arm == "head"),
         "seconds": report.seconds,
         "moved": report.moved,

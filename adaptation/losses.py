@@ -1,6 +1,5 @@
-"""What updates minimise besides the training objective: distance to the target and to the anchor drafter.
-
-Legend: rows = positions, vocab = the drafter's, top = likeliest tokens of the target that are kept.
+"""What updates minimise besides the objectives of training and of heads: distance to the anchor drafter on texts, and
+the rank head's loss. Legend: rows = positions, vocab = the drafter's.
 """
 
 import torch
@@ -14,26 +13,15 @@ from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 
 
-def target_divergence(logits: Tensor, drafted: Tensor, top_logprobs: Tensor) -> Tensor:
-    """Mean over rows of sum_v p(v) (log p(v) - log q(v)), v over the target's top tokens that can be drafted.
-
-    logits [rows, vocab]; drafted [rows, top] draft ids or -1; top_logprobs [rows, top]
-    """
-    log_p = top_logprobs.float()
-    p = log_p.exp() * (drafted >= 0)
-    log_q = logits.float().log_softmax(-1).gather(1, drafted.clamp(min=0))
-    return torch.where(drafted >= 0, p * (log_p - log_q), 0.0).sum(1).mean()
-
-
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
     """Mean over rows of KL(drafter || anchor). # both [rows, vocab]"""
     log_q, log_a = logits.float().log_softmax(-1), anchor_logits.float().log_softmax(-1)
     return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
 
 
-def rank_loss(model: SpecBlock, marks: Marks, logits: Tensor) -> Tensor:
-    """Cross-entropy of the rank head at marked positions, on what the draft head says now. # logits [rows, vocab]"""
-    features, ids = rank_features(logits.detach().float().log_softmax(-1))
+def rank_loss(model: SpecBlock, marks: Marks, features: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy of the rank head at marked positions, on `rank_features` of what the draft head says now."""
+    # features [rows, NUM_FEATURES], ids [rows, TOP]
     return cross_entropy(model.rank_logits(marks.states, features), rank_class(ids, marks.drafted))
 
 

@@ -81,6 +81,11 @@ class DrafterPair:
         self._lock = threading.Lock()
 
     @property
+    def train_device(self) -> torch.device:
+        """Where the training copy, the anchor and the replica are."""
+        return self.training.d2t.device
+
+    @property
     def newest(self) -> int:
         """The highest version so far, staged or served."""
         return self._newest
@@ -100,6 +105,12 @@ class DrafterPair:
     def layout(self) -> Layout:
         """Names, shapes and types of the weights, as they are served."""
         return self._layout
+
+    def latest(self) -> tuple[int, Mapping[str, Tensor]]:
+        """Version and weights of what is served, or on its way to be. They never change: any thread may read them."""
+        with self._lock:
+            staged = self._staged
+            return (self.version, self._served) if staged is None else (staged.version, staged.weights)
 
     def between_steps(self) -> int:
         """Write what is staged, if anything; called by the engine thread. # -> the version of the next step"""

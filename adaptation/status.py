@@ -16,6 +16,23 @@ class PastEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """This process among those that learn together. Counts are those of this process."""
+
+    name: str = ""  # empty: it learns by itself, and asks nobody
+    standing: str = "alone"  # alone, following or leading
+    connected: bool = False  # to the store that all share
+    leader: str = ""  # who announced the version that all serve
+    epoch: int = 0  # of that leader
+    number: int = 0  # of that version
+    announced_sha256: str = ""  # of the weights that all shall serve
+    served_sha256: str = ""  # and of those that are served here, or on their way to be
+    queries: Mapping[str, int] = field(default_factory=dict)  # by what became of them
+    versions: Mapping[str, int] = field(default_factory=dict)  # by what became of them
+    connections_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationStatus:
     """Learning at one moment. Counts are those of this process."""
 
@@ -46,3 +63,4 @@ class AdaptationStatus:
     failures: Mapping[str, int]  # of the learning thread, by stage
     restarts: int  # of the learning thread
     events: tuple[PastEvent, ...] = field(default=())  # the last ones, oldest first
+    replicas: ReplicaStatus = field(default_factory=ReplicaStatus)

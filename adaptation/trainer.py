@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adaptation.losses import TextDivergence, anchor_divergence, rank_loss, target_divergence
+from adaptation.losses import TextDivergence, rank_loss
 from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
@@ -21,6 +21,8 @@ from drafters.feedback import Marks
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
+from kernels import ops
+from kernels.draft_loss import HeadLoss
 
 Outcome = Literal[
     "applied",
@@ -81,6 +83,7 @@ class _Discard(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
+    loss: Tensor  # what is minimised; the others are what it consists of
     draft: Tensor
     rank: Tensor
     anchor: Tensor
@@ -102,6 +105,7 @@ class Trainer:
         self._anchor = anchor
         self._rules = rules
         self._generator = generator
+        self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings())
         self._divergence = TextDivergence(anchor, embed, anchors=_ANCHORS)
         named = dict(model.named_parameters())
@@ -166,23 +170,26 @@ class Trainer:
         """What each step of an update minimises."""
         if arm == "head":
             marks = _joined([lesson.marks for lesson in lessons if lesson.marks.count], self._model.d2t.device)
-            with torch.no_grad(), self._autocast():
-                anchored = self._anchor.lm_head(marks.states)
-            return lambda: self._head_terms(marks, anchored)
+            with self._autocast():
+                loss_of = self._ops.draft_objective(
+                    marks.states,
+                    self._anchor.lm_head.weight,
+                    self._model.t2d[marks.top_ids.long()],
+                    marks.top_logprobs,
+                    anchor_weight=self._rules.anchor_weight,
+                )
+            return lambda: self._head_terms(marks, loss_of)
         examples = [lesson.example for lesson in lessons if lesson.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
         batch = self._batch(examples)
         return lambda: self._full_terms(batch, examples)
 
-    def _head_terms(self, marks: Marks, anchored: Tensor) -> _Terms:
-        """anchored [rows, vocab], logits of the anchor's head on the same states"""
+    def _head_terms(self, marks: Marks, loss_of: HeadLoss) -> _Terms:
         with self._autocast():
-            logits = self._model.lm_head(marks.states)  # [rows, vocab]
-            rank = rank_loss(self._model, marks, logits)
-        drafted = self._model.t2d[marks.top_ids.long()]
-        draft = target_divergence(logits, drafted, marks.top_logprobs)
-        return _Terms(draft, rank, anchor_divergence(logits, anchored))
+            said = loss_of(self._model.lm_head.weight)
+            rank = rank_loss(self._model, marks, said.features, said.ids)
+        return _Terms(said.total + rank, said.target, rank, said.anchor)
 
     def _full_terms(self, batch: Batch, examples: list[Example]) -> _Terms:
         """The distance to the anchor is taken on one text per step, drawn at random: it would double the cost."""
@@ -190,7 +197,8 @@ class Trainer:
             scores = self._objective(batch, self._generator)
             drawn = int(torch.randint(len(examples), (), generator=self._generator))
             anchor = self._divergence(self._model, self._batch([examples[drawn]]))
-        return _Terms(scores.draft_loss, scores.rank_loss, anchor)
+        loss = scores.draft_loss + scores.rank_loss + self._rules.anchor_weight * anchor
+        return _Terms(loss, scores.draft_loss, scores.rank_loss, anchor)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self._rules.autocast)
@@ -200,10 +208,9 @@ class Trainer:
 
     def _step(self, arm: Arm, terms: _Terms) -> Losses:
         optimizer = self._optimizers[arm]
-        loss = terms.draft + terms.rank + self._rules.anchor_weight * terms.anchor
-        if not bool(torch.isfinite(loss)):
+        if not bool(torch.isfinite(terms.loss)):
             raise _Discard("loss_not_finite")
-        loss.backward()
+        terms.loss.backward()
         norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), self._rules.gradient_norm)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")

@@ -17,6 +17,7 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from adaptation.streams import beside
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 
@@ -49,8 +50,18 @@ class _Command:
 class Worker:
     """Owner of the adaptation thread. A thread that was killed is replaced at the next query."""
 
-    def __init__(self, loop: Loop, *, most_waiting: int, threads: int, duty_cycle: float, niceness: int = 0) -> None:
-        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it."""
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        most_waiting: int,
+        threads: int,
+        duty_cycle: float,
+        niceness: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
+        `device`: where the loop computes, on a stream that gives way too."""
         self.failures: Counter[Stage] = Counter()
         self.num_dropped = 0  # queries that nobody heard
         self.num_restarts = 0
@@ -59,6 +70,7 @@ class Worker:
         self._threads = threads
         self._duty_cycle = duty_cycle
         self._niceness = niceness
+        self._device = device or torch.device("cpu")
         self._waiting: deque[QueryFeedback] = deque()
         self._commands: deque[_Command] = deque()
         self._ready = threading.Condition()
@@ -139,13 +151,14 @@ class Worker:
             self.start()
 
     def _run(self) -> None:
-        _bound_threads(self._threads)
-        _step_back(self._niceness)
-        if self._busy:  # the thread before died in the middle of something
-            self._guard("recover", lambda: self._loop.recover("thread_died"))
-        while not self._stopping.is_set():
-            self._turn()
-        self._guard("save", lambda: self._loop.save(training=True))
+        bound_threads(self._threads)
+        step_back(self._niceness)
+        with beside(self._device):
+            if self._busy:  # the thread before died in the middle of something
+                self._guard("recover", lambda: self._loop.recover("thread_died"))
+            while not self._stopping.is_set():
+                self._turn()
+            self._guard("save", lambda: self._loop.save(training=True))
 
     def _turn(self) -> None:
         """The next thing there is to do, commands first."""
@@ -213,7 +226,7 @@ class Worker:
         return None
 
 
-def _step_back(niceness: int) -> None:
+def step_back(niceness: int) -> None:
     """Let other threads have the CPU first. Only Linux keeps a niceness per thread."""
     if niceness and sys.platform == "linux":
         thread = threading.get_native_id()
@@ -221,7 +234,7 @@ def _step_back(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _NICEST))
 
 
-def _bound_threads(number: int) -> None:
+def bound_threads(number: int) -> None:
     """Bound the torch threads of the calling thread alone.
 
     torch takes the last number anybody set for threads that have not computed yet. A thread that ends at once sets it

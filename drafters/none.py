@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree
 
 
@@ -14,6 +14,7 @@ class NoDrafter:
     name = "none"
     version = 0
     target_top = 0
+    num_blocks = 0
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -36,6 +37,9 @@ class NoDrafter:
 
     def credits(self) -> Mapping[str, int]:
         return {}
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes()
 
     def trainable(self) -> nn.Module | None:
         return None

@@ -1,7 +1,7 @@
 """What the engine asks of a drafter. Adding a kind of drafter means implementing this and touching nothing else."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -66,6 +66,14 @@ class Committed:
     tops: TargetTops | None = None  # there if the drafter's `target_top` asks for them
 
 
+@dataclass(frozen=True, slots=True)
+class RankOutcomes:
+    """By class of a rank head: recent tokens that candidates of its ranks were to have right, and those they had."""
+
+    foretold: Mapping[str, float] = field(default_factory=dict)
+    right: Mapping[str, float] = field(default_factory=dict)
+
+
 class Drafter(Protocol):
     """Proposes draft trees and hears what became of them. All calls come from the engine thread."""
 
@@ -83,6 +91,11 @@ class Drafter(Protocol):
     @property
     def target_top(self) -> int:
         """How many of the target's likeliest tokens `commit` wants behind root and accepted nodes; 0: none."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks drafted so far, by a drafter that drafts in blocks."""
         ...
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
@@ -107,6 +120,10 @@ class Drafter(Protocol):
 
     def credits(self) -> Mapping[str, int]:
         """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
+        ...
+
+    def rank_outcomes(self) -> RankOutcomes:
+        """How its rank head has done lately; waits for the device. Empty without such a head."""
         ...
 
     def trainable(self) -> nn.Module | None:

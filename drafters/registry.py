@@ -11,6 +11,7 @@ from drafters.merged.drafter import MergedDrafter
 from drafters.none import NoDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.specblock.captured import Capture
 from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import POLICIES
@@ -46,6 +47,7 @@ class TrainedWeights:
     policy: str = "best_first"
     recorder: Recorder | None = None  # hears what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
+    capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
 
 
 def build_drafter(
@@ -83,6 +85,7 @@ def build_drafter(
             device=device,
             recorder=weights.recorder,
             version=weights.version,
+            capture=weights.capture,
         )
 
     def merged() -> Drafter:

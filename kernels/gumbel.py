@@ -24,18 +24,23 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     about 2^-24.
     """
     # seeds, positions [rows] int64 -> [rows, vocab] float32
-    return _noise(seeds, positions, _token_ids(vocab, seeds.device))
+    return noise_of_keys(row_keys(seeds, positions), vocab)
 
 
 def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The columns of `gumbel_noise` of some tokens, to the same bits."""
     # seeds, positions [rows] int64; tokens [picked] -> [rows, picked] float32
-    return _noise(seeds, positions, tokens.to(torch.int32))
+    return _noise(row_keys(seeds, positions), tokens.to(torch.int32))
 
 
-def _noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    noise = torch.empty(seeds.shape[0], tokens.shape[0], dtype=torch.float32, device=seeds.device)
-    keys = _row_keys(seeds, positions)
+def noise_of_keys(keys: Tensor, vocab: int) -> Tensor:
+    """`gumbel_noise` for rows whose keys are known already."""
+    # keys [rows, 2] int32 -> [rows, vocab] float32
+    return _noise(keys, _token_ids(vocab, keys.device))
+
+
+def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    noise = torch.empty(keys.shape[0], tokens.shape[0], dtype=torch.float32, device=keys.device)
     rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, tokens.shape[0]))
     for start in range(0, len(keys), rows_at_once):
         part = slice(start, start + rows_at_once)
@@ -60,8 +65,9 @@ def _hashed(keys: Tensor, tokens: Tensor) -> Tensor:
     return bits
 
 
-def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The position-th output of a SplitMix64 stream whose start is the mixed seed, as two 32-bit halves."""
+def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """All that a row's noise depends on: the position-th output of a SplitMix64 stream whose start is the mixed seed,
+    as two 32-bit halves."""
     # [rows] int64 -> [rows, 2] int32
     golden = _signed64(0x9E3779B97F4A7C15)
     keys = _mix64(_mix64(seeds + golden) + (positions + 1) * golden)

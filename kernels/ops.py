@@ -1,7 +1,93 @@
-"""The one place where each op is bound to an implementation, once, at import: the step never compares backend names."""
+"""The one place where ops are bound to implementations: Triton kernels on CUDA devices, plain torch everywhere else.
 
-from kernels.accept import accept
+Whoever is built for a device asks for its table once; nobody compares backend names in a step. Ops that are not in the
+table (filters, noise for a drafter's candidates) are plain torch on every device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import accept, commit_slots, draft_loss, rank_features, sample, tree_attention
+from kernels.accept import Accepted
+from kernels.commit_slots import CommittedSlots
+from kernels.draft_loss import HeadLoss
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
-from kernels.tree_attention import plan_attention, tree_attention
+from kernels.sample import Choice
+from kernels.tree_attention import Attention, AttentionRows
 
-__all__ = ["accept", "gumbel_noise", "gumbel_noise_of", "plan_attention", "tree_attention"]
+__all__ = ["REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "on"]
+
+
+class PlanAttention(Protocol):
+    """`kernels.tree_attention.plan_attention`."""
+
+    def __call__(
+        self,
+        rows: AttentionRows,
+        slot_table: Tensor,
+        *,
+        num_slots: int,
+        query_heads: int,
+        kv_heads: int,
+        member_multiple: int,
+        padding: int = 0,
+    ) -> Attention: ...
+
+
+class DraftObjective(Protocol):
+    """`kernels.draft_loss.draft_objective`."""
+
+    def __call__(
+        self, states: Tensor, anchor_head: Tensor, drafted: Tensor, top_logprobs: Tensor, *, anchor_weight: float
+    ) -> HeadLoss: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of each op; what they do is said at the references."""
+
+    plan_attention: PlanAttention
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor], Choice]
+    accept: Callable[[Tensor, Tensor, Tensor, Tensor], Accepted]
+    commit_slots: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], CommittedSlots]
+    rank_features: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draft_objective: DraftObjective
+
+
+REFERENCE = Ops(
+    plan_attention=tree_attention.plan_attention,
+    sample=sample.sample,
+    accept=accept.accept,
+    commit_slots=commit_slots.commit_slots,
+    rank_features=rank_features.rank_features,
+    draft_objective=draft_loss.draft_objective,
+)
+
+
+def on(device: torch.device) -> Ops:
+    """The ops for tensors on this device."""
+    return _table(device.type)
+
+
+@cache
+def _table(device_type: str) -> Ops:
+    return _device_table() if device_type == "cuda" else REFERENCE
+
+
+def _device_table() -> Ops:
+    """Imported only here: Triton is not installed where there is no device for it."""
+    from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, tree_attention
+
+    return Ops(
+        plan_attention=tree_attention.plan_attention,
+        sample=sample.sample,
+        accept=accept.accept,
+        commit_slots=commit_slots.commit_slots,
+        rank_features=rank_features.rank_features,
+        draft_objective=draft_loss.draft_objective,
+    )

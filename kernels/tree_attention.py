@@ -19,7 +19,7 @@ segment, members = query rows x query heads per key/value head in a segment (pad
 import math
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -102,12 +102,37 @@ class AttentionBucket:
         return self.masks[window]
 
 
+class Attention(Protocol):
+    """One forward's attention, laid out for all layers."""
+
+    def attend(
+        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Attend all rows in one layer.
+
+        query [rows, query heads, head_dim] float32; pool [2, slots, heads, head_dim], the layer's keys and values with
+        this forward's rows written; returns [rows, query heads, head_dim] float32. `softcap` bounds scores to +-softcap
+        by tanh (Gemma 2).
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """How one forward's rows attend: a bucket for decoding rows and one for prompt chunks, as far as present."""
 
     buckets: tuple[AttentionBucket, ...]
     out_members: Tensor  # [rows * query heads] int64 into the buckets' flattened results, one after the other
+
+    def attend(
+        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """As `Attention.attend`; the pool must be float32."""
+        flat_query = query.reshape(-1, query.shape[-1]) * (scale * LOG2_E)  # [rows * query heads, head_dim]
+        flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
+        parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in self.buckets]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attended.index_select(0, self.out_members).view(query.shape)
 
 
 def plan_attention(
@@ -139,28 +164,6 @@ def plan_attention(
         outs[part] = offset + _out_members(segments, heads)
         offset += segments.member_rows.size * kv_heads
     return AttentionPlan(tuple(buckets), torch.from_numpy(outs.reshape(-1)).to(slot_table.device))
-
-
-def tree_attention(
-    query: Tensor,
-    pool: Tensor,
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attend all rows of a forward.
-
-    query [rows, query heads, head_dim] float32; pool [2, slots, heads, head_dim] float32, one layer's
-    keys and values with this forward's rows written; returns [rows, query heads, head_dim] float32.
-    `softcap` bounds scores to +-softcap by tanh (Gemma 2).
-    """
-    flat_query = query.reshape(-1, query.shape[-1]) * (scale * LOG2_E)  # [rows * query heads, head_dim]
-    flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
-    parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in plan.buckets]
-    attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return attended.index_select(0, plan.out_members).view(query.shape)
 
 
 def _attend(

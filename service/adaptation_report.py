@@ -14,6 +14,11 @@ _WORTH_A_LOOK: Final[frozenset[EventKind]] = frozenset({"rolled_back", "alarm", 
 def report(event: Event, metrics: Metrics) -> None:
     """To be called from any thread, once per event."""
     metrics.observe_event(event)
+    tell(event)
+
+
+def tell(event: Event) -> None:
+    """The line in the log alone, where nobody counts."""
     level = logging.WARNING if event.kind in _WORTH_A_LOOK else logging.INFO
     fields = {"event": event.kind, "drafter_version": event.version, "reason": event.reason}
     logger.log(level, "%s", _line(event), extra={**fields, "numbers": dict(event.numbers)})

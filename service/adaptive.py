@@ -3,6 +3,7 @@
 Composition only. What may be asked from any thread runs in the thread that learns, or touches nothing of it.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,30 +14,33 @@ import torch
 from torch import Tensor
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
-from adaptation.build import build_worker
 from adaptation.config import AdaptationConfig
 from adaptation.events import Emit
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair
+from adaptation.replicas.join import Joined, join_replicas
+from adaptation.replicas.solitude import Replicas
 from adaptation.snapshot_folder import all_finite
 from adaptation.status import AdaptationStatus
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
+from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.recording import BlockRecorder
-from service.assembly import Assembly, choose_drafter
+from service.assembly import Assembly, choose_drafter, device_of
 from service.engine import trained
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
 from service.engine.trained import Replaceable
 from service.engine.weights import LoadedModel
-from service.errors import StartupError
+from service.errors import InvalidRequest, StartupError
 
 logger = logging.getLogger(__name__)
 
+_HASH_LENGTH = 16
 _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and the thread gives way to everybody
 
 
@@ -48,6 +52,7 @@ class Adaptive:
     learner: Learner
     pair: DrafterPair
     worker: Worker
+    replicas: Replicas
     overview: Overview
     loaded: LoadedModel
     network: SpecBlock  # that serves
@@ -56,9 +61,12 @@ class Adaptive:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
         self.pair.waits = wake
         self.worker.start()
+        self.replicas.start()
 
     def stop(self) -> None:
         """End the learning thread, which stores its state."""
+        if not self.replicas.stop():
+            logger.warning("the store of the replicas did not answer in time; leaving without a word")
         if not self.worker.stop(_STORING_SECONDS):
             logger.error("learning did not end within %.0f seconds; its last state may be lost", _STORING_SECONDS)
 
@@ -68,7 +76,8 @@ class Adaptive:
 
     def status(self) -> AdaptationStatus:
         """Waits for an update under way, as everything below does. Raises CancelledError once learning is stopped."""
-        return self.worker.ask(lambda: self.overview.status(self.worker)).result()
+        status = self.worker.ask(lambda: self.overview.status(self.worker)).result()
+        return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
         self.worker.ask(self.learner.pause).result()
@@ -77,13 +86,25 @@ class Adaptive:
         self.worker.ask(self.learner.resume).result()
 
     def rollback(self) -> int:
-        """Serve what was before, as a new version. # -> that version"""
+        """Serve what was before, as a new version. # -> that version; raises InvalidRequest"""
+        self._check_leads()
         return self.worker.ask(self.learner.rollback).result().version
 
     def load_from_disk(self, folder: Path) -> int:
-        """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored."""
+        """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored,
+        InvalidRequest."""
+        self._check_leads()
         weights = self._fitting(trained.load_network(folder, self.loaded), folder)
         return self.worker.ask(lambda: self.learner.adopt(weights)).result()
+
+    def _check_leads(self) -> None:
+        """What is served is decided by the replica that leads: any other would be told otherwise at once."""
+        replicas = self.replicas.status()
+        if replicas.standing == "following":
+            raise InvalidRequest(
+                f"This replica serves what {replicas.leader or 'its leader'} announces; ask that one.",
+                code="not_leading",
+            )
 
     def _fitting(self, network: SpecBlock, folder: Path) -> dict[str, Tensor]:
         """The weights of a network that may stand in for the one that serves. Raises DrafterError."""
@@ -113,17 +134,20 @@ def build_adaptive(
     limits = limits or assembly.limits
     source = _replaceable(assembly)
     network = source.weights.model
-    built = _learner(assembly, config, source, folder, emit, limits, seed, clock)
-    worker = build_worker(config, built.learner)
+    drafter = _served(source, limits, _train_embed(assembly, config))
+    built = _learner(assembly, config, drafter, folder, emit, seed, clock)
+    joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
     weights = replace(
         source.weights, recorder=_recorder(config, network, limits, tables), version=lambda: built.pair.version
     )
     engine = assembly.engine(
-        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.pair, tables, worker)
+        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.pair, tables, joined.replicas)
     )
     built.learner.restore()
-    return Adaptive(engine, built.learner, built.pair, worker, built.overview, assembly.loaded, network)
+    return Adaptive(
+        engine, built.learner, built.pair, joined.worker, joined.replicas, built.overview, assembly.loaded, network
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +156,13 @@ class _Told:
 
     pair: DrafterPair
     tables: FeedbackRecorder
-    worker: Worker
+    replicas: Replicas
 
     def between_steps(self) -> int:
         return self.pair.between_steps()
 
     def ended(self, query: Query) -> None:
-        self.worker.offer(self.tables.finish(query))
+        self.replicas.offer(self.tables.finish(query))
 
 
 def _replaceable(assembly: Assembly) -> Replaceable:
@@ -149,34 +173,58 @@ def _replaceable(assembly: Assembly) -> Replaceable:
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "
             "trained weights, or set adaptation.enabled to false"
         )
-    return trained.load_replaceable(
+    found = trained.load_replaceable(
         folder, assembly.loaded, blocks=known.blocks, starts=known.starts, policy=known.policy
+    )
+    return replace(found, weights=replace(found.weights, capture=known.capture))
+
+
+def _train_embed(assembly: Assembly, config: AdaptationConfig) -> Embed:
+    """The target's embedding where training computes. Raises StartupError for a device that is not there."""
+    table, name = assembly.loaded.parts.embedding, config.train_device
+    return trained.embed_with(table if name == "same" else table.to(device_of(name)))
+
+
+def _served(source: Replaceable, limits: EngineLimits, embed: Embed) -> ServedDrafter:
+    network = source.weights.model
+    return ServedDrafter(
+        config=network.config,
+        weights=source.first,
+        vocabulary=network.d2t,
+        prepare=source.prepare,
+        embed=embed,
+        max_nodes=limits.max_budget,
     )
 
 
 def _learner(
     assembly: Assembly,
     config: AdaptationConfig,
-    source: Replaceable,
+    drafter: ServedDrafter,
     folder: Path,
     emit: Emit,
-    limits: EngineLimits,
     seed: int,
     clock: Callable[[], float],
 ) -> Built:
-    network, device = source.weights.model, assembly.target.device
-    drafter = ServedDrafter(
-        config=network.config,
-        weights=source.first,
-        vocabulary=network.d2t,
-        prepare=source.prepare,
-        embed=source.weights.embed,
-        max_nodes=limits.max_budget,
-    )
-    autocast = assembly.loaded.model.dtype == torch.bfloat16
+    device, autocast = assembly.target.device, assembly.loaded.model.dtype == torch.bfloat16
     return build_learner(
         config, drafter, folder=folder, device=device, clock=clock, seed=seed, autocast=autocast, emit=emit
     )
+
+
+def _joined(config: AdaptationConfig, built: Built, drafter: ServedDrafter, target_identity: str) -> Joined:
+    try:
+        return join_replicas(config, built, drafter, target_identity=target_identity)
+    except ValueError as error:
+        raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
+
+
+def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:
+    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only."""
+    digest = hashlib.sha256()
+    for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
+        digest.update((drafter / name).read_bytes())
+    return state_dir / "adaptation" / f"{target_identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 
 
 def _tables(config: AdaptationConfig, network: SpecBlock, limits: EngineLimits) -> FeedbackRecorder:

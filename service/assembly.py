@@ -4,6 +4,7 @@ The server, the benchmarks and the checks all start here, so that what is measur
 """
 
 import hashlib
+import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,20 +16,24 @@ from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
 from service import __version__
 from service.config import ServiceConfig
-from service.engine import build, trained
+from service.engine import build, room, trained
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
+from service.engine.captured import capture_forwards
 from service.engine.cost_cache import Costs
+from service.engine.dummy import dummy_drafter
 from service.engine.engine import Engine, Vocabulary
+from service.engine.graphs import graphs_for
 from service.engine.kv_pool import slots_for
 from service.engine.learning import Learning
 from service.engine.measuring import costs_at_start
-from service.engine.numerics import Numerics, settle
+from service.engine.memory import MemoryPlan, memory_for
+from service.engine.numerics import Numerics, rehearsed_context, rows_are_independent, settle
 from service.engine.sequence import GenerationRequest
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
 from service.engine.trained import shipped_folder
-from service.engine.weights import LoadedModel, load_model
+from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
 from service.progress import bar
 from service.tokenizer import ChatTokenizer
@@ -100,24 +105,77 @@ def assemble(config: ServiceConfig) -> Assembly:
     torch.set_num_threads(config.num_threads)
     device = device_of(config.device)
     dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
-    cache = config.state_dir / "cache"
-    loaded = load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    loaded = _loaded(config, dtype, device)
     limits = _limits(config, loaded.max_positions)
-    free = build.free_bytes(device)
-    num_slots = slots_for(
-        loaded.kv_shape, config.kv_cache_bytes(device.type, free), max_model_len=limits.max_model_len, reserve=MAX_NODES
-    )
     drafter_name, folder = choose_drafter(config)
-    taps = trained.tap_layers(folder) if folder else ()
-    target = build.build_target(loaded, num_slots, tap_layers=taps)
-    logger.info("checking that rows do not depend on their company")
-    numerics = settle(target)
-    weights = _weights(config, folder, loaded) if folder else None
+    weights = _replayed(_weights(config, drafter_name, folder, loaded), _captures(config, device), device)
+    target = _target(config, loaded, limits, weights)
+    numerics = _numerics(config, target, limits)
     costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
     tokenizer = ChatTokenizer(loaded.tokenizer)
     assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, weights)
     logger.info("%s", start_up_line(assembly))
     return assembly
+
+
+def _loaded(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
+        if config.load_format == "dummy":
+            logger.warning("random weights: the text means nothing, and results are costs only")
+            return random_model(config.model, dtype=dtype, device=device)
+        cache = config.state_dir / "cache"
+        return load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+
+
+def _target(config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None) -> Target:
+    """The target with its pool; on a GPU what everything else will need there is set aside first."""
+    network, device = weights.model if weights else None, loaded.model.device
+    target = room.target_without_room(loaded, limits, network.config.tap_layers if network else ())
+    pool_bytes = config.kv_cache_bytes(device.type, 0)
+    if device.type == "cuda":
+        needs = room.needs_of(target, limits, network, _learning(config, device), captures=_captures(config, device))
+        plan = MemoryPlan(build.free_bytes(device), needs)
+        pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
+        plan.check(pool_bytes)
+        logger.info("device memory set aside beside keys and values: %s", plan.described())
+    num_slots = slots_for(
+        loaded.kv_shape,
+        pool_bytes,
+        max_model_len=limits.max_model_len,
+        reserve=MAX_NODES,
+        bytes_beside=room.entry_bytes(network) if device.type == "cuda" else 0,
+    )
+    room.give_room(target, loaded, num_slots)
+    return target
+
+
+def _learning(config: ServiceConfig, device: torch.device) -> room.Learning | None:
+    learning = config.adaptation
+    if not learning.enabled:
+        return None
+    trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
+    return room.Learning(trains_here, learning.window_tokens, learning.target_top)
+
+
+def _captures(config: ServiceConfig, device: torch.device) -> bool:
+    return config.graphs == "on" or (config.graphs == "auto" and device.type == "cuda")
+
+
+def _numerics(config: ServiceConfig, target: Target, limits: EngineLimits) -> Numerics:
+    """Settle how rows are padded and, where forwards are replayed, check those too."""
+    logger.info("checking that rows do not depend on their company")
+    numerics = settle(target)
+    if not _captures(config, target.device):
+        return numerics
+    with memory_for("captured forwards", "set graphs to off, or lower kv_cache_gib or kv_cache_share"):
+        capture_forwards(
+            target,
+            graphs_for(target.device),
+            max_sequences=limits.max_sequences,
+            max_nodes=limits.max_budget,
+            max_length=limits.max_model_len,
+        )
+    return numerics if rows_are_independent(target, context=rehearsed_context(target)) else "tolerant"
 
 
 def _costs(
@@ -152,6 +210,8 @@ def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     if not config.speculation:
         return "none", None
     folder = config.drafter_path or shipped_folder(config.model)
+    if config.load_format == "dummy" and config.drafter_path is None:
+        return ("specblock" if config.drafter == "auto" else config.drafter), None
     if config.drafter == "auto":
         if folder is None:
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
@@ -164,10 +224,19 @@ def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     return config.drafter, folder if config.drafter in TRAINED else None
 
 
-def _weights(config: ServiceConfig, folder: Path, loaded: LoadedModel) -> TrainedWeights:
-    return trained.load_weights(
-        folder, loaded, blocks=config.draft_blocks, starts=config.draft_starts, policy=config.growth
-    )
+def _weights(
+    config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
+) -> TrainedWeights | None:
+    blocks, starts, policy = config.draft_blocks, config.draft_starts, config.growth
+    if folder is not None:
+        return trained.load_weights(folder, loaded, blocks=blocks, starts=starts, policy=policy)
+    if config.load_format == "dummy" and drafter_name in TRAINED:
+        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=blocks, starts=starts, policy=policy)
+    return None
+
+
+def _replayed(weights: TrainedWeights | None, captures: bool, device: torch.device) -> TrainedWeights | None:
+    return replace(weights, capture=graphs_for(device).capture) if weights and captures else weights
 
 
 def start_up_line(assembly: Assembly) -> str:
@@ -175,9 +244,10 @@ def start_up_line(assembly: Assembly) -> str:
     target = assembly.target
     rows = f"rows padded to {target.fewest_rows}, then to multiples of {target.row_multiple}"
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
+    steps = "replayed" if target.replays else "not replayed"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
-        f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, "
+        f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "
         f"numerics: {assembly.numerics} ({rows}), drafter {assembly.drafter_name}"
     )
 
@@ -185,13 +255,18 @@ def start_up_line(assembly: Assembly) -> str:
 def device_of(name: str) -> torch.device:
     """The device of that name, or the best there is. Raises StartupError for a GPU that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise StartupError(
             f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; set device to cpu"
         )
-    return device
+    if importlib.util.find_spec("triton") is None:
+        raise StartupError(f"device {name!r}: its kernels need the package triton: pip install 'adaptree[gpu]'")
+    return torch.device("cuda", index)
 
 
 def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:

@@ -22,6 +22,8 @@ from service.config import CONFIG_VARIABLE, SETTINGS, LoadedConfig, load_config,
 from service.config_errors import allowed_values, flag_name
 from service.config_layers import SECTION_SEPARATOR, flat_values
 from service.errors import StartupError
+from service.top.command import top
+from service.trainer_command import trainer
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
@@ -164,3 +166,5 @@ app.add_typer(bench_app(with_settings), name="bench")
 app.add_typer(check_app(with_settings), name="check")
 app.command("tree")(with_settings(draw_tree))
 app.add_typer(train_app(), name="train")
+app.command("top")(top)
+app.command("trainer")(with_settings(trainer))

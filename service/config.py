@@ -64,6 +64,12 @@ class ServiceConfig(BaseSettings):
         description="Branch, tag or commit of a Hugging Face id. Unset: its main branch.",
         json_schema_extra=group("Model"),
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="auto: the model's own weights. dummy: random weights in the shape that model names (llama-3.1-8b, "
+        "qwen3-8b, tiny), to measure what steps cost; the text means nothing.",
+        json_schema_extra=group("Model"),
+    )
     load_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today.",
@@ -80,6 +86,12 @@ class ServiceConfig(BaseSettings):
         ge=1,
         le=1024,
         description="CPU threads for tensor work. Unset: one per physical core this process may use.",
+        json_schema_extra=group("Model"),
+    )
+    graphs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Record the forwards of decoding once and replay them. auto: on a GPU, as CUDA graphs. on: also on "
+        "a CPU, where it saves nothing. It never changes the text.",
         json_schema_extra=group("Model"),
     )
     max_model_len: int | None = Field(
@@ -242,7 +254,7 @@ class ServiceConfig(BaseSettings):
     )
     vllm_metric_names: bool = Field(
         default=False,
-        description="Also export the speculation counters under the vllm: names that other tools read.",
+        description="Also export what vLLM exports under its vllm: names and labels, which other tools read.",
         json_schema_extra=group("Operation"),
     )
     state_dir: Path = Field(

@@ -3,12 +3,14 @@
 Label sets are written out, because they must be closed and the modules that produce their values need torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
 
-from adaptation.events import EventKind
+from adaptation.events import Event, EventKind
 from adaptation.status import AdaptationStatus
+from service.replica_series import REPLICA_SERIES
+from service.series import Asked, Levels, Split, Spread, Told
 
 OTHER: Final = "other"  # reasons that are sentences; the log has them
 
@@ -33,7 +35,7 @@ EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     "dismissed": ("other_traffic", OTHER),
     "paused": ("operator", OTHER),
     "resumed": ("operator", OTHER),
-    "loaded": ("operator", OTHER),
+    "loaded": ("operator", "leader", OTHER),
     "restored": ("same_weights", OTHER),
     "failed": (*_STAGES, "thread_died", OTHER),
     "not_stored": (OTHER,),
@@ -46,22 +48,56 @@ def label_of(kind: EventKind, reason: str) -> str:
     return word if word in EVENT_REASONS[kind] else OTHER
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One metric: its values are read by key, and `:` separates the values of several labels in a key."""
-
-    kind: Literal["gauge", "counter"]
-    name: str
-    text: str
-    read: Callable[[AdaptationStatus], Mapping[str, float]]
-    labels: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ("",)
+Series = Asked[AdaptationStatus]
 
 
 def _plain(
     kind: Literal["gauge", "counter"], name: str, text: str, read: Callable[[AdaptationStatus], float]
 ) -> Series:
     return Series(kind, name, text, lambda status: {"": read(status)})
+
+
+_UPDATE_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_JUDGED: Final = ("candidate", "serving", "anchor")
+_LOSSES: Final = ("draft", "rank", "anchor")
+_UPDATE_ENDS: Final[frozenset[EventKind]] = frozenset({"published", "refused", "discarded"})
+
+
+def _finite(event: Event, names: Mapping[str, str]) -> dict[str, float]:
+    """Numbers that the event carries, by label; a mean over nothing is none."""
+    found = {label: event.numbers.get(name, math.nan) for label, name in names.items()}
+    return {label: value for label, value in found.items() if math.isfinite(value)}
+
+
+EVENTS: Final[tuple[Told[Event], ...]] = (
+    Split(
+        "adaptation_events",
+        "What learning did, by the reason.",
+        ("event", "reason"),
+        tuple(f"{kind}:{word}" for kind, words in EVENT_REASONS.items() for word in words),
+        lambda event: {f"{event.kind}:{label_of(event.kind, event.reason)}": 1},
+    ),
+    Spread(
+        "adaptation_update_seconds",
+        "Seconds of an update, without its judging.",
+        _UPDATE_SECONDS,
+        lambda event: _finite(event, {"": "seconds"}).values() if event.kind in _UPDATE_ENDS else (),
+    ),
+    Levels(
+        "adaptation_update_loss",
+        "Loss that the last update ended with, by term.",
+        "term",
+        _LOSSES,
+        lambda event: _finite(event, {term: f"{term}_loss" for term in _LOSSES}),
+    ),
+    Levels(
+        "adaptation_replayed_tau",
+        "Emitted tokens per verify of drafters replayed on the same held-back texts, at the last judgement.",
+        "drafter",
+        _JUDGED,
+        lambda event: _finite(event, {drafter: drafter for drafter in _JUDGED}),
+    ),
+)
 
 
 ARMS: Final = ("head", "full")
@@ -119,4 +155,5 @@ SERIES: Final = (
         _STAGES,
     ),
     _plain("counter", "adaptation_restarts", "Times the learning thread was replaced.", lambda s: s.restarts),
+    *REPLICA_SERIES,
 )

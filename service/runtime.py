@@ -108,6 +108,7 @@ class Runtime:
         self._state: State = "loading"
         self._generations: dict[str, Generation] = {}
         self._max_lag_seconds = 0.0
+        self.num_refused = 0  # requests, because too many were waiting
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -125,6 +126,11 @@ class Runtime:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._generations)
 
     @property
     def card(self) -> ModelCard:
@@ -210,6 +216,7 @@ class Runtime:
     def _check_queue(self, engine: EngineHandle) -> None:
         waiting = engine.num_waiting
         if waiting >= self._max_waiting:
+            self.num_refused += 1
             raise QueueFull(
                 f"{waiting} requests are waiting already; try again later.",
                 code="queue_full",

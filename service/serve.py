@@ -1,20 +1,18 @@
 """The server process: HTTP answers while the model loads; a line says when it is ready; SIGTERM drains."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 import anyio
 import uvicorn
 
-from drafters.specblock import checkpoint
+from adaptation.events import Event
 from drafters.tree import MAX_DEPTH
 from service.adaptation_report import report
-from service.adaptive import Adaptive, build_adaptive
+from service.adaptive import Adaptive, build_adaptive, learning_folder
 from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble, choose_drafter
@@ -22,17 +20,18 @@ from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.engine import StepReport
 from service.engine.stats import LoadStats
-from service.engine.thread import EngineThread
+from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
+from service.live import Live
 from service.metrics import Metrics
 from service.runtime import Runtime
 from service.served import ModelCard, Served
+from service.serving_series import ServerStatus
 
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
-_HASH_LENGTH = 16
 
 
 def serve(config: ServiceConfig) -> None:
@@ -41,15 +40,10 @@ def serve(config: ServiceConfig) -> None:
 
 
 async def _serve(config: ServiceConfig) -> None:
-    metrics = Metrics(
-        max_depth=MAX_DEPTH,
-        budget_reasons=REASONS,
-        sources=choose_drafter(config)[0].split("+"),
-        vllm_names=config.vllm_metric_names,
-    )
-    runtime = Runtime(lambda: load_served(config, metrics), max_waiting=config.max_waiting)
-    metrics.watch_event_loop(runtime.max_loop_lag_seconds)
-    app = create_app(runtime, _api_settings(config), render_metrics=lambda: rendered(metrics, runtime))
+    metrics, live = metrics_of(config), Live()
+    runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
+    metrics.watch_server(lambda: status_of(runtime))
+    app = create_app(runtime, _api_settings(config), live=live, render_metrics=lambda: rendered(metrics, runtime))
     settings = uvicorn.Config(
         app,
         host=config.host,
@@ -64,6 +58,26 @@ async def _serve(config: ServiceConfig) -> None:
         await _announce(server, runtime, serving)
     finally:
         await serving
+
+
+def metrics_of(config: ServiceConfig) -> Metrics:
+    """What is exported by a server of this configuration."""
+    return Metrics(
+        max_depth=MAX_DEPTH,
+        budget_reasons=REASONS,
+        sources=choose_drafter(config)[0].split("+"),
+        vllm_model=config.public_model_name if config.vllm_metric_names else None,
+    )
+
+
+def status_of(runtime: Runtime) -> ServerStatus:
+    """The server process at this moment."""
+    return ServerStatus(
+        ready=runtime.state == "ready",
+        requests_in_flight=runtime.num_open,
+        requests_refused=runtime.num_refused,
+        loop_lag_seconds=runtime.max_loop_lag_seconds(),
+    )
 
 
 async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
@@ -116,23 +130,29 @@ class _DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def load_served(config: ServiceConfig, metrics: Metrics) -> Served:
+def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     """Everything that is served, loaded and wired but not started. Raises StartupError."""
     assembly = assemble(config)
+    adaptive = _adaptive(assembly, metrics, live)
+    engine = assembly.engine() if adaptive is None else adaptive.engine
+    return Served(EngineThread(engine, telling(metrics, live)), assembly.tokenizer, card_of(assembly), adaptive)
+
+
+def telling(*observers: Metrics | Live) -> Observe:
+    """What the engine's thread calls after each step: all of them hear of it."""
 
     def observe(report: StepReport, load: LoadStats) -> None:
-        metrics.observe_load(load)
-        if report.stats is not None:
-            metrics.observe_step(report.stats)
-        for finished in report.finished:
-            metrics.observe_finish(finished)
+        for observer in observers:
+            observer.observe_load(load)
+            if report.stats is not None:
+                observer.observe_step(report.stats)
+            for finished in report.finished:
+                observer.observe_finish(finished)
 
-    adaptive = _adaptive(assembly, metrics)
-    engine = assembly.engine() if adaptive is None else adaptive.engine
-    return Served(EngineThread(engine, observe), assembly.tokenizer, _card(assembly), adaptive)
+    return observe
 
 
-def _adaptive(assembly: Assembly, metrics: Metrics) -> Adaptive | None:
+def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | None:
     """Learning, if it is wanted and there is something to train."""
     config = assembly.config
     if not config.adaptation.enabled:
@@ -140,23 +160,20 @@ def _adaptive(assembly: Assembly, metrics: Metrics) -> Adaptive | None:
     if assembly.weights is None:
         logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
         return None
-    folder = _learning_folder(assembly)
-    logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
-    return build_adaptive(assembly, config.adaptation, folder=folder, emit=lambda event: report(event, metrics))
 
+    def emit(event: Event) -> None:
+        report(event, metrics)
+        live.observe_event(event)
 
-def _learning_folder(assembly: Assembly) -> Path:
-    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only."""
-    _, drafter = choose_drafter(assembly.config)
+    _, drafter = choose_drafter(config)
     assert drafter is not None, "weights come from a folder"
-    digest = hashlib.sha256()
-    for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
-        digest.update((drafter / name).read_bytes())
-    name = f"{assembly.loaded.parts.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
-    return assembly.config.state_dir / "adaptation" / name
+    folder = learning_folder(config.state_dir, assembly.loaded.parts.identity, drafter)
+    logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
+    return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
 
 
-def _card(assembly: Assembly) -> ModelCard:
+def card_of(assembly: Assembly) -> ModelCard:
+    """What clients may know of the model."""
     return ModelCard(
         name=assembly.config.public_model_name,
         created=int(time.time()),

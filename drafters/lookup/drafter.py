@@ -16,7 +16,7 @@ from drafters.lookup.history import SEPARATOR, History
 from drafters.lookup.matching import PREDICTED, Matcher, Matches
 from drafters.lookup.merging import Merger
 from drafters.lookup.odds import ABSENT, LookupOdds
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
 _MAX_MATCHES = 12
@@ -33,6 +33,7 @@ class LookupDrafter:
     name = "lookup"
     version = 0
     target_top = 0
+    num_blocks = 0
 
     def __init__(self, *, max_sequences: int, max_length: int, max_nodes: int, device: torch.device | str) -> None:
         self._history = History(max_sequences, max_length, device)
@@ -84,6 +85,9 @@ class LookupDrafter:
 
     def credits(self) -> Mapping[str, int]:
         return {}
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes()
 
     def trainable(self) -> nn.Module | None:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafters import merging
 from drafters.merged.worth import Worth
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, Read
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.tree import Candidates
 
 
@@ -50,6 +50,10 @@ class MergedDrafter:
     def target_top(self) -> int:
         return self._costly.target_top
 
+    @property
+    def num_blocks(self) -> int:
+        return self._costly.num_blocks
+
     def credits(self) -> dict[str, int]:
         cheap, costly, _ = self._credits.tolist()  # planned transfer
         return {self._cheap.name: cheap, self._costly.name: costly}
@@ -83,6 +87,9 @@ class MergedDrafter:
         self._hashes[:, list(rows)] = merging.NO_HASH
         self._costly.finish(rows)
         return self._cheap.finish(rows)
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return self._costly.rank_outcomes()
 
     def trainable(self) -> nn.Module | None:
         return self._costly.trainable()

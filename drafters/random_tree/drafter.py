@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.ancestors import ancestor_matrix
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.random_tree.topology import random_depths, random_parents, random_tokens, sibling_ranks
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
@@ -21,6 +21,7 @@ class RandomTreeDrafter:
     name = "random"
     version = 0
     target_top = 0
+    num_blocks = 0
 
     def __init__(
         self,
@@ -74,6 +75,9 @@ class RandomTreeDrafter:
 
     def credits(self) -> Mapping[str, int]:
         return {}
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes()
 
     def trainable(self) -> nn.Module | None:
         return None

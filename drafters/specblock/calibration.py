@@ -8,13 +8,14 @@ Legend: bucket = (first or later block, position in it, class of the rank); node
 import torch
 from torch import Tensor
 
-from drafters.specblock.features import CLASS_OF_RANK
+from drafters.protocol import RankOutcomes
+from drafters.specblock.features import CLASS_NAMES, CLASS_OF_RANK
 
 _PRIOR = 30.0  # foretold hits that the trust in the rank head weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CEILING = 0.98  # below 1: survival must fall strictly along a path
-_CLASSES = 3  # those that can be drafted
+_CLASSES = len(CLASS_NAMES)  # those that can be drafted
 
 
 class Calibration:
@@ -45,3 +46,9 @@ class Calibration:
         self._true.mul_(_DECAY).index_add_(0, flat, (true & tried).float().flatten())
         self._foretold.mul_(_DECAY).index_add_(0, flat, (foretold * tried).flatten())
         self._factors = ((_PRIOR + self._true) / (_PRIOR + self._foretold)).clamp(*_LIMITS)
+
+    def outcomes(self) -> RankOutcomes:
+        """By class of the rank: recent tokens foretold, and those that came true."""
+        sums = torch.stack([self._foretold, self._true]).view(2, -1, _CLASSES).sum(1)
+        foretold, right = sums.tolist()  # planned transfer
+        return RankOutcomes(dict(zip(CLASS_NAMES, foretold, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from drafters import merging
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.specblock.calibration import Calibration
+from drafters.specblock.captured import Capture, CapturedForwards
 from drafters.specblock.growth import Lattice, Origin
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
-from drafters.specblock.serving import BlockForward, Reach, Window
+from drafters.specblock.serving import BlockForward, Reach, TreeForward, Window
 from drafters.specblock.stopping import Stopping
 from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.tree_attention import NULL_SLOT
@@ -52,6 +53,7 @@ class SpecBlockDrafter:
     """Drafts blocks of dependent positions from the target's own features."""
 
     name = "specblock"
+    num_blocks = 0
 
     def __init__(
         self,
@@ -66,8 +68,10 @@ class SpecBlockDrafter:
         device: torch.device | str,
         recorder: Recorder | None = None,
         version: Callable[[], int] = lambda: 0,
+        capture: Capture | None = None,
     ) -> None:
-        """`version` says which weights `model` holds now; `recorder` hears what may be learnt."""
+        """`version` says which weights `model` holds now; `recorder` hears what may be learnt; with `capture` forwards
+        are replayed."""
         config = model.config
         self.tap_layers = config.tap_layers
         self._recorder: Recorder = recorder or NoRecorder()
@@ -87,6 +91,19 @@ class SpecBlockDrafter:
             dtype=weight.dtype,
             device=device,
         )
+        self._forwards: Callable[[Tensor, Tensor], TreeForward] = self._as_it_is
+        if capture is not None:
+            with torch.inference_mode():
+                self._forwards = CapturedForwards(
+                    model,
+                    embed,
+                    self._pool,
+                    capture,
+                    max_batch=max_sequences,
+                    window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
+                    blocks=shape.blocks,
+                    starts=shape.starts,
+                )
         self._state = EntryState(
             max_sequences=max_sequences,
             max_length=max_length,
@@ -176,11 +193,15 @@ class SpecBlockDrafter:
     def credits(self) -> Mapping[str, int]:
         return {}
 
+    def rank_outcomes(self) -> RankOutcomes:
+        return self._calibration.outcomes()
+
     def trainable(self) -> nn.Module | None:
         return self._model
 
     def _grow_block(self, states: Tensor, origin: Origin, noise: TreeNoise, before: list[_Grown]) -> _Grown:
         """The nodes of one forward's blocks. # states [batch, starts, block, hidden]"""
+        self.num_blocks += states.shape[0] * states.shape[1]
         block = torch.arange(states.shape[2], device=states.device)
         proposal = propose(self._model, states, origin.depth[..., None] + 1 + block, noise)
         foretold = self._policy(proposal.odds)
@@ -228,7 +249,7 @@ class SpecBlockDrafter:
             waiting = self._state.take(crowded)
             self._forward(crowded, waiting).ingest(waiting)
 
-    def _forward(self, rows: Tensor, waiting: Waiting) -> BlockForward:
+    def _forward(self, rows: Tensor, waiting: Waiting) -> TreeForward:
         """A forward that will run these entries and can read all that are known by then."""
         self._pool.hold(waiting.slots)
         known = min(self._state.longest(rows), self._window)
@@ -236,6 +257,9 @@ class SpecBlockDrafter:
         positions, slots = self._state.window(rows, width)
         readable = self._pool.holds(slots)
         positions, slots = positions.where(readable, _NOWHERE), slots.where(readable, NULL_SLOT)
+        return self._forwards(positions, slots)
+
+    def _as_it_is(self, positions: Tensor, slots: Tensor) -> TreeForward:
         return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
 
 

@@ -7,13 +7,16 @@ sampling noise of the position: then ranks are those of the tokens the noise wil
 import torch
 from torch import Tensor
 
-TOP = 10
-"""Ranks that are looked at; a token beyond is in the last class."""
+from kernels import ops
+from kernels.rank_features import NUM_FEATURES, TOP
 
-NUM_FEATURES = TOP + 5
-_GAPS = (1, 2, 4)
+__all__ = ["CLASS_NAMES", "CLASS_OF_RANK", "NUM_FEATURES", "TOP", "rank_class", "rank_features"]
+
 CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
 """Class of ranks 1..10; the last class, beyond, is 3."""
+
+CLASS_NAMES = ("1", "2-4", "5-10")
+"""Ranks of the classes that hold candidates."""
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,13 +25,7 @@ def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
     Top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the entropy.
     scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64
     """
-    scores = scores.float()
-    top = scores.topk(TOP, dim=-1)
-    total = scores.logsumexp(-1, keepdim=True)
-    logs = top.values - total  # [..., 10]
-    gaps = logs[..., :1] - logs[..., list(_GAPS)]
-    entropy = total - (scores.softmax(-1) * scores).sum(-1, keepdim=True)
-    return torch.cat([logs, gaps, logs[..., :1].exp(), entropy], dim=-1), top.indices
+    return ops.on(scores.device).rank_features(scores)
 
 
 def rank_class(ids: Tensor, token: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ one forward, live = rows of this tree's blocks that are in no pool, order = posi
 entry must not exceed to be seen.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +77,18 @@ class LiveRows:
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
 
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "LiveRows":
+        """Rows whose keys and values are given as `tensors` gives them."""
+        rows = LiveRows(len(tensors) // 2)
+        rows._keys, rows._values = list(tensors[::2]), list(tensors[1::2])
+        return rows
+
+    def tensors(self) -> list[Tensor]:
+        """Keys and values, layer by layer. # [batch, kv_heads, rows, head_dim] each"""
+        pairs = zip(self._keys, self._values, strict=True)
+        return [value for pair in pairs for value in pair if value is not None]
+
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, the given ones last. # [batch, kv_heads, rows, head_dim], float32"""
         before_keys, before_values = self._keys[layer], self._values[layer]
@@ -114,26 +128,16 @@ class Reach:
         )
 
 
-class BlockForward:
-    """The forwards of one draft tree. Make one per tree: it keeps the tree's live rows."""
-
-    def __init__(self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window) -> None:
-        self._model = model
-        self._embed = embed
-        self._pool = pool
-        self._window = window
-        self._size = model.config.block_size
-        self._live = LiveRows(model.config.num_layers)
+class TreeForward(Protocol):
+    """The forwards of one draft tree. States may be overwritten by those of the next tree."""
 
     def first(self, waiting: Waiting) -> Tensor:
         """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
-        entries = self._pool.entries
-        states = self._run(waiting, own=self._size - entries)
-        return states[:, -self._size :]
+        ...
 
     def ingest(self, waiting: Waiting) -> None:
         """Run entries only, without drafting."""
-        self._run(waiting, own=0)
+        ...
 
     def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
         """Run a block at each picked node of the last forward, whose states are given.
@@ -141,6 +145,31 @@ class BlockForward:
         states [batch, starts before, block, hidden]; roots [batch], the root's absolute position
         -> [batch, starts, block, hidden]
         """
+        ...
+
+
+class BlockForward:
+    """The forwards of one draft tree, each kernel by a call of its own. It keeps the tree's live rows."""
+
+    def __init__(
+        self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window, live: LiveRows | None = None
+    ) -> None:
+        self._model = model
+        self._embed = embed
+        self._pool = pool
+        self._window = window
+        self._size = model.config.block_size
+        self.live = live or LiveRows(model.config.num_layers)
+
+    def first(self, waiting: Waiting) -> Tensor:
+        entries = self._pool.entries
+        states = self._run(waiting, own=self._size - entries)
+        return states[:, -self._size :]
+
+    def ingest(self, waiting: Waiting) -> None:
+        self._run(waiting, own=0)
+
+    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
         batch, number = picked.tokens.shape
         lines = torch.arange(batch, device=roots.device)[:, None]
         context = states[lines, picked.start, picked.position]
@@ -193,4 +222,4 @@ class BlockForward:
         return positions.flatten(1), order.flatten(1)
 
     def _attention(self, stored: Tensor, *, limits: Tensor, live_mask: Tensor) -> PoolAttention:
-        return PoolAttention(self._pool, self._window, stored, limits, live_mask, self._live)
+        return PoolAttention(self._pool, self._window, stored, limits, live_mask, self.live)

@@ -11,20 +11,23 @@ from service.api.adaptation import adaptation_router
 from service.api.chat import chat_router
 from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
+from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
-from service.api.middleware import AuthMiddleware, BodySizeMiddleware, RequestIdMiddleware
+from service.api.middleware import AccessLogMiddleware, AuthMiddleware, BodySizeMiddleware, RequestIdMiddleware
+from service.api.page.router import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
+from service.live import Live
 from service.runtime import Runtime
 
 
-def create_app(runtime: Runtime, settings: ApiSettings, *, render_metrics: RenderMetrics) -> FastAPI:
+def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_metrics: RenderMetrics) -> FastAPI:
     """The application; it starts the runtime when it starts, and stops it when it ends."""
-    server = Server(runtime, settings)
+    server, feed = Server(runtime, settings), Feed(live, runtime)
     app = FastAPI(
         title="adaptree",
         version=__version__,
-        lifespan=_lifespan(runtime),
+        lifespan=_lifespan(runtime, feed),
         middleware=_middleware(settings),
         openapi_url=None,
         redirect_slashes=False,
@@ -37,15 +40,18 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, render_metrics: Rende
     app.include_router(tokenizer_router(server))
     app.include_router(adaptation_router(server))
     app.include_router(probes_router(server, render_metrics))
+    app.include_router(page_router())
+    app.include_router(feed_router(feed))
     return app
 
 
-def _lifespan(runtime: Runtime) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(runtime: Runtime, feed: Feed) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
-        await runtime.start()
-        yield
-        await runtime.stop()
+        async with feed.running():
+            await runtime.start()
+            yield
+            await runtime.stop()
 
     return run
 
@@ -54,6 +60,7 @@ def _middleware(settings: ApiSettings) -> list[Middleware]:
     """Outermost first."""
     return [
         Middleware(RequestIdMiddleware),
+        Middleware(AccessLogMiddleware),
         Middleware(
             AuthMiddleware,
             api_keys=settings.api_keys,

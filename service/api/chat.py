@@ -14,6 +14,7 @@ from service.api.request_builder import build_chat
 from service.api.schemas import ChatCompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
+from service.api.trace import Trace, is_traced
 from service.engine.sequence import SequenceOutput
 from service.tokenizer import ChatTokenizer
 
@@ -70,6 +71,7 @@ class ChatStream:
         self._reply = reply
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._trace = Trace(tokenizer, skip_special_tokens=reply.skip_special_tokens)
         self._begun: set[int] = set()
 
     def chunks(self, output: SequenceOutput) -> Iterator[Body]:
@@ -77,7 +79,8 @@ class ChatStream:
         if (opening := self._opening(output)) is not None:
             yield opening
         number = self._reply.count(output)
-        if output.text or (output.token_ids and (self._reply.return_token_ids or output.logprobs)):
+        tells_tokens = self._reply.return_token_ids or output.logprobs or is_traced(output)
+        if output.text or (output.token_ids and tells_tokens):
             yield self._reply.chunk(_CHUNK, self._content(number, output))
         if output.finish_reason is not None:
             yield self._reply.chunk(_CHUNK, _finish(number, output))
@@ -100,6 +103,8 @@ class ChatStream:
         choice["logprobs"] = chat_logprobs(output.logprobs, self._tokenizer, num_top=self._num_top)
         if self._reply.return_token_ids:
             choice["token_ids"] = list[JsonValue](output.token_ids)
+        if is_traced(output):
+            choice["speculation"] = self._trace.of(number, output)
         return choice
 
 

@@ -15,6 +15,7 @@ from service.api.request_builder import build_completion
 from service.api.schemas import CompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
+from service.api.trace import Trace, is_traced
 from service.engine.sequence import SequenceOutput
 from service.tokenizer import ChatTokenizer
 
@@ -69,12 +70,14 @@ class CompletionStream:
         self._reply = reply
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._trace = Trace(tokenizer, skip_special_tokens=reply.skip_special_tokens)
         self._begun: set[int] = set()
         self._text_offset: dict[int, int] = defaultdict(int)
 
     def chunks(self, output: SequenceOutput) -> Iterator[Body]:
         number = self._reply.count(output)
-        wants_tokens = output.token_ids and (self._reply.return_token_ids or output.logprobs)
+        tells_tokens = self._reply.return_token_ids or output.logprobs or is_traced(output)
+        wants_tokens = output.token_ids and tells_tokens
         if output.text or wants_tokens or output.finish_reason is not None:
             yield self._reply.chunk(_OBJECT, self._piece(number, output))
 
@@ -94,6 +97,8 @@ class CompletionStream:
             piece["token_ids"] = list[JsonValue](output.token_ids)
             if number not in self._begun:
                 piece["prompt_token_ids"] = self._reply.prompt_of(number)
+        if is_traced(output):
+            piece["speculation"] = self._trace.of(number, output)
         self._begun.add(number)
         return piece
 

@@ -1,23 +1,34 @@
-"""Pure ASGI layers around every route: request ids, keys, and the size of a body.
+"""Pure ASGI layers around every route: request ids, the access log, keys, and the size of a body.
 
 They decide on `scope["path"]` alone, because everything else that describes the address comes from the client.
 """
 
 import hmac
+import logging
 import re
 import secrets
+import time
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import REQUEST_ID_HEADER, error_response
+from service.api.feed import FEED_PATH
+from service.api.page.router import PAGE_PATHS
 from service.errors import RequestError, RequestTooLarge, Unauthorized
+
+logger = logging.getLogger(__name__)
 
 _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
+_OBSERVERS = frozenset({"/metrics", FEED_PATH})
 _OPERATORS = ("/admin", "/v1/adaptation", "/update_weights_from_disk")
 _POLICY_VIOLATION = 1008
 _MOST_LENGTH_DIGITS = 18
+_LONGEST_LOGGED_PATH = 200
+_CLIENT_CLOSED_REQUEST = 499
+_BUG = 500
 
 
 class RequestIdMiddleware:
@@ -47,8 +58,57 @@ def _request_id(offered: str | None) -> str:
     return f"req-{secrets.token_hex(16)}"
 
 
+class AccessLogMiddleware:
+    """One line for each answer, when its last byte is out: who asked for what under which id, and how long it took.
+
+    Neither keys, addresses, queries nor bodies are in it. Probes, observers and the page are told of only to those who
+    debug.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), _CLIENT_CLOSED_REQUEST
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            status = _BUG
+            raise
+        finally:
+            _log_access(scope, status, time.monotonic() - began)
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    quiet = scope["path"] in _PROBES | _OBSERVERS | PAGE_PATHS
+    # A path comes decoded, and a line break in it would forge a line of the log.
+    path = quote(scope["path"][:_LONGEST_LOGGED_PATH], errors="replace")
+    fields = {"request_id": scope["state"]["request_id"], "method": scope["method"], "path": path, "status": status}
+    logger.log(
+        logging.DEBUG if quiet else logging.INFO,
+        "%s %s %d in %.3f s, request %s",
+        scope["method"],
+        path,
+        status,
+        seconds,
+        fields["request_id"],
+        extra={**fields, "seconds": round(seconds, 4)},
+    )
+
+
 class AuthMiddleware:
-    """Refuses whoever shows no valid key. Only the probes, and `/metrics` when opened, need none.
+    """Refuses whoever shows no valid key. Only the probes, the files of the page, and `/metrics` and the feed when
+    opened, need none.
 
     Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
     closed.
@@ -58,7 +118,7 @@ class AuthMiddleware:
         self._app = app
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._admin_keys = () if admin_key is None else (admin_key.encode(),)
-        self._open_paths = _PROBES | ({"/metrics"} if open_metrics else set())
+        self._open_paths = _PROBES | PAGE_PATHS | (_OBSERVERS if open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._allowed(scope):

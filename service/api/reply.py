@@ -34,6 +34,10 @@ class Reply:
         self.return_token_ids = body.return_token_ids is True
 
     @property
+    def skip_special_tokens(self) -> bool:
+        return self._job.requests[0].sampling.skip_special_tokens
+
+    @property
     def num_choices(self) -> int:
         return len(self._job.requests) * self._job.choices_per_prompt
 

@@ -12,7 +12,6 @@ from service.api.schemas import (
     CompletionRequest,
     Message,
     SamplingFields,
-    Speculation,
     text_of,
 )
 from service.api.settings import Server
@@ -160,7 +159,7 @@ async def _build(
                 sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
                 n=n,
                 prediction=prediction,
-                speculation=_speculation(body.speculation),
+                speculation=_speculation(body),
                 store=body.store is not False,
                 client=origin.client,
                 priority=body.priority or 0,
@@ -199,10 +198,13 @@ def _sampling(body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs:
     )
 
 
-def _speculation(wishes: Speculation | None) -> SpeculationParams:
+def _speculation(body: SamplingFields) -> SpeculationParams:
+    wishes = body.speculation
     if wishes is None:
         return SpeculationParams()
-    return SpeculationParams(enabled=wishes.enabled is not False, max_budget=wishes.max_budget)
+    # Only chunks tell of single steps; an answer that is sent whole has no place for it.
+    trace = wishes.trace is True and body.stream is True
+    return SpeculationParams(enabled=wishes.enabled is not False, max_budget=wishes.max_budget, trace=trace)
 
 
 def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, source: str) -> int:

@@ -37,6 +37,7 @@ class Speculation(_Body):
     enabled: bool | None = None
     max_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     detailed: bool | None = None
+    trace: bool | None = None
 
 
 class TextPart(_Body):

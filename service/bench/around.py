@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, Read
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.tree import Candidates
 
 
@@ -57,6 +57,10 @@ class DrafterAround:
     def target_top(self) -> int:
         return self._inner.target_top
 
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._inner.start(contexts)
         self._started(contexts)
@@ -81,6 +85,9 @@ class DrafterAround:
 
     def credits(self) -> Mapping[str, int]:
         return self._inner.credits()
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return self._inner.rank_outcomes()
 
     def trainable(self) -> nn.Module | None:
         return self._inner.trainable()

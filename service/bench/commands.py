@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.bench import poison_command, sharing_commands
+from service.bench import gpu_command, observing_command, poison_command, sharing_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -56,6 +56,8 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     app.command("load")(with_settings(_load))
     app.command("shift")(with_settings(_shift))
     app.command("poison")(with_settings(poison_command.poison))
+    app.command("observing")(with_settings(observing_command.observing))
+    app.command("gpu")(with_settings(gpu_command.gpu))
     return app
 
 

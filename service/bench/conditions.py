@@ -54,11 +54,17 @@ def conditions_of(assembly: Assembly) -> Conditions:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        model=f"{assembly.config.model} {str(assembly.loaded.model.dtype).removeprefix('torch.')}",
+        model=_model_of(assembly),
         drafter=assembly.drafter_name,
         numerics=assembly.numerics,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _model_of(assembly: Assembly) -> str:
+    dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
+    made_up = ", random weights: costs only" if assembly.config.load_format == "dummy" else ""
+    return f"{assembly.config.model} {dtype}{made_up}"
 
 
 def write_report(

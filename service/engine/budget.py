@@ -35,6 +35,7 @@ class Budget:
 
     num_keep: Tensor  # [batch] int64, nodes per sequence
     reason: str  # one of REASONS
+    nodes: tuple[int, ...] = ()  # of each line of the step's trees, known to the host once they are built
 
 
 class BudgetPolicy(Protocol):

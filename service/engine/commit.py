@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.protocol import Committed, Read
 from drafters.tree import DraftTree, VerifyResult
+from kernels import ops
 from service.engine.rows import Chain, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
 from service.engine.slots import SlotPool, SlotTable
@@ -16,10 +17,16 @@ from service.engine.tops import target_tops
 from service.engine.verify import Verified
 
 
-def lay_out(chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotTable) -> ForwardRows:
-    """Rows of the step in fresh slots; chain rows are committed at once, for nothing can reject them."""
-    num_rows = sum(len(chain.tokens) for chain in chains) + int(tree.num_nodes.sum())
-    rows = flatten(chains, tree, slots.allocate(num_rows))
+def lay_out(
+    chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotTable, nodes: Items[int] | None = None
+) -> ForwardRows:
+    """Rows of the step in fresh slots; chain rows are committed at once, for nothing can reject them.
+
+    `nodes` counts each tree's, for those who know; otherwise the device is asked.
+    """
+    counts: Items[int] = tree.num_nodes.tolist() if nodes is None else nodes  # planned transfer: not while serving
+    num_rows = sum(len(chain.tokens) for chain in chains) + sum(counts)
+    rows = flatten(chains, tree, slots.allocate(num_rows), counts)
     on_chain = slice(rows.num_chain_rows)
     lines = rows.attention.table_rows[rows.attention.sequence[on_chain]]
     table.write(lines, rows.attention.positions[on_chain], rows.slots[on_chain])
@@ -27,23 +34,24 @@ def lay_out(chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotT
 
 
 def commit(
-    rows: ForwardRows, verified: Verified, output: TargetOutput, slots: SlotPool, table: SlotTable, *, target_top: int
-) -> Committed:
-    """Write accepted nodes into the slot table, free the others, and say what became permanent."""
+    rows: ForwardRows, verified: Verified, output: TargetOutput, table: SlotTable, *, target_top: int
+) -> tuple[Committed, Tensor]:
+    """Write accepted nodes into the slot table; says what became permanent, and which slots nobody needs any more.
+
+    The latter are [nodes of all sequences], those that are free first, as many as nodes were not accepted.
+    """
     tree, result = verified.tree, verified.result
-    sequence, depth = (result.path >= 0).nonzero(as_tuple=True)
-    node, line = result.path[sequence, depth], rows.completing[sequence]
-    node_slots = rows.attention.node_slots[rows.completing, : tree.width]
-    table.write(rows.attention.table_rows[line], rows.attention.chain_end[line] + 1 + depth, node_slots[sequence, node])
-    path_slots = torch.zeros_like(result.path)
-    path_slots[sequence, depth] = node_slots[sequence, node]
-    on_path = torch.zeros_like(tree.valid)
-    on_path[sequence, node] = True
-    slots.free(node_slots[tree.valid & ~on_path])
+    table_rows, roots = rows.attention.table_rows[rows.completing], rows.attention.chain_end[rows.completing]
+    path_slots, freed = result.path, result.path.flatten()  # of no nodes
+    if tree.width:
+        node_slots = rows.attention.node_slots[rows.completing, : tree.width]
+        path_slots, freed = ops.on(table.slots.device).commit_slots(
+            result.path, result.num_accepted, tree.num_nodes, node_slots, table_rows, roots, table.slots
+        )
     features, counts = output.features, result.num_accepted + 1
-    return Committed(
-        rows=rows.attention.table_rows[rows.completing],
-        positions=rows.attention.chain_end[rows.completing],
+    committed = Committed(
+        rows=table_rows,
+        positions=roots,
         slots=torch.cat([rows.slots[rows.logit_rows[: rows.completing.shape[0], None]], path_slots], dim=1),
         tokens=_emitted(tree, result),
         counts=counts,
@@ -52,6 +60,7 @@ def commit(
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
         tops=target_tops(output.logits, verified.path_logits, counts, target_top),
     )
+    return committed, freed
 
 
 def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor) -> Iterator[Read]:

@@ -52,6 +52,7 @@ class DraftStage:
         self._version = drafter.version
         self._draft: _Draft | None = None
         self._num_learnt = 0
+        self._num_blocks = drafter.num_blocks
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
@@ -75,12 +76,15 @@ class DraftStage:
         if reason is not None:
             self._draft = _Draft(load, None)
             none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
-            return DraftTree.empty(len(batch.items), self._device), Budget(none, reason)
+            return DraftTree.empty(len(batch.items), self._device), Budget(none, reason, (0,) * len(batch.items))
         candidates, claims = self._recalibration.correct(self._grow(drafting))
         budget = self._policy.choose(candidates, self._limits(drafting, candidates), load)
-        tree, kept = select_nodes(candidates, budget.num_keep, min(int(budget.num_keep.max()), candidates.width))
+        num_keep = torch.minimum(budget.num_keep, candidates.num_nodes)
+        nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
+        tree, kept = select_nodes(candidates, num_keep, max(nodes))
         self._draft = _Draft(load, claims.take(kept))
-        return _pad_lines(tree, len(batch.items)), budget
+        nodes += [0] * (len(batch.items) - len(nodes))
+        return _pad_lines(tree, len(batch.items)), replace(budget, nodes=tuple(nodes))
 
     def learn(self, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted.
@@ -94,16 +98,22 @@ class DraftStage:
             self._recalibration.learn(draft.claims, _first_trees(tree, lines), _first_results(result, lines))
         predicted = self._policy.learn(self._outcome(draft, stats))
         self._num_learnt += 1
-        is_due = self._num_learnt % _REPORT_EVERY == 0
-        return replace(
-            stats,
-            predicted_verify_seconds=predicted,
-            survival_error=self._recalibration.error() if is_due else None,
-        )
+        return self._readings(replace(stats, predicted_verify_seconds=predicted))
 
     def calibration_error(self) -> float:
         """Expected calibration error of survival over recently verified nodes; waits for the device."""
         return self._recalibration.error()
+
+    def _readings(self, stats: StepStats) -> StepStats:
+        """The step's report with what drafter and calibration say of themselves."""
+        new_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
+        stats = replace(stats, drafted_blocks=new_blocks)
+        if self._num_learnt % _REPORT_EVERY:
+            return stats
+        ranks = self._drafter.rank_outcomes()
+        return replace(
+            stats, survival_error=self._recalibration.error(), rank_foretold=ranks.foretold, rank_right=ranks.right
+        )
 
     def _outcome(self, draft: _Draft, stats: StepStats) -> StepOutcome:
         # Launches return at once on a device; what waits for it is the transfer of emitted tokens, timed with the rest.

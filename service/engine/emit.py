@@ -6,14 +6,15 @@ Tokens behind a stop were accepted by the target but are not part of the answer;
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
 from service.engine.generation import Finish, Sequence
 from service.engine.sampling import logprobs
-from service.engine.sequence import SequenceOutput, TokenLogprob
+from service.engine.sequence import SequenceOutput, StepTree, TokenLogprob
 from service.engine.verify import Verified
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
@@ -28,6 +29,28 @@ class Emission:
     gaps: tuple[float, ...]  # seconds since each emitting sequence emitted last
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the host learns of a step, by completing sequence."""
+
+    tokens: list[list[int]]  # accepted ones, then the bonus token
+    failed: list[bool]
+    drafted: list[int]  # nodes that were verified
+
+    @staticmethod
+    def of(committed: Committed, verified: Verified, drafted: list[int]) -> "Told":
+        """Ask the device, once: this is what the host waits for in every step."""
+        everything = torch.cat([committed.tokens, verified.failed[:, None].long()], dim=1)
+        lines: list[list[int]] = everything.tolist()  # planned transfer
+        tokens = [[token for token in line[:-1] if token >= 0] for line in lines]
+        return Told(tokens, [bool(line[-1]) for line in lines], drafted)
+
+    @property
+    def accepted(self) -> list[int]:
+        """How many drafted tokens were accepted."""
+        return [len(line) - 1 for line in self.tokens]
+
+
 class EmitStage:
     """Turns committed tokens into outputs."""
 
@@ -38,13 +61,13 @@ class EmitStage:
     def emit(
         self,
         completing: Items[Sequence],
-        committed: Committed,
+        told: "Told",
         verified: Verified,
         logits: Tensor,
         remove: Callable[[Sequence], None],
     ) -> Emission:
         """Outputs of all completing sequences; `remove` is told of those that end. # logits [logits, vocab]"""
-        tokens, failed, drafted = _transfer(committed, verified)
+        tokens, failed, drafted = told.tokens, told.failed, told.drafted
         outputs: list[SequenceOutput] = []
         ended: list[tuple[Sequence, Finish]] = []
         gaps: list[float] = []
@@ -56,7 +79,9 @@ class EmitStage:
             if finish is not None:
                 remove(sequence)
                 ended.append((sequence, finish))
-            outputs.append(self.output(sequence, kept, shown, finish))
+            output = self.output(sequence, kept, shown, finish)
+            traced = sequence.request.speculation.trace
+            outputs.append(replace(output, tree=_step_tree(verified, line, drafted[line])) if traced else output)
         return Emission(outputs, ended, tuple(gaps))
 
     def output(
@@ -118,12 +143,16 @@ def _stop_token(token: int, sequence: Sequence, eos_ids: frozenset[int]) -> Fini
     return None
 
 
-def _transfer(committed: Committed, verified: Verified) -> tuple[list[list[int]], list[bool], list[int]]:
-    """Emitted tokens, failures and verified nodes of each sequence, on the host."""
-    tokens: list[list[int]] = committed.tokens.tolist()  # planned transfer
-    failed: list[bool] = verified.failed.tolist()  # planned transfer
-    drafted: list[int] = verified.tree.num_nodes.tolist()  # planned transfer
-    return [[token for token in line if token >= 0] for line in tokens], failed, drafted
+def _step_tree(verified: Verified, line: int, nodes: int) -> StepTree:
+    """The tree of one sequence, for requests that ask."""
+    tree = verified.tree
+    path: list[int] = verified.result.path[line].tolist()  # planned transfer
+    return StepTree(
+        tuple(tree.tokens[line, :nodes].tolist()),  # planned transfer: only for requests that ask
+        tuple(tree.parents[line, :nodes].tolist()),  # planned transfer
+        tuple(tree.survival[line, :nodes].tolist()),  # planned transfer
+        tuple(place for place in path if place >= 0),
+    )
 
 
 def _shown_logprobs(

@@ -8,6 +8,7 @@ it knows neither HTTP nor how a drafter works.
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from service.engine.books import PlainSeconds, QueryBooks, seconds_as_they_are
 from service.engine.budget import Budget
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
-from service.engine.emit import Emission, EmitStage
+from service.engine.emit import Emission, EmitStage, Told
 from service.engine.generation import Finish, Sequence, signed64
 from service.engine.learning import Learning, NoLearning
 from service.engine.rows import ForwardRows
@@ -120,18 +121,19 @@ class Engine:
         self._draft_stage.start(batch.started)
         tree, budget = self._draft_stage.build(batch, self.slots.num_free)
         clock.lap("draft")
-        rows = lay_out(batch.chains, tree, self.slots, self.table)
+        rows = lay_out(batch.chains, tree, self.slots, self.table, budget.nodes)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits)
-        committed = commit(rows, verified, output, self.slots, self.table, target_top=self.drafter.target_top)
+        committed, freed = commit(rows, verified, output, self.table, target_top=self.drafter.target_top)
         self._teach(batch, rows, output.features, committed)
-        drafted: list[int] = tree.num_nodes.tolist()  # planned transfer
-        accepted: list[int] = verified.result.num_accepted.tolist()  # planned transfer
+        told = Told.of(committed, verified, batch.of_completing(budget.nodes))
+        drafted, accepted = budget.nodes, told.accepted
+        self.slots.free(freed[: sum(drafted) - sum(accepted)])
         _advance(batch, accepted)
         self._books.enter(batch, version, drafted, accepted, clock.seconds["draft"], clock.seconds["verify"])
-        emission = self._emit_stage.emit(completing, committed, verified, output.logits, self.scheduler.remove)
+        emission = self._emit_stage.emit(completing, told, verified, output.logits, self.scheduler.remove)
         finished = self._close(emission)
         clock.lap("other")
         stats = self._stats(batch, drafted, budget, accepted, emission, clock)
@@ -182,13 +184,13 @@ class Engine:
     def _stats(
         self,
         batch: Batch,
-        drafted: list[int],
+        drafted: Items[int],
         budget: Budget,
         accepted: list[int],
         emission: Emission,
         clock: "_Clock",
     ) -> StepStats:
-        completing = [nodes for item, nodes in zip(batch.items, drafted, strict=True) if item.completes]
+        completing = batch.of_completing(drafted)
         per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
         return StepStats(
             prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
@@ -205,6 +207,7 @@ class Engine:
             other_seconds=clock.seconds["other"],
             preemptions=self.scheduler.take_preemptions(),
             itl_seconds=emission.gaps,
+            verify_rows=sum(item.num_rows for item in batch.items) + sum(drafted),
         )
 
     def _newly_credited(self, accepted: int) -> dict[str, int]:

@@ -25,18 +25,22 @@ class KVShape:
 
 
 class KVPool:
-    """Storage of every layer's keys and values. # [layers, 2, slots, kv_heads, head_dim]"""
+    """Storage of every layer's keys and values. # [layers, 2, places, kv_heads, head_dim]
+
+    Behind the slots lies one more place, which nobody reads: rows that only fill up a shape write there.
+    """
 
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
+        self.num_places = num_slots + 1
         self.dtype = shape.dtype
         self.kv_heads = shape.kv_heads
         self.head_dim = shape.head_dim
-        size = (shape.num_layers, 2, num_slots, shape.kv_heads, shape.head_dim)
+        size = (shape.num_layers, 2, self.num_places, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._user: object = None
         self._layers = self.storage.unbind()
-        self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * slots, kv_heads, head_dim]
+        self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * places, kv_heads, head_dim]
 
     def use(self, user: object) -> bool:
         """Note who writes from now on; whether that is another than before, who finds nothing of what it left."""
@@ -53,13 +57,18 @@ class KVPool:
                 f"{expected}; adaptree cannot run it"
             )
 
+    @property
+    def unread_slot(self) -> int:
+        """The place behind the slots."""
+        return self.num_slots
+
     def layer(self, index: int) -> Tensor:
-        """One layer's keys and values. # [2, slots, kv_heads, head_dim]"""
+        """One layer's keys and values. # [2, places, kv_heads, head_dim]"""
         return self._layers[index]
 
     def places(self, slots: Tensor) -> Tensor:
         """Where keys and values of these slots stand in a layer, the same for every layer. # [rows] -> [2, rows]"""
-        return torch.stack([slots, slots + self.num_slots])
+        return torch.stack([slots, slots + self.num_places])
 
     def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows' keys and values. # places [2, rows]; keys, values [rows, kv_heads, head_dim]"""
@@ -67,16 +76,17 @@ class KVPool:
         self._places[index].index_copy_(0, places.view(-1), both)
 
 
-def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int) -> int:
-    """Number of slots in so much memory.
+def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
+    """Number of slots in so much memory, of which each takes `bytes_beside` elsewhere.
 
     Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
     """
-    num_slots = pool_bytes // shape.bytes_per_slot
+    num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
     needed = max_model_len + reserve + 1
     if num_slots < needed:
+        enough_gib = needed * (shape.bytes_per_slot + bytes_beside) / GIB
         raise StartupError(
             f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
-            f"{needed}: set kv_cache_gib to at least {needed * shape.bytes_per_slot / GIB:.2f} or lower max_model_len"
+            f"{needed}: set kv_cache_gib to at least {enough_gib:.2f} or lower max_model_len"
         )
     return num_slots

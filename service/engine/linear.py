@@ -1,14 +1,15 @@
-"""Linear layers as a CPU with bf16 arithmetic likes them: weights reordered once, and one product for layers that read
-the same input.
+"""Linear layers as devices like them: one product for layers that read the same input, and on a CPU with bf16
+arithmetic weights reordered once.
 
 oneDNN otherwise reorders a bf16 weight at every call, which costs more than the product itself when there are few
 rows. Fusing changes no sum: each output column is a product of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which decoders keep layers that are applied to one and the same tensor, one after the other."""
@@ -37,13 +38,30 @@ class PackedLinear(nn.Module):
         return out
 
 
+class JoinedLinear(nn.Module):
+    """`nn.Linear` around a weight that is there already."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]"""
+        return functional.linear(x, self.weight, self.bias)
+
+
+Product = PackedLinear | JoinedLinear
+MakeProduct = Callable[[Tensor, Tensor | None], Product]
+
+
 class FusedLinears:
     """Several linear layers of one input as one product, computed when the first of them is asked."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], make: MakeProduct) -> None:
         has_bias = linears[0].bias is not None
         bias = torch.cat([linear.bias for linear in linears]) if has_bias else None
-        self.product = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+        self.product = make(torch.cat([linear.weight for linear in linears]), bias)
         self._sizes = [linear.out_features for linear in linears]
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -94,7 +112,7 @@ def pack_linears(model: nn.Module) -> int:
     replaced = 0
     for parent in list(model.modules()):
         for names in FUSED:
-            replaced += _fuse(parent, names)
+            replaced += _fuse(parent, names, PackedLinear)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
@@ -102,13 +120,22 @@ def pack_linears(model: nn.Module) -> int:
     return replaced
 
 
-def _fuse(parent: nn.Module, names: Sequence[str]) -> int:
+@torch.no_grad()
+def fuse_linears(model: nn.Module) -> int:
+    """Replace every group of layers of one input below `model` by one product, freeing the originals.
+
+    Returns how many layers were replaced.
+    """
+    return sum(_fuse(parent, names, JoinedLinear) for parent in list(model.modules()) for names in FUSED)
+
+
+def _fuse(parent: nn.Module, names: Sequence[str], make: MakeProduct) -> int:
     """Replace the children of these names by parts of one product, if all are plain layers of one kind."""
     linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
     kinds = {(linear.in_features, linear.bias is None) for linear in linears}
     if len(linears) < len(names) or len(kinds) != 1:
         return 0
-    fused = FusedLinears(linears)
+    fused = FusedLinears(linears, make)
     for index, name in enumerate(names):
         setattr(parent, name, LinearPart(fused, index))
     return len(names)

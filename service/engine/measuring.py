@@ -14,7 +14,7 @@ from service.engine.commit import lay_out
 from service.engine.cost import CostTable, Point, measure_grid
 from service.engine.cost_cache import CostKey, Costs, cached_or_measured, this_machine
 from service.engine.draft_cost import measure_drafts
-from service.engine.rows import Chain
+from service.engine.rows import Chain, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 
@@ -97,29 +97,38 @@ def measure_costs(
     room = (target.pool.num_slots - 1 - ROWS[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
     longest = max(1, min(max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
-    stage = _Stage(target, lines=sequences[-1], length=contexts[-1])
+    stage = Stage(target, lines=sequences[-1], length=contexts[-1])
     return measure_grid(
         stage.run, sequences, contexts, ROWS, most_rows=lambda count: count * (1 + max_budget), progress=progress
     )
 
 
-class _Stage:
+class Stage:
     """Lines of text that were never read, all of the same length."""
 
     def __init__(self, target: Target, *, lines: int, length: int) -> None:
         self._target = target
-        self._table = SlotTable(lines, length + MAX_DEPTH + 1, target.device)
+        self.table = SlotTable(lines, length + MAX_DEPTH + 1, target.device)
         self._slots = SlotPool(target.pool.num_slots, target.device)
         self._scatter()
         for line in range(lines):
-            lay_out([Chain(line, 0, [0] * length, completes=False)], DraftTree.empty(1), self._slots, self._table)
+            chain = Chain(line, 0, [0] * length, completes=False)
+            lay_out([chain], DraftTree.empty(1, target.device), self._slots, self.table)
 
     def run(self, point: Point) -> None:
         """One forward, until its logits can be read."""
-        chains = [Chain(line, point.context, [0], completes=True) for line in range(point.sequences)]
-        rows = lay_out(chains, _trees(point, self._target.device), self._slots, self._table)
-        logits = self._target.forward(rows, self._table).logits
+        rows = self.place(point)
+        logits = self._target.forward(rows, self.table).logits
         logits[0, 0].item()  # planned transfer: waits for the device, before serving
+        self.take_away(rows)
+
+    def place(self, point: Point) -> ForwardRows:
+        """The rows of a forward."""
+        chains = [Chain(line, point.context, [0], completes=True) for line in range(point.sequences)]
+        return lay_out(chains, trees_for(point, self._target.device), self._slots, self.table)
+
+    def take_away(self, rows: ForwardRows) -> None:
+        """Free what rows were placed in."""
         self._slots.free(rows.slots)
 
     def _scatter(self) -> None:
@@ -128,7 +137,7 @@ class _Stage:
         self._slots.free(everything[order.to(everything.device)])
 
 
-def _trees(point: Point, device: torch.device) -> DraftTree:
+def trees_for(point: Point, device: torch.device) -> DraftTree:
     """Trees for every sequence that make up the point's rows together, eight nodes to a level, all of a level below
     the first of the one above."""
     nodes = point.rows - point.sequences

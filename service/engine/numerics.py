@@ -31,13 +31,18 @@ def settle(target: Target) -> Numerics:
     When none does, rows are left unpadded and the answer is "tolerant": text may then differ between runs in rare
     near-ties, as it does in other servers.
     """
-    context = min(_CONTEXT, (target.pool.num_slots - 1 - _STEPS - 2 * (_STEPS + _BRANCHES)) // 3)
+    context = rehearsed_context(target)
     for multiple in ROW_MULTIPLES:
         target.row_multiple = multiple
         if rows_are_independent(target, context=context):
             return "exact"
     target.row_multiple = 1
     return "tolerant"
+
+
+def rehearsed_context(target: Target) -> int:
+    """The longest text, up to what is worth while, of which three fit into the target's pool."""
+    return min(_CONTEXT, (target.pool.num_slots - 1 - _STEPS - 2 * (_STEPS + _BRANCHES)) // 3)
 
 
 def rows_are_independent(target: Target, *, context: int = _CONTEXT, steps: int = _STEPS) -> bool:
@@ -71,4 +76,5 @@ def _tree_around(path: Sequence[int], rehearsal: Rehearsal) -> tuple[DraftTree, 
     earlier = torch.arange(nodes).clamp(max=_SHALLOW) + 1
     parents = (torch.rand(nodes, generator=generator) * earlier).long() + ROOT
     parents[places] = torch.cat([torch.tensor([ROOT]), places[:-1]])
-    return DraftTree.of(tokens[None], parents[None]).to(rehearsal.target.device), places
+    device = rehearsal.target.device
+    return DraftTree.of(tokens[None], parents[None]).to(device), places.to(device)

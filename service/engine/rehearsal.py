@@ -5,7 +5,7 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from service.engine.commit import lay_out
-from service.engine.rows import Chain
+from service.engine.rows import Chain, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 
@@ -27,25 +27,28 @@ class Rehearsal:
     def read(self, line: int, tokens: list[int], *, chunk: int) -> None:
         """Compute keys and values of a text from its beginning, in chunks."""
         for first in range(0, len(tokens), chunk):
-            chain = Chain(line, first, tokens[first : first + chunk], completes=False)
-            self.target.forward(lay_out([chain], DraftTree.empty(1), self._slots, self._table), self._table)
+            self._run([Chain(line, first, tokens[first : first + chunk], completes=False)])
 
     def decode(self, line: int, token: int, position: int) -> Tensor:
-        """Logits after one more token. # -> [vocab]"""
-        root = Chain(line, position, [token], completes=True)
-        return self.target.forward(lay_out([root], DraftTree.empty(1), self._slots, self._table), self._table).logits[0]
+        """Logits after one more token, a copy. # -> [vocab]"""
+        _, logits = self._run([Chain(line, position, [token], completes=True)])
+        return logits[0].clone()
 
     def verify(self, roots: list[Chain], tree: DraftTree) -> Tensor:
         """Logits after each root and each node of its tree; their slots are free again afterwards.
 
         -> [batch, nodes + 1, vocab]
         """
-        rows = lay_out(roots, tree, self._slots, self._table)
-        logits = self.target.forward(rows, self._table).logits
+        rows, logits = self._run(roots, tree)
         self._slots.free(rows.slots)
         placed = logits.new_zeros(tree.batch, tree.width + 1, logits.shape[1])
         placed[rows.logit_sequence, rows.attention.node[rows.logit_rows] + 1] = logits
         return placed
+
+    def _run(self, chains: list[Chain], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
+        tree = tree or DraftTree.empty(len(chains), self.target.device)
+        rows = lay_out(chains, tree, self._slots, self._table)
+        return rows, self.target.forward(rows, self._table).logits
 
     def _scramble(self) -> None:
         everything = self._slots.allocate(self._slots.num_free)

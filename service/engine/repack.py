@@ -58,5 +58,9 @@ def _places(model: nn.Module) -> list[_Place]:
     for name, module in model.named_modules():
         if isinstance(module, LinearPart):
             together.setdefault(module.fused, {})[module.index] = name
-    fused = [_Place(group.product, tuple(names[i] for i in sorted(names))) for group, names in together.items()]
-    return single + fused
+    return single + [_joined(group, names) for group, names in together.items()]
+
+
+def _joined(group: FusedLinears, names: Mapping[int, str]) -> _Place:
+    assert isinstance(group.product, PackedLinear), "drafters are fused only where they are packed"
+    return _Place(group.product, tuple(names[index] for index in sorted(names)))

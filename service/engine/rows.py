@@ -42,17 +42,17 @@ class ForwardRows:
         return self.tokens.shape[0]
 
 
-def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor) -> ForwardRows:
+def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequence[int]) -> ForwardRows:
     """Lay out chains and trees (tree line i belongs to chain i) into rows that use the given slots.
 
-    slots [rows] int64, one per chain token and tree node.
+    slots [rows] int64, one per chain token and tree node; `nodes` counts those of each line, as `tree` does.
     """
     host = _HostChains.of(chains)
     chain_sequence, chain_positions, chain_tokens, chain_end, table_rows, completing, last_rows = (
         torch.tensor(values, dtype=torch.int64, device=slots.device) for values in host.columns()
     )
     num_chain_rows = chain_tokens.shape[0]
-    node_sequence, node = tree.valid.nonzero(as_tuple=True)
+    node_sequence, node = _node_lines(nodes, slots.device)
     node_positions = chain_end[node_sequence] + tree.depths[node_sequence, node]
     node_slots = slots.new_full((len(chains), MAX_NODES), NULL_SLOT)
     node_slots[node_sequence, node] = slots[num_chain_rows:]
@@ -115,6 +115,13 @@ class _HostChains:
             self.completing,
             self.last_rows,
         )
+
+
+def _node_lines(nodes: Sequence[int], device: torch.device) -> Tensor:
+    """Sequence and number of every node. # -> [2, all nodes] int64"""
+    lines = [line for line, count in enumerate(nodes) for _ in range(count)]
+    numbers = [number for count in nodes for number in range(count)]
+    return torch.tensor([lines, numbers], dtype=torch.int64, device=device)
 
 
 def _padded(values: Tensor) -> Tensor:

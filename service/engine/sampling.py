@@ -16,19 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels import ops
 from kernels.filters import keep_top_k, likeliest, narrow_to_nucleus
 from kernels.ops import gumbel_noise
+from kernels.sample import Choice, choose_likeliest
 from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.sequence import SamplingParams
 
 _NEVER = float("-inf")
-
-
-class Choice(NamedTuple):
-    """The target's token for each row."""
-
-    tokens: Tensor  # [rows] int64
-    bad_rows: Tensor  # [rows] bool: no finite score to choose by (NaN, overflow, or every token forbidden); token is 0
 
 
 class Logprobs(NamedTuple):
@@ -89,6 +84,13 @@ Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place."""
 
 
+_Choose = Callable[[Tensor, SamplingRows], Choice]
+
+
+def _likeliest(scores: Tensor, rows: SamplingRows) -> Choice:
+    return choose_likeliest(scores)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A transform and the sequences of the batch that asked for it; the rows of others are not touched."""
@@ -109,43 +111,40 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The batch's sampling as a list of stages, empty for plain greedy decoding. Built anew only when a sequence
-    joins or leaves; penalties read the states' histories, which `SamplingState.extend` keeps current."""
+    """The batch's sampling as a list of stages, none for plain greedy decoding, and how tokens are chosen at their
+    end. Built anew only when a sequence joins or leaves; penalties read the states' histories, which
+    `SamplingState.extend` keeps current."""
 
     stages: tuple[Stage, ...]
+    choose: "_Choose" = _likeliest
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest tokens are chosen of the logits as they are."""
+        return not self.stages and self.choose is _likeliest
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
         """The stages these sequences need, in the order in which vLLM applies them."""
-        return SamplingTable(
-            _stages(
-                states,
-                (
-                    (lambda p: bool(p.logit_bias), _LogitBias.build),
-                    (lambda p: p.min_tokens > 0, _MinTokens.build),
-                    (lambda p: p.has_penalties, _Penalties.build),
-                    (lambda p: p.temperature > 0, _Sampled.build),
-                ),
-            )
-        )
+        plan: list[tuple[_Asks, _Build]] = [
+            (lambda p: bool(p.logit_bias), _LogitBias.build),
+            (lambda p: p.min_tokens > 0, _MinTokens.build),
+            (lambda p: p.has_penalties, _Penalties.build),
+        ]
+        if any(_filters(state.params) for state in states):
+            return SamplingTable(_stages(states, [*plan, (lambda p: p.temperature > 0, _Sampled.build)]))
+        drawn = any(state.params.temperature > 0 for state in states)
+        return SamplingTable(_stages(states, plan), _Draw.build(states) if drawn else _likeliest)
 
 
 def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
-    """The target's token for each row of logits: the likeliest one once every stage has changed the scores."""
+    """The target's token for each row of logits, once every stage has changed the scores."""
     # logits [rows, vocab], any float dtype, left as they are
     stages = rows.table.stages
     scores = logits.to(torch.float32, copy=True) if stages else logits
     for stage in stages:
         stage.apply(scores, rows)
-    return choose_likeliest(scores)
-
-
-def choose_likeliest(scores: Tensor) -> Choice:
-    """The token of highest score in each row, the lowest id first among equals: all of plain greedy decoding."""
-    # scores [rows, vocab], any float dtype
-    best = scores.max(dim=-1)  # finds a NaN, if there is one
-    bad_rows = ~best.values.isfinite()
-    return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows)
+    return rows.table.choose(scores, rows)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
@@ -221,13 +220,38 @@ class _Penalties:
         self.table.penalise(scores, rows.sequence_idx, rows.path_tokens)
 
 
+def _filters(params: SamplingParams) -> bool:
+    """Whether tokens are dropped before one is drawn."""
+    return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """argmax_v (z[v] / T + g(s, p, v)), the Gumbel-max form of sampling, where nobody in the batch filters."""
+
+    seeds: Tensor  # [batch] int64
+    temperatures: Tensor  # [batch] float32, 0 = the likeliest token
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor], Choice]
+
+    @staticmethod
+    def build(states: Sequence[SamplingState]) -> "_Draw":
+        device = states[0].device
+        temperatures = _floats([s.params.temperature for s in states], device)
+        return _Draw(_seeds(states), temperatures, ops.on(device).sample)
+
+    def __call__(self, scores: Tensor, rows: SamplingRows) -> Choice:
+        idx = rows.sequence_idx
+        return self.sample(scores, self.seeds[idx], rows.positions, self.temperatures[idx])
+
+
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """argmax_v (z[v] / T + g(s, p, v)), with -inf for what the filters drop: the Gumbel-max form of sampling."""
+    """The same with -inf for what filters drop."""
 
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     top_p: Tensor  # [batch] float64, 1 = off
+    narrows: bool  # some sequence has a nucleus
     filters: tuple[Stage, ...]
 
     @staticmethod
@@ -241,9 +265,10 @@ class _Sampled:
             ),
         )
         return _Sampled(
-            torch.tensor([_signed64(s.params.seed) for s in states], device=device),
+            _seeds(states),
             _floats([s.params.temperature for s in states], device),
             torch.tensor([s.params.top_p for s in states], dtype=torch.float64, device=device),
+            any(s.params.top_p < 1 for s in states),
             filters,
         )
 
@@ -253,12 +278,15 @@ class _Sampled:
         for stage in self.filters:
             stage.apply(scores, rows)
         noise = self._noise(rows, scores.shape[1])
-        narrow_to_nucleus(scores, noise, self.top_p[rows.sequence_idx])
+        if self.narrows:
+            narrow_to_nucleus(scores, noise, self.top_p[rows.sequence_idx])
         scores.add_(noise)
 
     def _noise(self, rows: SamplingRows, vocab: int) -> Tensor:
         """Noise of each row, computed once for all rows of a sequence that choose for the same position."""
         # -> [rows, vocab]
+        if rows.positions.shape == self.seeds.shape:  # one row each: nothing to share, and nothing to ask a device
+            return gumbel_noise(self.seeds[rows.sequence_idx], rows.positions, vocab)
         keys, row_key = torch.unique((rows.sequence_idx << 32) | rows.positions, return_inverse=True)
         return gumbel_noise(self.seeds[keys >> 32], keys & 0xFFFFFFFF, vocab)[row_key]
 
@@ -301,6 +329,11 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.d
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _seeds(states: Sequence[SamplingState]) -> Tensor:
+    """# [batch] int64"""
+    return torch.tensor([_signed64(s.params.seed) for s in states], device=states[0].device)
 
 
 def _signed64(seed: int) -> int:

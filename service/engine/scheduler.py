@@ -70,6 +70,10 @@ class Batch:
     def completing(self) -> list[Sequence]:
         return [item.sequence for item in self.items if item.completes]
 
+    def of_completing(self, values: Items[int]) -> list[int]:
+        """The completing items' part of one value per item."""
+        return [value for item, value in zip(self.items, values, strict=True) if item.completes]
+
     @property
     def chains(self) -> list[Chain]:
         """Each item's tokens of this step."""

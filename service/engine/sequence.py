@@ -44,6 +44,7 @@ class SpeculationParams:
 
     enabled: bool = True
     max_budget: int | None = None  # most nodes verified per step; None = whatever the engine chooses
+    trace: bool = False  # say with each output what tree was verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,16 @@ class TokenLogprob:
     logprob: float
     rank: int  # 1 = the target's likeliest token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The draft tree of one step as it was verified; of no nodes where nothing was drafted."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # place of the node above, always an earlier one; -1 below the root
+    survival: tuple[float, ...]
+    path: tuple[int, ...]  # places of the accepted nodes, from the root down
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +123,4 @@ class SequenceOutput:
     speculation: SpeculationRecord | None = None
     timings: Timings | None = None
     cached_tokens: int = 0
+    tree: StepTree | None = None  # for requests that ask to be told

@@ -4,7 +4,7 @@ Plain records without tensors: the engine fills them, `service/metrics.py` expor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,12 @@ class StepStats:
     preemptions: int
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
     predicted_verify_seconds: float | None = None  # by the cost table as corrected; None where none is used
-    survival_error: float | None = None  # calibration error (ECE) of survival; only now and then, for it is read late
+    verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
+    drafted_blocks: int = 0
+    # Read late, and so only now and then:
+    survival_error: float | None = None  # calibration error (ECE) of survival
+    rank_foretold: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens
+    rank_right: Mapping[str, float] = field(default_factory=dict)  # of them, those that came true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ It knows rows, slots and tapped layers; it does not know sequences, sampling or 
 compute everything but attention, which reaches our slot-addressed pool through transformers' attention interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kernels import ops
 from kernels.exact_rows import exact_row_multiple
-from kernels.tree_attention import WIDTH, AttentionPlan
+from kernels.tree_attention import WIDTH, Attention, AttentionRows
 from service.engine import linear
 from service.engine.kv_pool import KVPool
 from service.engine.rows import ForwardRows
@@ -27,7 +27,7 @@ ATTENTION_NAME = "adaptree"
 class AttentionStep:
     """What the attention of one forward needs; travels through the model as a forward argument."""
 
-    plan: AttentionPlan
+    plan: Attention
     pool: KVPool
     places: Tensor  # [2, rows] int64, where the rows' keys and values go in a layer; without padding rows
     is_first: bool  # the model's first forward, which is checked for what we do not implement
@@ -49,6 +49,10 @@ class TargetOutput:
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
 
 
+Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
+"""A way to run rows: their keys and values land in `rows.slots`, logits come back for `rows.logit_rows`."""
+
+
 class Target:
     """A loaded model bound to its key/value pool."""
 
@@ -64,45 +68,78 @@ class Target:
         self.query_heads: int = text.num_attention_heads
         self.vocab_size: int = text.vocab_size
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
+        self._ops = ops.on(self.device)
         self._member_multiple = exact_row_multiple(WIDTH, pool.head_dim, self.device)
         self._is_first = True
+        self._forward: Forward = self.forward_once
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
-        """Run the rows: their keys and values land in `rows.slots`, logits come back for `rows.logit_rows`."""
-        plan = ops.plan_attention(
-            rows.attention,
-            table.slots,
-            num_slots=self.pool.num_slots,
+        """Run the rows, once and as they are, or in the way given to `run_by`."""
+        return self._forward(rows, table)
+
+    @property
+    def replays(self) -> bool:
+        """Whether forwards go another way than one by one."""
+        return self._forward != self.forward_once
+
+    def run_by(self, forward: Forward) -> None:
+        """Let forwards go another way from now on, which calls `compute`."""
+        self._forward = forward
+
+    def compute(
+        self,
+        tokens: Tensor,
+        attention: AttentionRows,
+        slots: Tensor,
+        logit_rows: Tensor | slice,
+        slot_table: Tensor,
+        *,
+        padding: int = 0,
+    ) -> TargetOutput:
+        """The model itself on rows that need no more padding than `padding` says.
+
+        tokens [rows + padding], slots [rows]; -> logits of `logit_rows`, features of all rows
+        """
+        plan = self._ops.plan_attention(
+            attention,
+            slot_table,
+            num_slots=self.pool.num_places,
             query_heads=self.query_heads,
             kv_heads=self.pool.kv_heads,
             member_multiple=self._member_multiple,
-            padding=self._padding(rows.num_rows),
+            padding=padding,
         )
-        step = AttentionStep(plan, self.pool, self.pool.places(rows.slots), self._is_first)
+        step = AttentionStep(plan, self.pool, self.pool.places(slots), self._is_first)
         output = self.model(
-            input_ids=self._pad(rows.tokens)[None],
-            position_ids=self._pad(rows.attention.positions)[None],
+            input_ids=tokens[None],
+            position_ids=_padded(attention.positions, padding)[None],
             use_cache=False,
-            logits_to_keep=self._pad(rows.logit_rows) if rows.logit_rows.shape[0] else slice(0, self._padding(0)),
+            logits_to_keep=logit_rows,
             tree_step=step,
         )
         step.refuse_bypass()
         self._is_first = False
-        return TargetOutput(
-            logits=output.logits[0, : rows.logit_rows.shape[0]],
-            features=self._taps.take(rows.num_rows) if self._taps else None,
-        )
+        return TargetOutput(output.logits[0], self._taps.take(slots.shape[0]) if self._taps else None)
 
-    def _padding(self, count: int) -> int:
+    def forward_once(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
+        """Run the rows as they are, each kernel by a call of its own."""
+        padding, num_logits = self.padding(rows.num_rows), rows.logit_rows.shape[0]
+        wanted = _padded(rows.logit_rows, self.padding(num_logits)) if num_logits else slice(0, self.padding(0))
+        output = self.compute(
+            _padded(rows.tokens, padding), rows.attention, rows.slots, wanted, table.slots, padding=padding
+        )
+        return TargetOutput(output.logits[:num_logits], output.features)
+
+    def padding(self, count: int) -> int:
         """Rows to add: up to the number below which products get dearer, then to the multiple that keeps them equal."""
         wanted = max(count, self.fewest_rows)
         return wanted - count + -wanted % self.row_multiple
 
-    def _pad(self, values: Tensor) -> Tensor:
-        """Repeat the first entry as often as padding rows are needed."""
-        missing = self._padding(values.shape[0])
-        return torch.cat([values, values[:1].expand(missing)]) if missing else values
+
+def _padded(values: Tensor, missing: int) -> Tensor:
+    """The first entry repeated as often as padding rows are needed."""
+    return torch.cat([values, values[:1].expand(missing)]) if missing else values
 
 
 class FeatureTaps:
@@ -164,9 +201,9 @@ def slot_attention(
     keys, values = key.transpose(1, 2)[0, :num_rows], value.transpose(1, 2)[0, :num_rows]
     tree_step.pool.write(module.layer_idx, tree_step.places, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = query.transpose(1, 2)[0].to(torch.float32)
+    queries = query.transpose(1, 2)[0].to(torch.float32).contiguous()
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
-    out = ops.tree_attention(queries, layer, tree_step.plan, scale=scale, window=sliding_window, softcap=softcap)
+    out = tree_step.plan.attend(queries, layer, scale=scale, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
 
 

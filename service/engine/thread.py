@@ -11,6 +11,7 @@ from collections.abc import Callable
 from service.engine.engine import Engine, StepReport
 from service.engine.sequence import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
+from service.engine.streams import serving
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +80,18 @@ class EngineThread:
 
     def _run(self, deliver: Deliver) -> None:
         try:
-            while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
-                self._read_inbox(wait=self._engine.idle and not self._draining)
-                if not self._stopping:
-                    self._step(deliver)
+            with serving(self._engine.target.device):
+                self._loop(deliver)
         except Exception as error:
             logger.exception("the engine stopped")
             self._failure = error
             deliver([])
+
+    def _loop(self, deliver: Deliver) -> None:
+        while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
+            self._read_inbox(wait=self._engine.idle and not self._draining)
+            if not self._stopping:
+                self._step(deliver)
 
     def _read_inbox(self, *, wait: bool) -> None:
         """Apply all messages that have arrived; with nothing to do, wait for the first."""

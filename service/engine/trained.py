@@ -12,7 +12,7 @@ import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from service.engine import linear
 from service.engine.repack import repacking
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
@@ -60,14 +60,19 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int, starts: 
     first = {name: value.detach() for name, value in model.named_parameters()}
     if linear.can_pack(loaded.model.dtype, loaded.model.device):
         linear.pack_linears(model)
-    table = loaded.parts.embedding
+    logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
+    embed = embed_with(loaded.parts.embedding)
+    weights = TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
+    return Replaceable(weights, first, repacking(model))
+
+
+def embed_with(table: Tensor) -> Embed:
+    """Looking tokens up in the target's table, on the table's device."""
 
     def embed(tokens: Tensor) -> Tensor:
         return embedding(tokens, table)
 
-    logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    weights = TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
-    return Replaceable(weights, first, repacking(model))
+    return embed
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:

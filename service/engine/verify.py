@@ -9,9 +9,10 @@ from torch import Tensor
 from drafters.ancestors import path_tokens
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
+from kernels.sample import Choice, choose_likeliest
 from service.engine.generation import Sequence
 from service.engine.rows import ForwardRows
-from service.engine.sampling import Choice, SamplingRows, SamplingTable, choose_likeliest, choose_tokens
+from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class VerifyStage:
 
     def _choose(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Choice:
         table = self._table_of(completing)
-        if not table.stages:
+        if table.is_plain:
             return choose_likeliest(logits)
         return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
 
@@ -102,7 +103,7 @@ def _walked(rows: ForwardRows, tree: DraftTree, choice: Choice) -> Verified:
     logit_index[lines] = torch.arange(choice.tokens.shape[0], device=device)
     bad = torch.zeros_like(target_tokens, dtype=torch.bool)
     bad[lines] = choice.bad_rows
-    accepted = ops.accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
+    accepted = ops.on(device).accept(tree.tokens, tree.parents, tree.num_nodes, target_tokens)
     result = VerifyResult(accepted.path, accepted.num_accepted, accepted.bonus, target_tokens)
     on_path = torch.nn.functional.pad(result.path + 1, (1, 0))  # rejected nodes may be as bad as they like
     return Verified(tree, result, logit_index, bad.gather(1, on_path).any(1))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from service.engine import linear, norms
+from service.engine import dummy, linear, norms
 from service.engine.kv_pool import KVShape
 from service.engine.target import ATTENTION_NAME
 from service.errors import StartupError
@@ -50,6 +51,7 @@ class LoadedModel:
     fingerprint: str
     parts: TargetParts
     kv_shape: KVShape
+    read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
 
 
 def load_model(
@@ -71,12 +73,25 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
+    return _made_ready(model, tokenizer, device)
+
+
+def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """A model of that name's shape with random weights. Raises StartupError."""
+    config = dummy.dummy_config(name)
+    model = dummy.dummy_model(config, dtype=dtype, device=device, attention=ATTENTION_NAME)
+    return _made_ready(model, dummy.dummy_tokenizer(config.get_text_config().vocab_size), device)
+
+
+def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> LoadedModel:
     fingerprint = weights_fingerprint(model)
-    model = model.eval().requires_grad_(False).to(device)
-    parts = target_parts(model)
+    nn.Module.to(model.eval().requires_grad_(False), device)
+    parts, read_bytes = target_parts(model), bytes_read_per_step(model)
     norms.shorten_norms(model)
-    if linear.can_pack(dtype, device):
+    if linear.can_pack(model.dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
+    elif device.type == "cuda":
+        logger.info("joined %d linear layers", linear.fuse_linears(model))
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -86,6 +101,7 @@ def load_model(
         fingerprint=fingerprint,
         parts=parts,
         kv_shape=kv_shape(model),
+        read_bytes=read_bytes,
     )
 
 
@@ -191,14 +207,15 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Keys and values per token, kept in fp32: attention is computed in fp32, and casting at every read costs more."""
+    """Keys and values per token. On a CPU they are kept in fp32: attention is computed in it, and casting at every read
+    costs more than memory is worth there."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     return KVShape(
         num_layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=torch.float32,
+        dtype=torch.float32 if model.device.type == "cpu" else model.dtype,
     )
 
 
@@ -222,6 +239,17 @@ def target_parts(model: PreTrainedModel) -> TargetParts:
     tied = head.data_ptr() == table.data_ptr()
     identity = identity_of(table, model.config.get_text_config().to_dict())
     return TargetParts(identity, table, table if tied else None)
+
+
+def bytes_read_per_step(model: PreTrainedModel) -> int:
+    """Bytes of weights without which no token can be computed; taken before layers are packed or joined."""
+    every = {value.data_ptr(): value.nbytes for value in model.parameters()}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(table, nn.Module)
+    assert isinstance(head, nn.Module)
+    lookups = table.get_parameter("weight")
+    tied = lookups.data_ptr() == head.get_parameter("weight").data_ptr()
+    return sum(every.values()) - (0 if tied else lookups.nbytes)
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:

@@ -44,6 +44,10 @@ def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
         {"enabled": "perhaps"},
         {"train_device": "cuda:x"},
         {"snapshots_on_disk": 0},
+        {"redis_url": "redis://localhost"},  # and nobody would learn
+        {"redis_secret": "too short"},
+        {"redis_role": "leader"},
+        {"redis_lease_seconds": 0.1},
     ],
     ids=str,
 )
@@ -56,3 +60,12 @@ def test_it_cannot_be_changed() -> None:
     config = AdaptationConfig()
     with pytest.raises(ValidationError):
         config.alpha = 0.5
+
+
+def test_what_opens_the_shared_server_is_not_shown() -> None:
+    config = AdaptationConfig.model_validate(
+        {"enabled": True, "redis_url": "redis://:password@localhost", "redis_secret": "a secret of all replicas"}
+    )
+    shown = f"{config!r} {config.model_dump_json()}"
+    assert "password" not in shown
+    assert "a secret" not in shown

@@ -54,24 +54,16 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     true_commit = commit_module.commit
 
     def commit(
-        rows: ForwardRows,
-        verified: Verified,
-        output: TargetOutput,
-        slots: SlotPool,
-        table: SlotTable,
-        *,
-        target_top: int,
-    ) -> Committed:
-        free_before = slots.num_free
-        committed = true_commit(rows, verified, output, slots, table, target_top=target_top)
+        rows: ForwardRows, verified: Verified, output: TargetOutput, table: SlotTable, *, target_top: int
+    ) -> tuple[Committed, Tensor]:
+        committed, freed = true_commit(rows, verified, output, table, target_top=target_top)
         accepted = verified.result.num_accepted
-        if slots.num_free > free_before and accepted.any():
+        if freed.any() and accepted.any():
             victim = int(accepted.argmax())
-            place = (committed.rows[victim], rows.attention.chain_end[rows.completing[victim]] + accepted[victim])
-            newest = slots.num_free - 1
-            right, wrong = table.slots[place].clone(), slots._stack[newest].clone()
-            table.slots[place], slots._stack[newest] = wrong, right
-        return committed
+            place = (committed.rows[victim], committed.positions[victim] + accepted[victim])
+            right, wrong = table.slots[place].clone(), freed[0].clone()
+            table.slots[place], freed[0] = wrong, right
+        return committed, freed
 
     monkeypatch.setattr("service.engine.engine.commit", commit)
 

@@ -1,18 +1,46 @@
-"""The engine and its noise on a CUDA device; see docs/gpu.md for what has been confirmed."""
+"""The engine, its graphs, its memory and learning beside it on a CUDA device; see docs/gpu.md for what is confirmed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from adaptation.streams import beside
+from drafters.protocol import DraftContext, Noise, Read
 from kernels.gumbel import hash_bits
-from service.assembly import assemble
+from service.adaptive import Adaptive
+from service.assembly import Assembly, assemble
 from service.bench.lossless import check
 from service.bench.lossless_report import built_in_prompts
 from service.config import ServiceConfig
-from tests.tiny_models import tiny_model
+from service.engine.memory import memory_for
+from service.engine.sequence import SamplingParams
+from service.engine.streams import serving
+from service.errors import StartupError
+from tests.service.bench.parts import save_drafter
+from tests.service.engine.harness import Generated, generate, greedy, request, sampled
+from tests.service.learning_parts import learning, requests, texts
+from tests.tiny_models import random_prompts, tiny_model
 
 pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+def settings(folder: Path, **values: object) -> ServiceConfig:
+    given = {"model": str(folder), "device": "cuda", "load_dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.5}
+    return ServiceConfig.model_validate({**given, "state_dir": folder / "state", "max_sequences": 8, **values})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def assembly(folder: Path) -> Iterator[Assembly]:
+    with serving(DEVICE):
+        yield assemble(settings(folder))
 
 
 def test_hash_bits_are_those_of_the_cpu() -> None:
@@ -20,10 +48,107 @@ def test_hash_bits_are_those_of_the_cpu() -> None:
     assert torch.equal(hash_bits(keys, 49_152), hash_bits(keys.cuda(), 49_152).cpu())
 
 
-def test_every_way_of_decoding_gives_the_same_text(tmp_path: Path) -> None:
-    folder = tiny_model("llama", tmp_path / "model")
-    config = ServiceConfig(model=str(folder), device="cuda", load_dtype="float32", state_dir=tmp_path, kv_cache_gib=0.5)
-    assembly = assemble(config)
+def test_forwards_are_replayed_and_rows_independent(assembly: Assembly) -> None:
+    assert assembly.target.replays
     assert assembly.numerics == "exact"
+
+
+def test_every_way_of_decoding_gives_the_same_text(assembly: Assembly) -> None:
     prompts = [prompt[:200] for prompt in built_in_prompts(assembly.tokenizer)]
     assert check(assembly, prompts, num_tokens=20_000, seed=0).holds
+
+
+@pytest.mark.parametrize("params", [greedy(), sampled(3)], ids=["greedy", "sampled"])
+def test_graphs_change_nothing(folder: Path, assembly: Assembly, params: SamplingParams) -> None:
+    as_they_are = assemble(settings(folder, graphs="off"))
+    assert not as_they_are.target.replays
+    asked = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(6, 40))]
+    found, expected = generate(assembly.engine(), *asked), generate(as_they_are.engine(), *asked)
+    assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
+
+
+def test_captured_drafts_change_nothing(folder: Path, assembly: Assembly) -> None:
+    drafter = save_drafter(folder / "drafter", assembly)
+    learned = assemble(settings(folder, drafter="specblock", drafter_path=drafter, draft_blocks=2))
+    asked = [request(str(n), prompt, sampled(n)) for n, prompt in enumerate(random_prompts(4, 40))]
+    plain = generate(learned.engine(learned.drafter("none")), *asked)
+    drafted = generate(learned.engine(), *asked)
+    assert {key: one.tokens for key, one in drafted.items()} == {key: one.tokens for key, one in plain.items()}
+    assert sum(_drafted(one) for one in drafted.values()) > 0
+
+
+def test_the_pool_takes_a_share_of_what_is_left(folder: Path) -> None:
+    free = torch.cuda.mem_get_info(DEVICE)[0]
+    shared = assemble(settings(folder, kv_cache_gib=None, kv_cache_share=0.05))
+    pool_bytes = shared.target.pool.storage.nbytes
+    assert 0.02 * free < pool_bytes <= 0.05 * free
+
+
+def test_too_large_a_pool_names_its_setting(folder: Path) -> None:
+    with pytest.raises(StartupError, match="kv_cache_gib"):
+        assemble(settings(folder, kv_cache_gib=100_000))
+
+
+def test_a_refusal_of_the_device_is_a_start_up_error() -> None:
+    with pytest.raises(StartupError, match="lower it"), memory_for("everything", "lower it"):
+        torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+
+
+def test_priorities() -> None:
+    with serving(DEVICE):
+        high = torch.cuda.current_stream(DEVICE).priority
+        with beside(DEVICE):
+            assert torch.cuda.current_stream(DEVICE).priority > high
+
+
+@pytest.fixture(scope="module")
+def learned(folder: Path, assembly: Assembly) -> Assembly:
+    drafter = save_drafter(folder / "first drafter", assembly)
+    return assemble(settings(folder, drafter="specblock", drafter_path=drafter, draft_blocks=2, budget_policy="fixed"))
+
+
+def test_learning_beside_serving(learned: Assembly, tmp_path: Path) -> None:
+    asked = requests(list(random_prompts(24, 30)), temperature=0.0, tokens=24)
+    expected = texts(learned.engine(learned.drafter("none")), asked)
+    with serving(DEVICE), learning(learned, tmp_path) as adaptive:
+        found = texts(adaptive.engine, asked)
+        assert adaptive.settle(60)
+        assert sum(adaptive.learner.num_updates.values()) > 0
+        assert not adaptive.worker.failures
+    assert found == expected
+
+
+def test_a_publish_reaches_captured_forwards(learned: Assembly, tmp_path: Path) -> None:
+    asked = requests(list(random_prompts(2, 30)), temperature=0.0, tokens=24)
+    with serving(DEVICE), learning(learned, tmp_path, policy="never") as adaptive:
+        expected = texts(adaptive.engine, asked)
+        before = _proposals(adaptive)
+        same = _proposals(adaptive)
+        with torch.no_grad():
+            for value in adaptive.pair.training.parameters():
+                value.mul_(0.5).add_(0.1)
+        adaptive.worker.ask(lambda: adaptive.pair.publish({})).result()
+        after = _proposals(adaptive)
+        assert texts(adaptive.engine, asked) == expected
+    assert torch.equal(before, same)
+    assert not torch.equal(before, after)
+
+
+def _proposals(adaptive: Adaptive) -> torch.Tensor:
+    """What the drafter proposes behind a made-up text, with the weights that are served by now."""
+    adaptive.pair.between_steps()
+    drafter = adaptive.engine.drafter
+    width = len(drafter.tap_layers) * adaptive.network.config.hidden_size
+    features = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    slots = torch.arange(1, 21, device=DEVICE)
+    drafter.start([DraftContext(0, list(range(21)))])
+    drafter.read(Read(row=0, start=0, tokens=slots, slots=slots, features=features))
+    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 20))
+    drafter.finish([0])
+    return grown.survival.clone()
+
+
+def _drafted(one: Generated) -> int:
+    assert one.end.speculation is not None
+    return sum(one.end.speculation.drafted_per_step)

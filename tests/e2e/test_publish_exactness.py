@@ -4,7 +4,7 @@ not one token is another."""
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,10 +36,11 @@ class Seen:
     by_step: defaultdict[int, set[tuple[int, float]]] = field(default_factory=lambda: defaultdict(set))
 
     def watch(self, adaptive: Adaptive) -> None:
-        weight = adaptive.network.lm_head.weight
+        norm = adaptive.network.rank_norm  # the one part of the heads that is never packed
+        assert norm is not None
 
         def note(module: torch.nn.Module, inputs: object) -> None:
-            self.by_step[self.step].add((adaptive.pair.version, float(weight[0, 0])))
+            self.by_step[self.step].add((adaptive.pair.version, float(norm.weight[0])))
 
         adaptive.network.register_forward_pre_hook(note)
 
@@ -53,8 +54,8 @@ class Seen:
 
 
 @contextmanager
-def publishing(pair: DrafterPair, seed: int) -> Iterator[None]:
-    """Publish randomly perturbed weights whenever the last ones have reached the engine."""
+def publishing(pair: DrafterPair, seed: int, parts: tuple[str, ...]) -> Iterator[None]:
+    """Publish weights, of these parts randomly perturbed ones, whenever the last ones have reached the engine."""
     done = threading.Event()
     generator = torch.Generator().manual_seed(seed)
     anchor = dict(pair.anchor.named_parameters())
@@ -66,7 +67,8 @@ def publishing(pair: DrafterPair, seed: int) -> Iterator[None]:
                 continue
             with torch.no_grad():
                 for name, value in pair.training.named_parameters():
-                    value.copy_(anchor[name] + 0.3 * torch.randn(value.shape, generator=generator))
+                    if name.startswith(parts):
+                        value.copy_(anchor[name] + 0.3 * torch.randn(value.shape, generator=generator))
             pair.publish({})
 
     thread = threading.Thread(target=publish)
@@ -78,7 +80,13 @@ def publishing(pair: DrafterPair, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def serve(adaptive: Adaptive, asked: list[GenerationRequest], plain: list[tuple[int, ...]], publishes: int) -> int:
+def serve(
+    adaptive: Adaptive,
+    asked: list[GenerationRequest],
+    plain: list[tuple[int, ...]],
+    publishes: int,
+    parts: tuple[str, ...],
+) -> int:
     """Answer the same requests over and over while weights change. # -> preemptions"""
     seen, preemptions = Seen(), 0
     seen.watch(adaptive)
@@ -86,7 +94,7 @@ def serve(adaptive: Adaptive, asked: list[GenerationRequest], plain: list[tuple[
     def count(_: int) -> None:
         seen.step += 1
 
-    with publishing(adaptive.pair, seed=publishes):
+    with publishing(adaptive.pair, publishes, parts):
         while adaptive.pair.version < publishes:
             run = generate(adaptive.engine, asked, before_step=count)
             assert [answer.token_ids for answer in run.answers] == plain
@@ -95,13 +103,23 @@ def serve(adaptive: Adaptive, asked: list[GenerationRequest], plain: list[tuple[
     return preemptions
 
 
-def publish_in_mid_stream(assembly: Assembly, folder: Path, temperature: float, publishes: int) -> None:
-    asked = requests(varied_prompts()[:SEQUENCES], temperature=temperature, tokens=TOKENS)
+def publish_in_mid_stream(
+    assembly: Assembly,
+    folder: Path,
+    temperature: float,
+    publishes: int,
+    *,
+    parts: tuple[str, ...] = ("",),
+    prompts: Sequence[Sequence[int]] = varied_prompts(),
+    slots: int = SCARCE_SLOTS,
+) -> None:
+    """`parts` are the beginnings of the names of the weights that change; an empty one begins them all."""
+    asked = requests(prompts[:SEQUENCES], temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
     config = AdaptationConfig.model_validate({"snapshots_on_disk": 1, "snapshots_in_memory": 1})
-    limits = replace(assembly.limits, num_slots=SCARCE_SLOTS)
+    limits = replace(assembly.limits, num_slots=slots)
     adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, limits=limits)
-    assert serve(adaptive, asked, plain, publishes) > 0
+    assert serve(adaptive, asked, plain, publishes, parts) > 0
 
 
 @pytest.fixture(scope="module")

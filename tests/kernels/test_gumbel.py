@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.gumbel import _row_keys, gumbel_noise, hash_bits
+from kernels.gumbel import gumbel_noise, hash_bits, row_keys
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -39,7 +39,7 @@ def _hash(seed: int, position: int, token: int) -> int:
 
 
 def _bits(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    return hash_bits(_row_keys(seeds, positions), vocab).to(torch.int64) & MASK32
+    return hash_bits(row_keys(seeds, positions), vocab).to(torch.int64) & MASK32
 
 
 def test_splitmix_and_lowbias_known_answers() -> None:

@@ -7,10 +7,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaptation.events import Event
+from drafters.specblock.features import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
+from service.config import ServiceConfig
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.learning_series import EVENT_REASONS
-from service.metrics import FINISH_REASONS, PHASES, Metrics
+from service.metrics import Metrics
+from service.serve import metrics_of
+from service.serving_series import FINISH as FINISH_SERIES
+from service.serving_series import FINISH_REASONS, PHASES, RANKS, VLLM_NAMES, ServerStatus, step_series
+from service.serving_series import LOAD as LOAD_SERIES
 from tests.service.scripted import STATUS
 
 REASONS = ("load", "gain", "off")
@@ -32,7 +38,11 @@ STEP = StepStats(
     preemptions=1,
     itl_seconds=(0.004, 0.3),
     predicted_verify_seconds=0.55,
+    verify_rows=30,
+    drafted_blocks=2,
     survival_error=0.025,
+    rank_foretold={"1": 8.0, "2-4": 4.0, "5-10": 1.0},
+    rank_right={"1": 6.0, "2-4": 5.0, "5-10": 0.5},
 )
 LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
 FINISH = FinishStats(
@@ -46,8 +56,11 @@ FINISH = FinishStats(
 )
 
 
-def made(*, vllm_names: bool = False) -> Metrics:
-    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, vllm_names=vllm_names)
+SERVER = ServerStatus(ready=True, requests_in_flight=4, requests_refused=3, loop_lag_seconds=0.01)
+
+
+def made(vllm_model: str | None = None) -> Metrics:
+    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, vllm_model=vllm_model)
 
 
 def series(metrics: Metrics) -> dict[str, float]:
@@ -96,6 +109,12 @@ def test_a_step_is_exported() -> None:
         "adaptree_cost_prediction_error_ratio_bucket{0.1}": 0,
         "adaptree_cost_prediction_error_ratio_bucket{0.2}": 1,
         "adaptree_survival_calibration_error": 0.025,
+        "adaptree_verify_rows_total": 30,
+        "adaptree_verify_rows_wasted_total": 16,
+        "adaptree_drafted_blocks_total": 2,
+        "adaptree_rank_head_foretold_tokens{1}": 8,
+        "adaptree_rank_head_right_tokens{2-4}": 5,
+        "adaptree_rank_head_right_tokens{5-10}": 0.5,
     }
     assert {name: found[name] for name in expected} == expected
 
@@ -113,13 +132,16 @@ def test_counters_add_up_and_gauges_follow() -> None:
     metrics = made()
     metrics.observe_step(STEP)
     metrics.observe_load(LOAD)
-    metrics.observe_step(replace(STEP, budget=0, budget_reason="load"))
+    late = replace(STEP, survival_error=None, rank_foretold={}, rank_right={})
+    metrics.observe_step(replace(late, budget=0, budget_reason="load"))
     metrics.observe_load(LoadStats(num_running=1, num_waiting=0, slots_used=0, slots_total=100))
     found = series(metrics)
     assert found["adaptree_generation_tokens_total"] == 12
     assert found["adaptree_num_requests_running"] == 1
     assert found["adaptree_kv_cache_usage_perc"] == 0
     assert found["adaptree_budget_decisions_total{load}"] == 1
+    assert found["adaptree_survival_calibration_error"] == 0.025
+    assert found["adaptree_rank_head_foretold_tokens{1}"] == 8
 
 
 def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
@@ -155,17 +177,22 @@ def test_a_sequence_without_a_token_has_no_first_one() -> None:
     assert found["adaptree_request_success_total{abort}"] == 1
 
 
-def test_the_event_loop_is_asked_at_each_scrape() -> None:
+def test_the_server_is_asked_once_at_each_scrape() -> None:
     metrics = made()
-    lags = iter((0.01, 0.02))
-    metrics.watch_event_loop(lambda: next(lags))
-    assert series(metrics)["adaptree_event_loop_lag_seconds"] == 0.01
-    assert series(metrics)["adaptree_event_loop_lag_seconds"] == 0.02
+    found = series(metrics)
+    assert (found["adaptree_ready"], found["adaptree_requests_refused_total"]) == (0, 0)
+    states = iter((SERVER, replace(SERVER, ready=False, loop_lag_seconds=0.02)))
+    metrics.watch_server(lambda: next(states))
+    found = series(metrics)
+    assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (1, 0.01)
+    assert (found["adaptree_requests_in_flight"], found["adaptree_requests_refused_total"]) == (4, 3)
+    found = series(metrics)
+    assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (0, 0.02)
 
 
-@pytest.mark.parametrize("vllm_names", [False, True])
-def test_the_page_is_closed_and_small(vllm_names: bool) -> None:
-    metrics = made(vllm_names=vllm_names)
+@pytest.mark.parametrize(("vllm_model", "most"), [(None, 300), ("tiny", 420)])
+def test_the_page_is_closed_and_small(vllm_model: str | None, most: int) -> None:
+    metrics = made(vllm_model)
     at_start = set(series(metrics))
     for reason in REASONS:
         metrics.observe_step(replace(STEP, budget_reason=reason, accepted_per_sequence=(MAX_DEPTH,)))
@@ -176,7 +203,12 @@ def test_the_page_is_closed_and_small(vllm_names: bool) -> None:
         for reason in (*reasons, "a sentence: with a colon"):
             metrics.observe_event(Event(kind, 1, reason))
     assert set(series(metrics)) == at_start
-    assert len(at_start) <= 300
+    assert len(at_start) <= most
+
+
+def test_the_page_of_a_server_holds_at_most_300_series() -> None:
+    metrics = metrics_of(ServiceConfig())
+    assert 200 < len(series(metrics)) <= 300
 
 
 def test_an_unknown_label_is_refused() -> None:
@@ -242,22 +274,56 @@ def test_events_are_counted_by_kind_and_reason() -> None:
     }
 
 
+def test_an_update_is_told_by_what_became_of_it() -> None:
+    metrics = made()
+    numbers = {"seconds": 2.5, "draft_loss": 1.5, "rank_loss": 0.5, "anchor_loss": 0.25}
+    judged = {"candidate": 2.0, "serving": 1.75, "anchor": 1.5}
+    metrics.observe_event(Event("published", 1, "better", {**numbers, **judged}))
+    metrics.observe_event(Event("discarded", 1, "loss_not_finite", {"seconds": 0.5}))
+    metrics.observe_event(Event("refused", 1, "too_little_evidence", {"seconds": 0.5, "serving": math.nan}))
+    metrics.observe_event(Event("paused", 1, "operator"))
+    found = series(metrics)
+    assert found["adaptree_adaptation_update_seconds_count"] == 3
+    assert found["adaptree_adaptation_update_seconds_sum"] == 3.5
+    assert [found[f"adaptree_adaptation_update_loss{{{term}}}"] for term in ("draft", "rank", "anchor")] == [
+        1.5,
+        0.5,
+        0.25,
+    ]
+    assert {name: found[f"adaptree_adaptation_replayed_tau{{{name}}}"] for name in judged} == judged
+
+
 def test_names_are_ours_unless_asked() -> None:
     assert all(name.startswith("adaptree_") for name in series(made()))
 
 
-def test_the_vllm_names_show_the_same_values() -> None:
-    metrics = made(vllm_names=True)
+def test_the_vllm_names_show_the_same_values_with_the_labels_of_vllm() -> None:
+    metrics = made("tiny")
     metrics.observe_step(STEP)
-    found = series(metrics)
-    aliases = {name: value for name, value in found.items() if name.startswith("vllm:")}
-    assert aliases == {
-        name.replace("adaptree_", "vllm:"): value
-        for name, value in found.items()
-        if "spec_decode" in name and ":" not in name
-    }
-    assert aliases["vllm:spec_decode_num_drafts_total"] == 3
-    assert aliases["vllm:spec_decode_num_accepted_tokens_per_pos_total{0}"] == 2
+    metrics.observe_load(LOAD)
+    metrics.observe_finish(FINISH)
+    page, _ = metrics.render()
+    families = {family.name: family for family in text_string_to_metric_families(page.decode())}
+    assert {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")} == VLLM_NAMES
+    for name in VLLM_NAMES:
+        ours, theirs = families[f"adaptree_{name}"], families[f"vllm:{name}"]
+        assert (ours.type, ours.documentation) == (theirs.type, theirs.documentation)
+        labels = {"model_name": "tiny", "engine": "0"}
+        assert [(s.name, s.labels, s.value) for s in theirs.samples] == [
+            (s.name.replace("adaptree_", "vllm:"), {**labels, **s.labels}, s.value) for s in ours.samples
+        ]
+    names = {sample.name for family in families.values() for sample in family.samples}
+    assert {"vllm:spec_decode_num_drafts_total", "vllm:time_to_first_token_seconds_bucket"} <= names
+    assert {"vllm:num_requests_running", "vllm:request_success_total"} <= names
+
+
+def test_vllm_names_are_names_of_ours() -> None:
+    ours = [*LOAD_SERIES, *FINISH_SERIES, *step_series(max_depth=1, budget_reasons=REASONS, sources=SOURCES)]
+    assert {one.name for one in ours} >= VLLM_NAMES
+
+
+def test_the_classes_of_the_rank_head_are_those_of_the_drafter() -> None:
+    assert RANKS == CLASS_NAMES
 
 
 def test_two_instances_do_not_meet() -> None:

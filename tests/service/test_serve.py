@@ -12,6 +12,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.status import AdaptationStatus
 from service.adaptive import Adaptive
 from service.config import ServiceConfig
+from service.live import Live
 from service.serve import load_served, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say
@@ -34,14 +35,14 @@ def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> 
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assembled(folder))
     learning = AdaptationConfig(enabled=enabled)
-    served = load_served(settings(folder, drafter_path=drafter, adaptation=learning), made())
+    served = load_served(settings(folder, drafter_path=drafter, adaptation=learning), made(), Live())
     assert isinstance(served.adaptation, Adaptive) is enabled
     assert served.card.drafter == "lookup+specblock"
 
 
 def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_two_layers(tmp_path)
-    served = load_served(settings(folder, adaptation=AdaptationConfig(enabled=True)), made())
+    served = load_served(settings(folder, adaptation=AdaptationConfig(enabled=True)), made(), Live())
     assert served.adaptation is None
     assert "the drafter lookup has no weights to train" in caplog.text
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from drafters.merged.drafter import MergedDrafter
 from drafters.merged.worth import Worth
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 
 ROW = torch.tensor([1])
@@ -18,6 +18,7 @@ class Chain:
     """Proposes one and the same chain of tokens, and notes what it hears."""
 
     version = 3
+    num_blocks = 5
 
     def __init__(self, name: str, tokens: list[int], odds: float, taps: tuple[int, ...] = ()) -> None:
         self.name = name
@@ -50,6 +51,9 @@ class Chain:
     def credits(self) -> Mapping[str, int]:
         return {}
 
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
+
     def trainable(self) -> nn.Module | None:
         return None
 
@@ -78,6 +82,7 @@ def test_equal_paths_become_one_node_with_the_larger_survival() -> None:
 def test_it_speaks_for_both() -> None:
     both = merged(Chain("lookup", [1], 0.5), Chain("net", [2], 0.5, taps=(1, 2)))
     assert (both.name, both.version, both.tap_layers) == ("lookup+net", 3, (1, 2))
+    assert (both.num_blocks, both.rank_outcomes()) == (5, RankOutcomes({"net": 2.0}, {"net": 1.0}))
     assert both.finish([1]) == [len("lookup")]  # predictions are the cheap one's business
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.features import TOP
+from drafters.specblock.features import CLASS_NAMES, CLASS_OF_RANK, TOP
 
 
 def test_nothing_is_corrected_before_anything_is_known() -> None:
@@ -41,3 +41,21 @@ def test_odds_stay_below_certainty() -> None:
     for _ in range(100):
         calibration.observe(nodes, torch.full((1, 8), 0.3), always, always)
     assert calibration.correct(torch.full((2, TOP), 0.9), 0).max() < 1
+
+
+def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
+    calibration = Calibration(2, device="cpu")
+    ranks = torch.tensor([0, 1, 3, 4, 9])  # of classes 0, 1, 1, 2, 2
+    buckets = torch.stack([calibration.buckets(0)[1, ranks], calibration.buckets(1)[0, ranks]])
+    true = torch.tensor([[True, False, True, False, False], [False, True, False, False, False]])
+    tried = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
+    calibration.observe(buckets, torch.full((2, 5), 0.25), true, tried)
+    outcomes = calibration.outcomes()
+    assert outcomes.foretold == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
+    assert outcomes.right == {"1": 1.0, "2-4": 2.0, "5-10": 0.0}
+
+
+def test_every_class_that_can_be_drafted_has_a_name() -> None:
+    assert len(CLASS_NAMES) == len(set(CLASS_OF_RANK))
+    spans = [[rank + 1 for rank, one in enumerate(CLASS_OF_RANK) if one == number] for number in range(3)]
+    assert tuple(f"{span[0]}-{span[-1]}".replace("1-1", "1") for span in spans) == CLASS_NAMES

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from service.api.app import create_app
 from service.api.settings import ApiSettings
+from service.live import Live
 from service.runtime import Runtime
 from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, runtime_of
 
@@ -27,7 +28,7 @@ Body = dict[str, Any]
 
 
 def app_of(runtime: Runtime, **changes: Any) -> FastAPI:
-    return create_app(runtime, replace(SETTINGS, **changes), render_metrics=_metrics)
+    return create_app(runtime, replace(SETTINGS, **changes), live=Live(), render_metrics=_metrics)
 
 
 async def _metrics() -> tuple[bytes, str]:

@@ -8,7 +8,16 @@ from tests.service.scripted import ScriptedEngine, runtime_of, say
 
 pytestmark = pytest.mark.anyio
 
-PATHS = ("/v1/models", "/version", "/tokenize", "/v1/chat/completions", "/docs", "/nowhere", "/livez/", "//livez")
+PATHS = (
+    "/v1/models",
+    "/version",
+    "/tokenize",
+    "/v1/chat/completions",
+    "/docs",
+    "/nowhere",
+    "/livez/",
+    "http://test//livez",
+)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -96,6 +105,34 @@ async def test_a_request_id_comes_with_streams_and_with_our_own_bugs() -> None:
         response = await client.get("/broken", headers={"x-request-id": "a"})
     assert (response.status_code, response.headers["x-request-id"]) == (500, "a")
     assert error_of(response)["message"] == "The server had an error while processing this request."
+
+
+async def test_one_line_for_each_answer_and_nothing_secret_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "service.api.middleware")
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key-one",)) as client:
+        headers = {**bearer("key-one"), "x-request-id": "mine"}
+        await client.post("/v1/chat/completions?secret=1", json={**ASK, "stream": True}, headers=headers)
+        await client.get("/%0aforged%20line", headers={"x-request-id": "other"})
+        await client.get("/livez")
+        await client.get("/")
+    lines = [record for record in caplog.records if record.name == "service.api.middleware"]
+    told = [tuple(vars(line)[name] for name in ("request_id", "method", "path", "status")) for line in lines]
+    assert told == [("mine", "POST", "/v1/chat/completions", 200), ("other", "GET", "/%0Aforged%20line", 401)]
+    assert all(0 <= vars(line)["seconds"] < 60 for line in lines)
+    assert not any(word in caplog.text for word in ("key-one", "secret", "hello", "\nforged"))
+
+
+async def test_a_bug_of_ours_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "service.api.middleware")
+    app = app_of(runtime_of(ScriptedEngine(say("x"))))
+
+    @app.get("/broken")
+    async def break_down() -> None:
+        raise RuntimeError("bug")
+
+    async with client_for(app) as client:
+        await client.get("/broken")
+    assert [vars(record)["status"] for record in caplog.records if "/broken" in record.getMessage()] == [500]
 
 
 async def test_a_body_over_the_limit_is_refused_with_and_without_a_length() -> None:

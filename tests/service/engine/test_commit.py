@@ -30,7 +30,8 @@ class Step:
         features = torch.arange(self.rows.num_rows).float()[:, None]
         self.logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
         output = TargetOutput(self.logits, features)
-        self.committed = commit(self.rows, verified, output, self.slots, self.table, target_top=target_top)
+        self.committed, freed = commit(self.rows, verified, output, self.table, target_top=target_top)
+        self.slots.free(freed[: 5 - int(found.num_accepted)])
 
 
 def test_accepted_nodes_follow_the_root_in_the_table() -> None:

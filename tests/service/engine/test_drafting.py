@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, FixedBudget, Load
 from service.engine.drafting import DraftStage
@@ -33,12 +33,14 @@ class Recorder:
         self.started: list[DraftContext] = []
         self.asked: list[tuple[list[int], Noise]] = []
         self.version = 0
+        self.num_blocks = 0
 
     def start(self, contexts: Items[DraftContext]) -> None:
         self.started += contexts
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self.asked.append((rows.tolist(), noise))
+        self.num_blocks += rows.shape[0]
         return candidates_of([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4]] * rows.shape[0])
 
     def read(self, read: Read) -> None: ...
@@ -50,6 +52,9 @@ class Recorder:
 
     def finish(self, rows: Items[int]) -> list[int]:
         return [0] * len(rows)
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes({"1": 2.0}, {"1": 1.0})
 
     def trainable(self) -> nn.Module | None:
         return None
@@ -194,6 +199,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     tree, _ = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
     stats = stage.learn(tree, verified(tree, 1), report(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
+    assert (stats.drafted_blocks, stats.rank_foretold, stats.rank_right) == (2, {}, {})
     (outcome,) = watcher.outcomes
     load = outcome.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
@@ -220,6 +226,7 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
     assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error == stage.calibration_error() > 0
+    assert (stats.drafted_blocks, stats.rank_foretold, stats.rank_right) == (1, {"1": 2.0}, {"1": 1.0})
 
 
 def test_a_new_version_of_the_drafter_gets_another_chance() -> None:

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def test_bytes_of_a_slot() -> None:
     assert SHAPE.bytes_per_slot == 3 * 2 * 2 * 4 * 4
-    assert KVPool(SHAPE, 10, CPU).storage.nbytes == 10 * SHAPE.bytes_per_slot
+    assert KVPool(SHAPE, 10, CPU).storage.nbytes == (10 + 1) * SHAPE.bytes_per_slot
 
 
 def test_written_rows_stand_in_their_slots_and_nowhere_else() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.engine.linear import FEWEST_ROWS, PackedLinear, can_pack, fewest_rows, pack_linears
+from service.engine.linear import FEWEST_ROWS, PackedLinear, can_pack, fewest_rows, fuse_linears, pack_linears
 
 torch.set_num_threads(1)
 
@@ -120,3 +120,21 @@ def test_other_types_are_not_packed(dtype: torch.dtype) -> None:
 
 def test_other_devices_are_not_packed() -> None:
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_joined_in_any_type(bias: bool) -> None:
+    model = Gated(bias=bias, width=16).float()
+    x = torch.randn(1, 5, 16)
+    before = model(x)
+    assert fuse_linears(model) == 2
+    assert model.gate_proj.fused is model.up_proj.fused
+    assert fewest_rows(model) == 1
+    for out, reference in zip(model(x), before, strict=True):
+        torch.testing.assert_close(out, reference)
+
+
+def test_layers_of_different_inputs_are_not_joined() -> None:
+    model = Gated(bias=False)
+    assert fuse_linears(model) == 0
+    assert type(model.gate_proj) is nn.Linear

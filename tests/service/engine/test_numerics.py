@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import ops, tree_attention
 from kernels.tree_attention import AttentionPlan
 from service.engine.numerics import ROW_MULTIPLES, rows_are_independent, settle
 from tests.service.engine.harness import tiny_target
@@ -32,19 +31,21 @@ def test_another_text_is_exact_too_at_the_settled_multiple() -> None:
 def company_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose last bits depend on how many rows are in the forward."""
 
+    true_attend = AttentionPlan.attend
+
     def attend(
+        plan: AttentionPlan,
         query: Tensor,
         pool: Tensor,
-        plan: AttentionPlan,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        out = tree_attention.tree_attention(query, pool, plan, scale=scale, window=window, softcap=softcap)
+        out = true_attend(plan, query, pool, scale=scale, window=window, softcap=softcap)
         return out * (1 + 1e-6 * (query.shape[0] % 5))
 
-    monkeypatch.setattr(ops, "tree_attention", attend)
+    monkeypatch.setattr(AttentionPlan, "attend", attend)
 
 
 @pytest.mark.usefixtures("company_matters")

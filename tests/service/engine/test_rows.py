@@ -63,7 +63,7 @@ def test_every_token_is_one_row(seed: int) -> None:
     chains, tree = random_step(random.Random(seed))
     expected = expected_rows(chains, tree)
     slots = 1 + torch.randperm(len(expected))
-    rows = flatten(chains, tree, slots)
+    rows = flatten(chains, tree, slots, tree.num_nodes.tolist())
     assert len(found_rows(rows)) == rows.num_rows == len(expected)
     assert set(found_rows(rows)) == expected
     assert torch.equal(rows.slots, slots)
@@ -73,7 +73,7 @@ def test_every_token_is_one_row(seed: int) -> None:
 def test_who_chooses_a_next_token(seed: int) -> None:
     """The last row of each completing chain and the nodes below it, each knowing whose it is."""
     chains, tree = random_step(random.Random(seed))
-    rows = flatten(chains, tree, 1 + torch.arange(len(expected_rows(chains, tree))))
+    rows = flatten(chains, tree, 1 + torch.arange(len(expected_rows(chains, tree))), tree.num_nodes.tolist())
     completing = [line for line, chain in enumerate(chains) if chain.completes]
     ends = [chain.start + len(chain.tokens) - 1 for chain in chains]
     all_rows = found_rows(rows)
@@ -86,7 +86,7 @@ def test_who_chooses_a_next_token(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_what_attention_is_told(seed: int) -> None:
     chains, tree = random_step(random.Random(seed))
-    rows = flatten(chains, tree, 1 + torch.randperm(len(expected_rows(chains, tree))))
+    rows = flatten(chains, tree, 1 + torch.randperm(len(expected_rows(chains, tree))), tree.num_nodes.tolist())
     told = rows.attention
     assert told.table_rows.tolist() == [chain.table_row for chain in chains]
     assert told.chain_end.tolist() == [chain.start + len(chain.tokens) - 1 for chain in chains]

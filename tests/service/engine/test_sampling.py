@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kernels.gumbel import gumbel_noise
-from service.engine.sampling import Choice, SamplingRows, SamplingState, SamplingTable, choose_tokens, logprobs
+from kernels.sample import Choice
+from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, choose_tokens, logprobs
 from service.engine.sequence import SamplingParams
 
 torch.set_num_threads(1)

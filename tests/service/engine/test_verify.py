@@ -30,7 +30,7 @@ def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
     tree = tree_of(DRAFTED, PARENTS)
     padding = [torch.zeros(others, *getattr(tree, name).shape[1:]).to(getattr(tree, name)) for name in tree.__slots__]
     both = DraftTree(*map(lambda name, more: torch.cat([getattr(tree, name), more]), tree.__slots__, padding))
-    rows = flatten(chains, both, 1 + torch.arange(6 + 3 * others))
+    rows = flatten(chains, both, 1 + torch.arange(6 + 3 * others), both.num_nodes.tolist())
     return [line for line, chain in zip(lines, chains, strict=True) if chain.completes], rows, both
 
 
@@ -76,7 +76,7 @@ def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verif
     lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
     chains = [Chain(2, 7, [2], completes=True)]
     chains += [Chain(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
-    rows = flatten(chains, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others))
+    rows = flatten(chains, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others), [0] * (1 + others))
     logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
     logits[list(bad)] = torch.nan
     completing = [line for line, chain in zip(lines, chains, strict=True) if chain.completes]

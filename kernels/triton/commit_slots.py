@@ -1,0 +1,83 @@
+# ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
+# mypy: allow-untyped-decorators
+"""The slots of `kernels/commit_slots.py` on a device: one program per sequence, one launch per step.
+
+Where a sequence's freed slots begin follows from everybody's counts, which each program adds up for itself.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.commit_slots import CommittedSlots
+from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
+
+
+def commit_slots(
+    path: Tensor,
+    num_accepted: Tensor,
+    num_nodes: Tensor,
+    node_slots: Tensor,
+    lines: Tensor,
+    chain_end: Tensor,
+    slot_table: Tensor,
+) -> CommittedSlots:
+    """As the reference's `commit_slots`."""
+    batch, nodes = node_slots.shape
+    path_slots = path.new_full(path.shape, NULL_SLOT)
+    freed = node_slots.new_full((batch * nodes,), NULL_SLOT)
+    if nodes:
+        _commit[(batch,)](
+            path.contiguous(),
+            num_accepted,
+            num_nodes,
+            node_slots.contiguous(),
+            lines,
+            chain_end,
+            slot_table,
+            path_slots,
+            freed,
+            nodes,
+            path.shape[1],
+            slot_table.stride(0),
+            BATCH=triton.next_power_of_2(batch),
+            NODES=triton.next_power_of_2(nodes),
+            MOST=MAX_DEPTH,
+            enable_fp_fusion=True,
+        )
+    return CommittedSlots(path_slots, freed)
+
+
+@triton.jit
+def _commit(
+    path: tl.tensor,
+    num_accepted: tl.tensor,
+    num_nodes: tl.tensor,
+    node_slots: tl.tensor,
+    lines: tl.tensor,
+    chain_end: tl.tensor,
+    slot_table: tl.tensor,
+    path_slots: tl.tensor,
+    freed: tl.tensor,
+    nodes: tl.tensor,
+    depth: tl.tensor,
+    line_length: tl.tensor,
+    BATCH: tl.constexpr,
+    NODES: tl.constexpr,
+    MOST: tl.constexpr,
+) -> None:
+    """One sequence: its path into the table, its other nodes' slots behind those of the sequences before it."""
+    of = tl.program_id(0).to(tl.int64)
+    ahead, node, everybody = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
+    step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)
+    slot = tl.load(node_slots + of * nodes + step, mask=step >= 0, other=0)
+    tl.store(path_slots + of * depth + ahead, slot, mask=step >= 0)
+    entry = slot_table + tl.load(lines + of) * line_length + tl.load(chain_end + of) + 1
+    tl.store(entry + ahead, slot, mask=step >= 0)
+    before = everybody < of
+    counts = tl.load(num_nodes + everybody, mask=before, other=0)
+    first = tl.sum(counts - tl.load(num_accepted + everybody, mask=before, other=0), 0)
+    kept = tl.sum((step[None, :] == node[:, None]).to(tl.int32), 1) > 0
+    rejected = (node < tl.load(num_nodes + of)) & ~kept
+    place = first + tl.cumsum(rejected.to(tl.int32), 0) - 1
+    tl.store(freed + place, tl.load(node_slots + of * nodes + node, mask=rejected, other=0), mask=rejected)

@@ -1,0 +1,425 @@
+# ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
+# mypy: allow-untyped-decorators
+"""Tree attention on a device: the sums of `kernels/tree_attention.py`, with the layout derived from positions there.
+
+A *tile* holds query heads of a few rows of one sequence, whatever they are: a root, tree nodes, a piece of a prompt.
+
+- The prefix of a row, the keys before its boundary b(p), is summed by tensor cores in chunks of 64 keys, and chunks
+  in splits of 512 keys, both aligned at multiples of their size; the splits are added up in order.
+- The tail, the keys from b(p) on and the nodes of the row's path, is summed strictly in column order, one fused
+  multiply-add per key, so that the gaps between a path's nodes leave no trace.
+
+Sizes depend on the model alone, never on load: a row's sums are the same alone and in company. All is static for a
+CUDA graph: grids depend on shapes, loops end where device memory says.
+
+Legend: members = rows of a tile x query heads per key/value head, dim = head_dim, others as in the
+reference. Scores are in powers of two.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.tree_attention import LOG2_E, MASKED, MAX_DEPTH, SPAN, AttentionRows
+
+_CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128 dimensions fit into 100 KB
+_SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
+_COLUMNS = tl.constexpr(32)  # keys per product of the tail, whose sums do not depend on it
+_MAX_DEPTH = tl.constexpr(MAX_DEPTH)
+_SPAN = tl.constexpr(SPAN)
+_MASKED = tl.constexpr(MASKED)
+
+_FEWEST = 16  # smallest side of a product in Triton
+_PARTIAL_BYTES = 64 << 20
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """How one forward's rows attend: which rows share a tile; shared by all layers."""
+
+    rows: AttentionRows
+    slot_table: Tensor  # [table rows, max positions] int64
+    tile_rows: Tensor  # [tiles, rows of a tile] int64, -1 padded
+
+    def attend(
+        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """As the reference's `tree_attention`; padding rows get zeros."""
+        # query [rows, query heads, dim] float32; pool [2, slots, heads, dim] -> as query
+        out = torch.zeros_like(query)
+        heads, dim = pool.shape[2:]
+        shape = _Shape.of(query.shape[1], heads, dim, self.slot_table.shape[1])
+        cap = 0.0 if softcap is None else softcap * LOG2_E
+        bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
+        for tiles in self.tile_rows.split(shape.tiles_at_once):
+            sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim)
+            tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members)
+            rows, table = self.rows, self.slot_table
+            layout = (tiles, rows.sequence, rows.positions, rows.table_rows, table, table.shape[1])
+            tree = (rows.node, rows.chain_end, rows.node_slots, rows.node_depths, rows.ancestors)
+            pools = (query, pool[0], pool[1])
+            _prefix_kernel[len(tiles), heads, shape.splits](
+                *pools, *layout, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
+            )
+            _tail_kernel[len(tiles), heads](
+                *pools,
+                *layout,
+                *tree,
+                rows.node_slots.shape[1],
+                sums,
+                tops_totals,
+                out,
+                *bounds,
+                *shape.constants(),
+                enable_fp_fusion=True,
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Sizes that kernels are compiled for; all of them follow from the model and the longest text it may serve."""
+
+    heads: int
+    group: int  # query heads per key/value head
+    dim: int
+    splits: int
+
+    @staticmethod
+    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_Shape":
+        return _Shape(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
+
+    @property
+    def members(self) -> int:
+        """Members of a tile, padding included."""
+        return _members_of(self.group)
+
+    @property
+    def tiles_at_once(self) -> int:
+        """As many as keep the sums of their splits in bounds."""
+        return max(1, _PARTIAL_BYTES // (self.heads * self.splits * self.members * (self.dim + 2) * 4))
+
+    def constants(self) -> tuple[int, ...]:
+        block_dim = max(_FEWEST, triton.next_power_of_2(self.dim))
+        return self.heads, self.group, self.dim, self.splits, self.members, block_dim
+
+
+def plan_attention(
+    rows: AttentionRows,
+    slot_table: Tensor,
+    *,
+    num_slots: int,
+    query_heads: int,
+    kv_heads: int,
+    member_multiple: int,
+    padding: int = 0,
+) -> TilePlan:
+    """Lay out one forward without asking the device anything.
+
+    As the reference's `plan_attention`; the size of the pool, the multiple that makes products exact and padding rows
+    are of no concern here. Rows may stand in any order.
+    """
+    group = query_heads // kv_heads
+    return TilePlan(rows, slot_table, _tile_rows(rows, _members_of(group) // group))
+
+
+def _members_of(group: int) -> int:
+    return max(_FEWEST, int(triton.next_power_of_2(group)))
+
+
+def _tile_rows(rows: AttentionRows, rows_per_tile: int) -> Tensor:
+    """Which rows stand in which tile: each sequence's one after the other, in tiles of its own. # -> [tiles, rows]"""
+    sequence, sequences = rows.sequence, rows.table_rows.shape[0]
+    order = sequence.argsort(stable=True)
+    owner = sequence[order]
+    counts = sequence.new_zeros(sequences).index_add_(0, sequence, torch.ones_like(sequence))
+    rank = torch.arange(owner.shape[0], device=owner.device) - _starts(counts)[owner]
+    first_tile = _starts((counts + rows_per_tile - 1) // rows_per_tile)
+    place = (first_tile[owner] + rank // rows_per_tile) * rows_per_tile + rank % rows_per_tile
+    most = (owner.shape[0] + sequences * (rows_per_tile - 1)) // rows_per_tile
+    tile_rows = sequence.new_full((most * rows_per_tile,), -1)
+    return tile_rows.scatter_(0, place, order).view(most, rows_per_tile)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return counts.cumsum(0) - counts
+
+
+@triton.jit
+def _prefix_kernel(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tile_rows: tl.tensor,
+    sequence: tl.tensor,
+    positions: tl.tensor,
+    table_rows: tl.tensor,
+    table: tl.tensor,
+    line_length: tl.tensor,
+    sums: tl.tensor,
+    tops_totals: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """One split of the prefix for one tile and one key/value head: its largest scores, weights and weighted values."""
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, _, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
+    nearest = tl.min(tl.where(row >= 0, first, line_length), 0)
+    begin = tl.maximum(split * _SPLIT, nearest // _CHUNK * _CHUNK)
+    end = tl.minimum((split + 1) * _SPLIT, tl.max(boundary, 0))
+    if begin >= end:
+        return
+    line = tl.load(table_rows + tl.load(sequence + tl.max(row, 0))) * line_length
+    queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
+    top = tl.full([MEMBERS], _MASKED, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    mixed = tl.zeros([MEMBERS, BLOCK_DIM], tl.float32)
+    for start in range(begin, end, _CHUNK):
+        column = start + tl.arange(0, _CHUNK)
+        slot = tl.load(table + line + column, mask=column < end, other=0)
+        seen = (column[None, :] < boundary[:, None]) & (column[None, :] >= first[:, None])
+        score = _scores(queries, _load_slots(keys, slot, column < end, head, HEADS, DIM, BLOCK_DIM), seen, scale, cap)
+        value = _load_slots(values, slot, column < end, head, HEADS, DIM, BLOCK_DIM)
+        higher = tl.maximum(top, tl.max(score, 1))
+        fade = tl.exp2(top - higher)
+        weight = tl.where(seen, tl.exp2(score - higher[:, None]), 0.0)
+        total = total * fade + tl.sum(weight, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    at = (tile * HEADS + head) * SPLITS + split
+    member, dim = tl.arange(0, MEMBERS), tl.arange(0, BLOCK_DIM)
+    tl.store(tops_totals + at * 2 * MEMBERS + member, top)
+    tl.store(tops_totals + (at * 2 + 1) * MEMBERS + member, total)
+    tl.store(sums + (at * MEMBERS + member)[:, None] * DIM + dim[None, :], mixed, mask=dim[None, :] < DIM)
+
+
+@triton.jit
+def _tail_kernel(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tile_rows: tl.tensor,
+    sequence: tl.tensor,
+    positions: tl.tensor,
+    table_rows: tl.tensor,
+    table: tl.tensor,
+    line_length: tl.tensor,
+    node: tl.tensor,
+    chain_end: tl.tensor,
+    node_slots: tl.tensor,
+    node_depths: tl.tensor,
+    ancestors: tl.tensor,
+    nodes: tl.tensor,
+    sums: tl.tensor,
+    tops_totals: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """Adds up a tile's splits and its tail. Two sweeps over the tail: its largest scores, then its sums below them."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, position, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
+    if tl.max(row, 0) < 0:
+        return
+    at = (tile * HEADS + head) * SPLITS
+    top, total, mixed = _add_splits(sums, tops_totals, at, boundary, first, DIM, MEMBERS, BLOCK_DIM)
+    queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
+    of = tl.load(sequence + tl.max(row, 0))
+    root = tl.load(chain_end + of)
+    own = tl.load(node + row, mask=row >= 0, other=-1)
+    start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
+    committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
+    chain_slots = table + tl.load(table_rows + of) * line_length + start
+    tree_slots, depths, above = node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes
+    padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # behind these columns stand those of the nodes
+    columns = padded + tl.max(own, 0) + 1
+    highest = top
+    for column in range(0, columns, _COLUMNS):
+        slot, held, seen = _tail_columns(
+            column, chain_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
+            own, position, boundary, first,
+        )  # fmt: skip
+        key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
+        highest = tl.maximum(highest, tl.max(_scores(queries, key, seen, scale, cap), 1))
+    fade = tl.exp2(top - highest)
+    totals = (total * fade)[:, None] + tl.zeros([MEMBERS, 16], tl.float32)
+    mixed = mixed * fade[:, None]
+    for column in range(0, columns, _COLUMNS):
+        slot, held, seen = _tail_columns(
+            column, chain_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
+            own, position, boundary, first,
+        )  # fmt: skip
+        key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
+        value = _load_slots(values, slot, held, head, HEADS, DIM, BLOCK_DIM).to(tl.float32)
+        score = _scores(queries, key, seen, scale, cap)
+        weight = tl.where(seen, tl.exp2(score - highest[:, None]), 0.0)
+        # products in float32 are chains of multiply-adds in column order; for the weights alone as well
+        totals = tl.dot(weight, tl.full([_COLUMNS, 16], 1.0, tl.float32), totals, input_precision="ieee")
+        mixed = tl.dot(weight, value, mixed, input_precision="ieee")
+    whole = tl.max(totals, 1)
+    result = mixed / tl.where(row >= 0, whole, 1.0)[:, None]
+    _store_rows(out, result, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM)
+
+
+@triton.jit
+def _members(
+    tile_rows: tl.tensor,
+    positions: tl.tensor,
+    window: tl.tensor,
+    tile: tl.tensor,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+) -> tl.tuple:
+    """Row (-1 for padding), position, boundary and first position seen of a tile's members. # all [members]"""
+    rows: tl.constexpr = MEMBERS // GROUP
+    place = tl.arange(0, MEMBERS) // GROUP
+    row = tl.load(tile_rows + tile * rows + place, mask=place < rows, other=-1)
+    position = tl.load(positions + row, mask=row >= 0, other=0)
+    boundary = tl.maximum(position - _MAX_DEPTH, 0) // _SPAN * _SPAN
+    return row, position, boundary, tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
+def _add_splits(
+    sums: tl.tensor,
+    tops_totals: tl.tensor,
+    at: tl.tensor,
+    boundary: tl.tensor,
+    first: tl.tensor,
+    DIM: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tuple:
+    """Largest scores, weights and weighted values of the whole prefix: its splits in order, each by its own top."""
+    member, dim = tl.arange(0, MEMBERS), tl.arange(0, BLOCK_DIM)
+    top = tl.full([MEMBERS], _MASKED, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    mixed = tl.zeros([MEMBERS, BLOCK_DIM], tl.float32)
+    for split in range(0, tl.cdiv(tl.max(boundary, 0), _SPLIT)):
+        within = (split * _SPLIT < boundary) & ((split + 1) * _SPLIT > first) & (first < boundary)
+        here = at + split
+        its_top = tl.load(tops_totals + here * 2 * MEMBERS + member, mask=within, other=_MASKED)
+        its_total = tl.load(tops_totals + (here * 2 + 1) * MEMBERS + member, mask=within, other=0.0)
+        inside = within[:, None] & (dim[None, :] < DIM)
+        its_mixed = tl.load(sums + (here * MEMBERS + member)[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(top, its_top)
+        fade, its_fade = tl.exp2(top - higher), tl.exp2(its_top - higher)
+        total = total * fade + its_total * its_fade
+        mixed = mixed * fade[:, None] + its_mixed * its_fade[:, None]
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit
+def _tail_columns(
+    column: tl.tensor,
+    chain_slots: tl.tensor,
+    committed: tl.tensor,
+    start: tl.tensor,
+    padded: tl.tensor,
+    tree_slots: tl.tensor,
+    depths: tl.tensor,
+    above: tl.tensor,
+    nodes: tl.tensor,
+    root: tl.tensor,
+    own: tl.tensor,
+    position: tl.tensor,
+    boundary: tl.tensor,
+    first: tl.tensor,
+) -> tl.tuple:
+    """Slot, existence [columns] and visibility [members, columns] of the tail's next columns.
+
+    First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes.
+    """
+    place = column + tl.arange(0, _COLUMNS)
+    on_chain = place < committed
+    node = place - padded
+    in_tree = (node >= 0) & (node <= tl.max(own, 0))
+    slot = tl.load(chain_slots + place, mask=on_chain, other=0)
+    slot += tl.load(tree_slots + node, mask=in_tree, other=0)
+    depth = tl.load(depths + node, mask=in_tree, other=0)
+    at = tl.where(in_tree, root + depth, start + place)[None, :]
+    on_path = in_tree[None, :] & (own >= 0)[:, None]
+    on_path = tl.load(above + own[:, None] * nodes + node[None, :], mask=on_path, other=0) != 0
+    before = on_chain[None, :] & (at >= boundary[:, None]) & (at <= position[:, None])
+    return slot, on_chain | in_tree, (before | on_path) & (at >= first[:, None])
+
+
+@triton.jit
+def _scores(queries: tl.tensor, keys: tl.tensor, seen: tl.tensor, scale: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """# queries [members, dim], keys [columns, dim] -> [members, columns]; `cap` bounds scores, 0 = it does not"""
+    score = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if cap > 0:
+        score = cap * (2 * tl.sigmoid(2 * (score / cap)) - 1)
+    return tl.where(seen, score, _MASKED)
+
+
+@triton.jit
+def _load_slots(
+    plane: tl.tensor,
+    slot: tl.tensor,
+    held: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Keys or values of some slots; zeros where nothing is held. # -> [columns, dim]"""
+    dim = tl.arange(0, BLOCK_DIM)
+    where = (slot * HEADS + head)[:, None] * DIM + dim[None, :]
+    return tl.load(plane + where, mask=held[:, None] & (dim[None, :] < DIM), other=0.0)
+
+
+@triton.jit
+def _load_queries(
+    query: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """# -> [members, dim]"""
+    dim = tl.arange(0, BLOCK_DIM)
+    line = (row * HEADS + head) * GROUP + tl.arange(0, MEMBERS) % GROUP
+    return tl.load(
+        query + line[:, None] * DIM + dim[None, :], mask=(row >= 0)[:, None] & (dim < DIM)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _store_rows(
+    out: tl.tensor,
+    result: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """# result [members, dim]"""
+    dim = tl.arange(0, BLOCK_DIM)
+    line = (row * HEADS + head) * GROUP + tl.arange(0, MEMBERS) % GROUP
+    tl.store(out + line[:, None] * DIM + dim[None, :], result, mask=(row >= 0)[:, None] & (dim < DIM)[None, :])

@@ -1,0 +1,120 @@
+"""`GET /adaptree/feed`: the live state as server-sent events, the last minutes first and then one moment a second.
+
+One clock serves all readers. Each takes the newest moment when it is ready for one, so that a slow reader misses some
+and delays nobody.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import pydantic_core
+from fastapi import APIRouter
+from pydantic import JsonValue
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.sse import ClientGoneError, unless_client_gone
+from service.errors import RequestError
+from service.live import Live
+from service.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+FEED_PATH = "/adaptree/feed"
+
+_TICK_SECONDS = 1.0
+
+
+class Feed:
+    """The clock, the newest moment, and who waits for the next."""
+
+    def __init__(self, live: Live, runtime: Runtime, *, tick_seconds: float = _TICK_SECONDS) -> None:
+        self._live = live
+        self._runtime = runtime
+        self._tick_seconds = tick_seconds
+        self._changed = asyncio.Condition()
+        self._number = 0
+        self._frame = b""
+        self._asking: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The clock runs meanwhile."""
+        clock = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            tasks = [clock] if self._asking is None else [clock, self._asking]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """What one reader is sent; it ends when the server is about to, which waits for open connections."""
+        seen = self._number
+        yield b"event: past\n" + _data(pydantic_core.to_jsonable_python(self._live.past()))
+        while True:
+            seen, frame = await self._newer_than(seen)
+            yield frame
+            if self._runtime.state == "draining":
+                return
+
+    async def _newer_than(self, seen: int) -> tuple[int, bytes]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._number > seen)
+            return self._number, self._frame
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_seconds)
+            self._ask_learning()
+            # Nothing is waited for in here, so that no reader finds a moment in the past and then gets it once more.
+            async with self._changed:
+                moment = pydantic_core.to_jsonable_python(self._live.tick())
+                self._frame = _data({"state": self._runtime.state, **moment})
+                self._number += 1
+                self._changed.notify_all()
+
+    def _ask_learning(self) -> None:
+        """Ask once more, unless the last question still waits for an update: questions must not pile up."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._observe_learning())
+
+    async def _observe_learning(self) -> None:
+        try:
+            self._live.observe_adaptation(await self._runtime.ask_adaptation(lambda control: control.status()))
+        except RequestError:
+            return  # nobody learns here, or not yet, or no more
+        except Exception:
+            logger.exception("learning could not say how it is")
+
+
+def _data(payload: Mapping[str, JsonValue]) -> bytes:
+    # JSON knows no infinity, and a diverged value is what an operator must see.
+    return b"data: " + pydantic_core.to_json(payload, inf_nan_mode="strings") + b"\n\n"
+
+
+def feed_router(feed: Feed) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(FEED_PATH)
+    async def follow() -> Response:
+        return _FeedStream(feed.frames())
+
+    return router
+
+
+class _FeedStream(StreamingResponse):
+    """Sends frames until there are no more or nobody reads them."""
+
+    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._frames):
+            with suppress(ClientGoneError, OSError):
+                await unless_client_gone(receive, self.stream_response(send))

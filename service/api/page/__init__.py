@@ -1,0 +1,1 @@
+"""The live page: static files, and the router that serves them."""

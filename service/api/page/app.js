@@ -1,0 +1,95 @@
+// The live page: follows the server's feed and shows it; the playground and the operator's panel are parts of their own.
+
+import { Charts } from "./charts.js";
+import { Chat } from "./chat.js";
+import { byId } from "./drawing.js";
+import { Learning } from "./learning.js";
+import { ask, events, keys } from "./server.js";
+
+const LONGEST_WAIT_SECONDS = 10;
+const SILENCE_SECONDS = 8;
+const STATES = { loading: "loading the model", ready: "ready", draining: "shutting down", failed: "the engine has stopped" };
+
+const charts = new Charts();
+const learning = new Learning();
+let hurry = () => {};
+let leave = () => {};
+new Chat();
+
+function showState(state, words) {
+  byId("state").className = state;
+  byId("state-text").textContent = words;
+}
+
+// Where models are asked for with a key, their name is a detail that can wait until there is one.
+async function showModel() {
+  const answer = await fetch("/v1/models", { headers: keys.api ? { authorization: `Bearer ${keys.api}` } : {} });
+  const [model] = answer.ok ? (await answer.json()).data : [];
+  byId("model").textContent = model ? ` · ${model.id} · drafter ${model.drafter} · numerics ${model.numerics}` : "";
+}
+
+function take({ name, data }) {
+  const news = JSON.parse(data);
+  if (name === "past") {
+    charts.restart(news.points);
+    learning.restart(news.events);
+    return;
+  }
+  if (news.state === "ready" && byId("state").className !== "ready") showModel();
+  showState(news.state, STATES[news.state] ?? news.state);
+  charts.add(news);
+  learning.show(news);
+}
+
+// A dead connection may never say so: a feed that falls silent is given up.
+async function readFeed() {
+  const giveUp = new AbortController();
+  leave = () => giveUp.abort();
+  let timer = 0;
+  const heard = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => giveUp.abort(), SILENCE_SECONDS * 1000);
+  };
+  try {
+    heard();
+    for await (const event of events(await ask("GET", "/adaptree/feed", { signal: giveUp.signal }))) {
+      heard();
+      take(event);
+    }
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+async function follow() {
+  for (let wait = 1; ; wait = Math.min(wait * 2, LONGEST_WAIT_SECONDS)) {
+    const began = Date.now();
+    try {
+      await readFeed();
+      showState("lost", "the server ended the feed; asking again");
+    } catch (error) {
+      showState("lost", error.status === 401 ? "the feed needs an API key: see Keys" : "no connection; trying again");
+    }
+    if (Date.now() - began > LONGEST_WAIT_SECONDS * 1000) wait = 1;
+    await new Promise((done) => {
+      hurry = done;
+      setTimeout(done, wait * 1000);
+    });
+  }
+}
+
+byId("keys").querySelector("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keys.api = byId("api-key").value.trim();
+  keys.operator = byId("operator-key").value.trim();
+  byId("keys").open = false;
+  byId("keys").querySelector("summary").focus();
+  learning.keysChanged();
+  showModel();
+  hurry();
+});
+
+// A page that a browser keeps for going back to must not keep its connection.
+addEventListener("pagehide", () => leave());
+
+follow();

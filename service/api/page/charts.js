@@ -1,0 +1,128 @@
+// The last five minutes as small charts, one per figure.
+
+import { byId, html, number, svg } from "./drawing.js";
+
+const SECONDS = 300;
+const WIDTH = 300;
+const HEIGHT = 60;
+const RECENT_SECONDS = 10;
+
+const CHARTS = [
+  { id: "tau", title: "Tokens per verify (tau)", digits: 2, floor: 1, marks: true, series: [{ of: (point) => point.tau }] },
+  { id: "speed", title: "Tokens per second", digits: 1, floor: 0, series: [{ of: (point) => point.tokens_per_second }] },
+  { id: "budget", title: "Budget, nodes per step", digits: 1, floor: 0, series: [{ of: (point) => point.budget }] },
+  {
+    id: "load", title: "Sequences", digits: 0, floor: 0,
+    series: [{ name: "running", of: (point) => point.running }, { name: "waiting", of: (point) => point.waiting }],
+  },
+  {
+    id: "arms", title: "Value of arms", digits: 3, floor: 0, learning: true,
+    series: [{ name: "head", of: (point) => point.values.head }, { name: "full", of: (point) => point.values.full }],
+  },
+];
+
+class Chart {
+  constructor(form) {
+    this.form = form;
+    this.now = html("span", { class: "now" });
+    this.top = html("span");
+    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+    const scale = html("div", { class: "scale", "aria-hidden": "true" }, "5 min ago", this.top, "now");
+    const caption = html("figcaption", {}, form.title, this.now);
+    this.figure = html("figure", { class: "chart", id: `chart-${form.id}` }, caption, this.picture, scale);
+  }
+
+  draw(points, end) {
+    const columns = this.form.series.map(({ of }) => points.map((point) => finite(of(point))));
+    const { low, high } = bounds(columns.flat(), this.form.floor);
+    const x = (point) => WIDTH - ((end - point.unix_seconds) / SECONDS) * WIDTH;
+    const y = (value) => HEIGHT - 2 - ((value - low) / (high - low)) * (HEIGHT - 6);
+    const lines = columns.flatMap((column, place) => traced(points.map(x), column.map((v) => (v === null ? null : y(v))), place));
+    const marks = this.form.marks ? versionMarks(points, x) : [];
+    const grid = svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: y(high), y2: y(high), "vector-effect": "non-scaling-stroke" });
+    this.picture.replaceChildren(grid, ...marks, ...lines);
+    this.top.textContent = `${number(low, low % 1 ? 2 : 0)} to ${number(high, high % 1 ? 2 : 0)}`;
+    this.#say(columns.map((column) => latest(points, column, end)));
+  }
+
+  #say(values) {
+    const { title, series, digits } = this.form;
+    const words = values.map((value, place) => (series[place].name ? `${series[place].name} ` : "") + number(value, digits));
+    this.picture.setAttribute("aria-label", `${title}, last five minutes; now ${words.join(", ")}`);
+    const keyed = values.map((value, place) => [
+      ...(series[place].name ? [html("small", { class: place ? "key-second" : "key-first" }, `${place ? " ┄ " : "— "}${series[place].name} `)] : []),
+      number(value, digits),
+    ]);
+    this.now.replaceChildren(...keyed.flat());
+  }
+}
+
+function finite(value) {
+  return typeof value === "number" && Number.isFinite(value) ? value : null;
+}
+
+function bounds(values, floor) {
+  const known = values.filter((value) => value !== null);
+  const low = Math.min(floor, ...known);
+  const high = Math.max(...known, floor);
+  return { low, high: high > low ? roundedUp(high) : low + 1 };
+}
+
+function roundedUp(value) {
+  if (value <= 0) return 0;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 1.5, 2, 3, 5, 7.5, 10].find((step) => step * power >= value) * power;
+}
+
+// One path for the line and one for what is below it; where nothing is known the line is broken.
+function traced(xs, ys, place) {
+  const stretches = [];
+  ys.forEach((y, index) => {
+    if (y === null || xs[index] < 0) return;
+    if (index === 0 || ys[index - 1] === null || !stretches.length) stretches.push([]);
+    stretches.at(-1).push(`${xs[index].toFixed(1)},${y.toFixed(1)}`);
+  });
+  const lines = stretches.map((points) => `M${points.join("L")}${points.length > 1 ? "" : "h1"}`).join("");
+  const areas = stretches.map((points) => `M${points[0].split(",")[0]},${HEIGHT}L${points.join("L")}V${HEIGHT}Z`).join("");
+  const line = svg("path", { class: place ? "line second" : "line", d: lines, "vector-effect": "non-scaling-stroke" });
+  return place ? [line] : [svg("path", { class: "area", d: areas }), line];
+}
+
+function versionMarks(points, x) {
+  const told = points.filter((point) => point.version !== null);
+  const changes = told.filter((point, index) => point.version !== (told[index - 1] ?? point).version);
+  return changes.map((point) =>
+    svg("line", { class: "mark", x1: x(point), x2: x(point), y1: 0, y2: HEIGHT, "vector-effect": "non-scaling-stroke" },
+      svg("title", {}, `drafter version ${point.version}`)),
+  );
+}
+
+function latest(points, column, end) {
+  for (let index = column.length - 1; index >= 0 && end - points[index].unix_seconds <= RECENT_SECONDS; index--) {
+    if (column[index] !== null) return column[index];
+  }
+  return null;
+}
+
+export class Charts {
+  constructor() {
+    this.points = [];
+    this.charts = CHARTS.map((form) => new Chart(form));
+    byId("charts").replaceChildren(...this.charts.map((chart) => chart.figure));
+  }
+
+  restart(points) {
+    this.points = points;
+  }
+
+  add(moment) {
+    const { unix_seconds, tau, tokens_per_second, budget, running, waiting, learning } = moment;
+    const [version, values] = learning ? [learning.version, learning.values] : [null, {}];
+    this.points.push({ unix_seconds, tau, tokens_per_second, budget, running, waiting, version, values });
+    this.points = this.points.filter((point) => unix_seconds - point.unix_seconds <= SECONDS);
+    for (const chart of this.charts) {
+      chart.figure.hidden = chart.form.learning === true && !learning;
+      chart.draw(this.points, unix_seconds);
+    }
+  }
+}

@@ -1,0 +1,144 @@
+"""What `adaptree bench gpu` does around its measurements: tests first, then section by section until time is up, then
+a table and the file.
+"""
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from service.assembly import Assembly
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.gpu_attention import attention_figures
+from service.bench.gpu_figures import Figure, Judged, judge
+from service.bench.gpu_plan import DRY, FULL, Plan, check_device, large_assembly, small_assembly
+from service.bench.gpu_serving import exactness_figures, load_figures, speed_figures, training_figures
+from service.bench.gpu_steps import step_figures
+from service.config import ServiceConfig
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+_Sections = dict[str, Callable[[], Iterator[Figure]]]
+
+
+def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path | None) -> bool:
+    """Measure and report; whether the tests passed and every token was the same."""
+    refuse_unwritable(out)
+    plan, run = (DRY if dry_run else FULL), _Run()
+    check_device(config, plan, torch.cuda.device_count())
+    tests_pass = not with_tests or run.tests(for_real=plan.for_real)
+    for name in plan.large:
+        run.large(config, plan, name)
+        _forget(torch.cuda.is_available())
+    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
+        assembly = small_assembly(config, plan, Path(folder))
+        run.small(assembly, plan)
+    judged = judge(run.figures, for_real=plan.for_real)
+    _show(run.figures, judged, plan)
+    summary = {
+        "dry_run": dry_run,
+        "tests": run.test_line,
+        "skipped": run.skipped,
+        "aims": [asdict(aim) for aim in judged],
+    }
+    write_report(out, conditions_of(assembly), [figure.as_json() for figure in run.figures], summary)
+    exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
+    return tests_pass and exact
+
+
+class _Run:
+    """Figures as they come in, and what there was no time for."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self.skipped: list[str] = []
+        self.test_line = "not run"
+        self._console = Console(stderr=True)
+        self._start = time.monotonic()
+
+    def tests(self, *, for_real: bool) -> bool:
+        """Run the tests that need a device; in a rehearsal only see that they can be found."""
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *([] if for_real else ["--collect-only"])]
+        self._say("tests marked gpu")
+        done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
+        lines = done.stdout.strip().splitlines()
+        self.test_line = lines[-1] if lines else done.stderr.strip()[-200:]
+        self._say(self.test_line)
+        return done.returncode == 0
+
+    def large(self, config: ServiceConfig, plan: Plan, name: str) -> None:
+        if self._late(f"steps of {name}", plan):
+            return
+        assembly = large_assembly(config, plan, name)
+        self._collect(
+            plan,
+            {
+                f"steps of {name}": lambda: step_figures(assembly, plan),
+                f"attention of {name}": lambda: attention_figures(
+                    assembly.target.device, assembly.loaded.kv_shape, plan
+                ),
+            },
+        )
+
+    def small(self, assembly: Assembly, plan: Plan) -> None:
+        self._collect(
+            plan,
+            {
+                "exactness": lambda: exactness_figures(assembly, plan),
+                "speed": lambda: speed_figures(assembly, plan),
+                f"steps of {assembly.config.model}": lambda: step_figures(assembly, plan),
+                "load": lambda: load_figures(assembly, plan),
+                "training": lambda: training_figures(assembly, plan),
+            },
+        )
+
+    def _collect(self, plan: Plan, sections: _Sections) -> None:
+        for name, section in sections.items():
+            if not self._late(name, plan):
+                self._say(name)
+                self.figures += section()
+
+    def _late(self, name: str, plan: Plan) -> bool:
+        late = time.monotonic() - self._start > 60 * plan.minutes
+        if late:
+            self.skipped.append(name)
+            self._say(f"no time left for {name}")
+        return late
+
+    def _say(self, what: str) -> None:
+        self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)
+
+
+def _forget(on_device: bool) -> None:
+    """Give a large model's memory back before the next one comes."""
+    gc.collect()
+    if on_device:
+        torch.cuda.empty_cache()
+
+
+def _show(figures: list[Figure], judged: list[Judged], plan: Plan) -> None:
+    table = Table("section", "figure", "value", "unit", "at")
+    for figure in figures:
+        at = ", ".join(f"{name} {value}" for name, value in figure.at.items())
+        table.add_row(
+            figure.section,
+            figure.name,
+            f"{figure.value:,.4g}",
+            figure.unit,
+            at + (" (costs only)" if figure.costs_only else ""),
+        )
+    aims = Table("aim", "", "value")
+    for aim in judged:
+        aims.add_row(aim.what, aim.verdict, "" if aim.value is None else f"{aim.value:.3g}")
+    console = Console()
+    console.print(table, aims)
+    if not plan.for_real:
+        console.print("a rehearsal on a CPU with tiny shapes: these figures say nothing of a GPU")

@@ -1,0 +1,135 @@
+"""Models of known shapes with random weights, for measuring what steps cost where the real weights cannot be had.
+
+What such a model says means nothing, and how well its text can be drafted means nothing either: results are costs
+only. Configurations are written here, so nothing is downloaded.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from drafters.registry import TrainedWeights
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
+from service.engine.target import default_tap_layers
+from service.errors import StartupError
+
+_SEED = 0
+_MOST_DRAFT_TOKENS = 32_000
+_PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
+
+_LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}
+_TINY = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"llama-3.1-8b": _LLAMA_3_1_8B, "qwen3-8b": _QWEN3_8B, "tiny": _TINY}
+)
+
+
+def dummy_config(name: str) -> PreTrainedConfig:
+    """The configuration of that name. Raises StartupError for an unknown one."""
+    if name.lower() not in SHAPES:
+        raise StartupError(
+            f"model {name!r}: there are random weights for {', '.join(SHAPES)} only; choose one of these, "
+            "or set load_format to auto"
+        )
+    shape = SHAPES[name.lower()]
+    config = AutoConfig.for_model(
+        **shape, eos_token_id=shape["vocab_size"] - 1, bos_token_id=None, pad_token_id=None, tie_word_embeddings=False
+    )
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def dummy_model(
+    config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """Random weights, the same ones each time, made where they will be used."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(_SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def dummy_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Bytes, a made-up word for every other id, and an end at the last one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"Ġ{number}" for number in range(len(alphabet), vocab_size - 1))
+    vocabulary = {piece: index for index, piece in enumerate([*alphabet, *words])}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = _PLAIN_TEMPLATE
+    return tokenizer
+
+
+def dummy_tap_layers(config: PreTrainedConfig) -> tuple[int, ...]:
+    """The target layers that a random drafter reads."""
+    return default_tap_layers(config.get_text_config().num_hidden_layers)
+
+
+def dummy_drafter(
+    model: PreTrainedModel, table: torch.Tensor, *, blocks: int, starts: int, policy: str
+) -> TrainedWeights:
+    """A random drafter network in the size that would be trained for this target."""
+    text = model.config.get_text_config()
+    config = SpecBlockConfig(
+        text.to_dict(), dummy_tap_layers(model.config), draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS)
+    )
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), torch.device(model.device):
+        torch.manual_seed(_SEED)
+        network = SpecBlock(config)
+    network = network.to(dtype=model.dtype).eval().requires_grad_(False)
+    return TrainedWeights(network, partial(_looked_up, table), blocks=blocks, starts=starts, policy=policy)
+
+
+def _looked_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(tokens, table)

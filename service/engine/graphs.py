@@ -1,0 +1,64 @@
+"""Computations that are repeated in one shape on buffers that stay where they are: captured once, replayed every step.
+
+On a CUDA device a capture is a graph, and a replay one launch. Elsewhere it is the computation itself, asked for
+again: the same buffers, the same padding, the same bits, so that everything around graphs is tested without a device.
+Knows neither targets nor drafters.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from service.engine.streams import HIGH_PRIORITY
+
+_WARM_UPS = 2
+"""Runs before a capture: libraries choose their algorithms and allocate their workspaces in the first ones."""
+
+
+class Graphs(Protocol):
+    """Makes a computation repeatable."""
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What repeats `compute`, which reads and writes only tensors that outlive it and allocates whatever it likes
+        in between. It is run at least once."""
+        ...
+
+
+class Rerun:
+    """Repeats a computation by asking for it again."""
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        return compute
+
+
+class CudaGraphs:
+    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self._warm_up(compute)
+        graph = torch.cuda.CUDAGraph()
+        # kernels keep the priority of the stream that they are captured on
+        stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            compute()
+        return graph.replay
+
+    def _warm_up(self, compute: Callable[[], None]) -> None:
+        """Run on a stream of its own, as a capture does."""
+        aside, main = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        aside.wait_stream(main)
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                compute()
+        main.wait_stream(aside)
+
+
+def graphs_for(device: torch.device) -> Graphs:
+    """What repeats computations on this device."""
+    return CudaGraphs(device) if device.type == "cuda" else Rerun()

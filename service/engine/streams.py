@@ -1,0 +1,20 @@
+"""The stream that serving computes on: of higher priority than the one that learning has beside it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+HIGH_PRIORITY = -1
+
+
+@contextmanager
+def serving(device: torch.device) -> Iterator[None]:
+    """Compute on a stream of high priority, behind what was asked for until now; nothing changes on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,1 @@
+"""`adaptree top`: a server's live state in the terminal."""

@@ -1,0 +1,95 @@
+"""How a server's live state looks in a terminal. Knows what the feed tells, and computes nothing of its own."""
+
+from typing import Final
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from service.top.feed import Json, NoFeedError, moments
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_WIDTH: Final = 60
+_SHOWN_EVENTS: Final = 6
+
+
+def show(url: str, key: str | None, *, once: bool) -> None:
+    """Follow a server's feed; ends by itself after one moment, or never. Raises NoFeedError."""
+    screen = Screen(url)
+    with Live(Text(f"asking {url}"), auto_refresh=False, screen=not once) as live:
+        for name, told in moments(url, key):
+            screen.take(name, told)
+            if name != "past":
+                live.update(screen.drawn(), refresh=True)
+                if once:
+                    return
+    raise NoFeedError(f"the server at {url} has ended its feed: it is shutting down")
+
+
+class Screen:
+    """What has been told so far, and how it looks."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._points: list[Json] = []
+        self._events: list[Json] = []
+        self._moment: Json = {}
+
+    def take(self, name: str, told: Json) -> None:
+        if name == "past":
+            self._points, self._events = told["points"], told["events"]
+            return
+        self._moment = told
+        self._points = [*self._points, told][-_WIDTH:]
+        self._events = [*self._events, *told["events"]][-_SHOWN_EVENTS:]
+
+    def drawn(self) -> Group:
+        moment = self._moment
+        title = Text.assemble(("adaptree", "bold"), f"  {self.url}  ", (moment["state"], "green"))
+        learning = moment["learning"]
+        rest = [Text("\nnot learning", style="dim")] if learning is None else [_arms(learning), self._happened()]
+        return Group(title, self._figures(), *rest)
+
+    def _figures(self) -> Table:
+        moment = self._moment
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_row("tau", _number(moment["tau"], 2), self._curve("tau", floor=1))
+        table.add_row("tokens/s", _number(moment["tokens_per_second"], 1), self._curve("tokens_per_second"))
+        reason = f" ({moment['budget_reason']})" if moment["budget_reason"] else ""
+        table.add_row("budget", _number(moment["budget"], 1) + reason, self._curve("budget"))
+        table.add_row("running", str(moment["running"]), self._curve("running"))
+        table.add_row("waiting", str(moment["waiting"]), self._curve("waiting"))
+        table.add_row("slots used", f"{moment['slots_used_share']:.0%}", "")
+        return table
+
+    def _curve(self, name: str, floor: float = 0.0) -> str:
+        """The last minute as a row of blocks; a gap where nothing is known."""
+        values = [point[name] for point in self._points[-_WIDTH:]]
+        span = max([value - floor for value in values if value is not None], default=0.0) or 1.0
+        return "".join(" " if value is None else _block((value - floor) / span) for value in values)
+
+    def _happened(self) -> Text:
+        lines = [f"{event['kind']} ({event['reason']}), version {event['version']}" for event in self._events]
+        return Text("\n".join(["", *lines[-_SHOWN_EVENTS:]]), style="dim")
+
+
+def _arms(learning: Json) -> Group:
+    doing = "paused" if learning["paused"] else "collapsed" if learning["collapsed"] else "learning"
+    counts = f"{learning['publishes']} published, {learning['refusals']} refused, {learning['rollbacks']} rolled back"
+    table = Table(box=None)
+    for column in ("arm", "value", "waiting", "updates"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm in learning["waiting"]:
+        value = _number(learning["values"].get(arm), 4)
+        table.add_row(arm, value, str(learning["waiting"][arm]), str(learning["updates"].get(arm, 0)))
+    return Group(Text(f"\n{doing}, drafter version {learning['version']}; {counts}"), table)
+
+
+def _block(share: float) -> str:
+    return _BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)]
+
+
+def _number(value: float | str | None, digits: int) -> str:
+    """The feed writes infinities as words."""
+    return "-" if value is None else f"{float(value):.{digits}f}"

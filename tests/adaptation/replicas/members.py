@@ -1,0 +1,144 @@
+"""Replicas in one process, whose turns a test takes one by one, around a real Redis server."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adaptation.assembly import ServedDrafter, build_learner
+from adaptation.config import AdaptationConfig
+from adaptation.events import Event
+from adaptation.learner import Learner
+from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.replicas.build import fingerprint_of
+from adaptation.replicas.exchange import Exchange
+from adaptation.replicas.join import join_replicas
+from adaptation.replicas.wire import QueryShape
+from adaptation.status import ReplicaStatus
+from adaptation.worker import Worker
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import TOP
+from tests.adaptation.lessons import EMBED, HIDDEN, drafter, feedback, vocabulary
+from tests.adaptation.worlds import Clock
+from tests.drafters.specblock.parts import DRAFT_VOCAB
+from tests.tiny_models import VOCAB_SIZE
+
+TARGET = "a target"
+SHAPE = QueryShape(
+    width=3 * HIDDEN,
+    hidden=HIDDEN,
+    top=TOP,
+    vocab=VOCAB_SIZE,
+    draft_vocab=DRAFT_VOCAB,
+    most_tokens=64,
+    dtype=torch.float32,
+)
+PATIENCE_SECONDS = 20.0
+_EAGER: dict[str, object] = {
+    "enabled": True,
+    "policy": "full_only",
+    "full_queries": 4,
+    "full_steps": 6,
+    "full_learning_rate": 0.01,
+    "update_norm": 1.0,
+    "gate_sequences": 4,
+    "held_back_sequences": 8,
+    "held_back_share": 0.5,
+    "window_sequences": 8,
+    "window_tokens": 63,
+    "client_free_queries": 1000,
+    "duty_cycle": 1.0,
+    "train_niceness": 0,
+    "redis_lease_seconds": 6.0,
+}
+
+
+@dataclass
+class Member:
+    """One replica without an engine: its weights are written as soon as they wait."""
+
+    learner: Learner
+    pair: DrafterPair
+    worker: Worker
+    exchange: Exchange
+    serving: SpecBlock
+    events: list[Event]
+
+    @property
+    def status(self) -> ReplicaStatus:
+        return self.exchange.status()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is really served."""
+        return {name: value.clone() for name, value in weights_of(self.serving).items()}
+
+    def bring(self, seed: int) -> None:
+        """An operator brings other weights."""
+        other = weights_of(drafter(seed))
+        self.worker.ask(lambda: self.learner.adopt(other)).result(PATIENCE_SECONDS)
+
+    def end(self, count: int, *, first_seed: int = 0) -> None:
+        """So many queries end here, all of the same token again and again."""
+        token = int(vocabulary()[0][5])
+        for seed in range(first_seed, first_seed + count):
+            self.exchange.offer(feedback(seed, token=token, version=self.pair.version))
+
+
+def served_drafter(serving: SpecBlock) -> ServedDrafter:
+    return ServedDrafter(
+        config=serving.config,
+        weights=weights_of(serving),
+        vocabulary=serving.d2t,
+        prepare=in_place(serving),
+        embed=EMBED,
+        max_nodes=8,
+    )
+
+
+def fingerprint() -> str:
+    return fingerprint_of(served_drafter(drafter()), TARGET)
+
+
+@contextmanager
+def member(folder: Path, url: str, **knobs: object) -> Iterator[Member]:
+    """Its learning thread runs; the thread that talks to the others is the test."""
+    config = AdaptationConfig.model_validate({**_EAGER, "redis_url": url, **knobs})
+    serving, events = drafter(), list[Event]()
+    made = served_drafter(serving)
+    built = build_learner(
+        config, made, folder=folder, device="cpu", clock=Clock(), seed=0, autocast=False, emit=events.append
+    )
+    joined = join_replicas(config, built, made, target_identity=TARGET)
+    assert isinstance(joined.replicas, Exchange)
+    pair = built.pair
+
+    def write() -> None:
+        pair.between_steps()
+
+    pair.waits = write
+    joined.worker.start()
+    try:
+        yield Member(built.learner, pair, joined.worker, joined.replicas, serving, events)
+    finally:
+        assert joined.worker.stop()
+
+
+def until(members: Sequence[Member], done: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Take turns until it is so."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, [one.status for one in members]
+        for one in members:
+            one.exchange.attempt()
+        time.sleep(0.01)
+
+
+def agreed(members: Sequence[Member], sha256: str = "") -> bool:
+    """All serve, and believe in, the same weights: these, if they are given."""
+    told = {one.status.served_sha256 for one in members} | {one.status.announced_sha256 for one in members}
+    return len(told) == 1 and (not sha256 or told == {sha256})

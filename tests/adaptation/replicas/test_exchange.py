@@ -1,0 +1,255 @@
+"""Replicas around a real Redis server: one leads, all serve what it serves, and a server that forgets or freezes costs
+nothing but time."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.errors import StoreLost
+from adaptation.pair import weights_of
+from adaptation.replicas.exchange import Exchange
+from drafters.feedback import QueryFeedback
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import drafter, feedback
+from tests.adaptation.replicas.members import Member, agreed, member, until
+from tests.redis_server import RedisServer
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+@pytest.fixture
+def leader(server: RedisServer, tmp_path: Path) -> Iterator[Member]:
+    with member(tmp_path / "leader", server.url) as one:
+        one.exchange.turn()
+        yield one
+
+
+@pytest.fixture
+def follower(server: RedisServer, leader: Member, tmp_path: Path) -> Iterator[Member]:
+    with member(tmp_path / "follower", server.url) as one:
+        one.exchange.turn()
+        yield one
+
+
+def _is_heard(leader: Member, count: int) -> bool:
+    return leader.status.queries.get("heard") == count
+
+
+def _follows(leader: Member, follower: Member, number: int) -> bool:
+    """All serve the version of this number."""
+    return agreed([leader, follower]) and follower.status.number == number
+
+
+def test_the_first_leads_and_the_next_follows(leader: Member, follower: Member) -> None:
+    assert (leader.status.standing, follower.status.standing) == ("leading", "following")
+    until([leader, follower], lambda: agreed([leader, follower]))
+    assert follower.status.leader == leader.status.name
+    assert follower.status.versions == {"announced": 0}  # equal weights need not be fetched
+
+
+def test_what_the_leader_serves_all_serve(leader: Member, follower: Member) -> None:
+    leader.bring(seed=1)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    assert same(leader.weights, follower.weights)
+    assert same(follower.weights, weights_of(drafter(1)))
+    assert follower.status.versions["followed"] == 1
+
+
+def test_a_rollback_reaches_all(leader: Member, follower: Member) -> None:
+    leader.bring(seed=1)
+    until([leader, follower], lambda: follower.status.number == 1)
+    leader.worker.ask(leader.learner.rollback).result()
+    until([leader, follower], partial(_follows, leader, follower, 2))
+    assert same(follower.weights, weights_of(drafter()))
+
+
+def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Member, follower: Member) -> None:
+    while "published" not in [event.kind for event in leader.events]:
+        sent = follower.status.queries.get("sent", 0)
+        assert sent < 100, leader.events
+        follower.end(2, first_seed=2 * sent)
+        leader.end(2, first_seed=2 * sent + 2)
+        until([leader, follower], partial(_is_heard, leader, sent + 2))
+        assert leader.worker.settle(20)
+    until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number >= 1)
+    assert same(leader.weights, follower.weights)
+    assert not same(follower.weights, weights_of(drafter()))
+    assert follower.status.queries == {"sent": leader.status.queries["heard"]}
+    assert {event.kind for event in follower.events} == {"loaded"}
+
+
+def test_served_versions_are_told_by_their_weights(leader: Member, follower: Member) -> None:
+    """The follower has version 1 where the leader has version 2, and they are the same."""
+    leader.bring(seed=1)
+    leader.bring(seed=2)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    assert (leader.pair.version, follower.pair.version) == (2, 1)
+    heard: list[tuple[int, int]] = []
+
+    def hear(told: QueryFeedback) -> None:
+        heard.append((told.query.first_version, told.query.version))
+
+    leader.learner.hear = hear  # type: ignore[method-assign, assignment]
+    follower.exchange.offer(feedback(0, version=1))
+    follower.exchange.offer(feedback(1, version=0))
+    until([leader, follower], lambda: len(heard) == 2)
+    assert heard == [(2, 2), (-1, -1)]
+
+
+def test_what_must_not_be_stored_does_not_leave(server: RedisServer, leader: Member, follower: Member) -> None:
+    made = feedback(0)
+    follower.exchange.offer(replace(made, query=replace(made.query, store=False)))
+    follower.exchange.turn()
+    assert follower.status.queries == {"not_stored": 1}
+    assert server.client.xlen(server.key("queries")) == 0
+
+
+def test_of_too_many_queries_the_oldest_are_dropped(server: RedisServer, leader: Member, tmp_path: Path) -> None:
+    with member(tmp_path / "small", server.url, redis_queries=3) as small:
+        small.exchange.turn()
+        small.end(5)
+        assert small.status.queries["queue_full"] == 2
+        small.exchange.turn()
+        assert small.status.queries["sent"] == 3
+
+
+def test_a_follower_takes_over_with_all_that_was_known_and_left(
+    server: RedisServer, leader: Member, follower: Member
+) -> None:
+    leader.bring(seed=1)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    shared = leader.learner.shared()
+    until([leader], lambda: server.client.exists(server.key("epoch").replace(b"epoch", b"state")) == 1)
+    follower.end(3)
+    follower.exchange.turn()
+    leader.exchange._leave()
+    until([follower], lambda: follower.status.queries.get("heard") == 3)
+    assert (follower.status.standing, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
+    assert same(follower.weights, weights_of(drafter(1)))
+    assert set(follower.learner.shared()) == set(shared)
+    until([leader, follower], lambda: leader.status.epoch == 2 and agreed([leader, follower]))
+    assert leader.status.standing == "following"
+
+
+def test_letters_a_dead_leader_had_taken_are_heard_by_the_next(
+    server: RedisServer, leader: Member, follower: Member
+) -> None:
+    follower.end(2)
+    follower.exchange.turn()
+    taken = leader.exchange._stream.receive(2)
+    assert len(taken) == 2
+    leader.exchange._leave()
+    until([follower], lambda: follower.status.queries.get("heard") == 2)
+    assert server.client.xlen(server.key("queries")) == 0
+
+
+def test_an_emptied_server_is_told_again_by_whoever_serves(
+    server: RedisServer, leader: Member, follower: Member
+) -> None:
+    leader.bring(seed=1)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    server.client.flushall()
+    follower.exchange._claim._ask_at = float("inf")  # type: ignore[attr-defined]  # it shall not lead
+    follower.exchange.turn()
+    assert server.client.exists(server.key("version")) == 1
+    until([leader, follower], lambda: agreed([leader, follower]) and follower.status.epoch == leader.status.epoch > 1)
+    assert same(follower.weights, weights_of(drafter(1)))
+
+
+def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
+    server: RedisServer, leader: Member, follower: Member, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        leader.bring(seed)
+        until([leader, follower], partial(_follows, leader, follower, seed))
+    server.kill()
+    server.begin()
+    with member(tmp_path / "fresh", server.url) as fresh:
+        fresh.exchange.turn()
+        assert (fresh.status.standing, fresh.status.epoch, fresh.status.number) == ("leading", 1, 0)
+        follower.exchange.attempt()
+        until([fresh, follower], lambda: agreed([fresh, follower]) and fresh.status.epoch > 1)
+        assert same(follower.weights, weights_of(drafter()))
+        assert follower.status.versions["old"] >= 1 or follower.status.versions["fork"] >= 1
+
+
+def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Member, follower: Member) -> None:
+    """It wakes up after another one has taken over, and does not know yet."""
+    leader.exchange._leave()
+    follower.exchange._claim._ask_at = 0.0  # type: ignore[attr-defined]
+    until([follower], lambda: follower.status.standing == "leading" and follower.status.epoch == 2)
+    leader.bring(seed=1)
+    leader.exchange._leading.turn(1)
+    assert leader.status.versions["announced"] == 1  # the one before
+    until([leader, follower], lambda: agreed([leader, follower]) and leader.status.epoch == 2)
+    assert same(leader.weights, weights_of(drafter()))
+
+
+@pytest.mark.parametrize(("lost", "learns"), [("learn", True), ("stand_still", False)])
+def test_without_a_server_each_learns_alone_or_stands_still(
+    server: RedisServer, tmp_path: Path, lost: str, learns: bool
+) -> None:
+    with member(tmp_path / "a", server.url, redis_lost=lost, redis_lease_seconds=0.5) as one:
+        one.exchange.turn()
+        server.kill()
+        until([one], lambda: one.status.standing == "alone")
+        for first_seed in range(0, 80, 8):
+            one.end(8, first_seed=first_seed)
+            assert one.worker.settle(20)
+            if published := "published" in [event.kind for event in one.events]:
+                break
+        assert published is learns
+        assert (one.status.connected, one.status.connections_lost) == (False, 1)
+
+
+def test_what_was_learnt_alone_gives_way_to_what_is_announced(
+    server: RedisServer, leader: Member, follower: Member
+) -> None:
+    leader.bring(seed=1)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    follower.bring(seed=5)
+    assert same(follower.weights, weights_of(drafter(5)))
+    until([leader, follower], lambda: same(follower.weights, weights_of(drafter(1))) and agreed([leader, follower]))
+
+
+def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(
+    server: RedisServer, leader: Member, follower: Member
+) -> None:
+    follower.exchange.start()
+    server.freeze()
+    follower.end(3)  # never waits
+    with pytest.raises(StoreLost):
+        leader.exchange.turn()
+    assert follower.exchange._thread.is_alive()
+    server.thaw()
+    until([leader], lambda: leader.status.queries.get("heard") == 3)
+    assert follower.exchange.stop()
+    assert agreed([leader, follower])
+
+
+def test_an_error_of_ours_does_not_end_the_thread(
+    leader: Member, follower: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(_: Exchange) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(Exchange, "turn", boom)
+    assert follower.exchange.attempt() > 0
+    monkeypatch.undo()
+    leader.bring(seed=1)
+    until([leader, follower], partial(_follows, leader, follower, 1))
+    assert follower.status.connections_lost == 1
+
+
+def test_replicas_of_other_models_share_a_server_and_nothing_else(
+    server: RedisServer, leader: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.adaptation.replicas.members.TARGET", "another target")
+    with member(tmp_path / "other", server.url) as other:
+        other.exchange.turn()
+        assert (leader.status.standing, other.status.standing) == ("leading", "leading")

@@ -1,0 +1,53 @@
+"""What a learner offers to those it learns with: its weights, and what it knows of its arms."""
+
+from pathlib import Path
+
+import pytest
+
+from adaptation.pair import weights_of
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import Bench, bench, drafter, feedback
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def experienced(folder: Path, policy: str) -> Bench:
+    tried = bench(folder, policy=policy, warm_up_queries=2)
+    for seed in range(9):
+        tried.hear(feedback, seed)
+    return tried
+
+
+def test_the_latest_weights_are_those_on_their_way(tmp_path: Path) -> None:
+    tried = bench(tmp_path)
+    assert tried.pair.latest()[0] == 0
+    tried.learner.adopt(weights_of(drafter(5)), "leader")
+    version, waiting = tried.pair.latest()
+    assert (version, tried.pair.version) == (1, 0)
+    tried.pair.between_steps()
+    tried.learner.rollback()
+    assert same(waiting, weights_of(drafter(5)))  # whoever looks at them need not hurry
+    assert tried.pair.latest()[0] == 2
+
+
+def test_whose_weights_they_are_is_told(tmp_path: Path) -> None:
+    tried = bench(tmp_path)
+    tried.learner.adopt(weights_of(drafter(5)), "leader")
+    assert [(event.kind, event.reason) for event in tried.events] == [("loaded", "leader")]
+
+
+@pytest.mark.parametrize("policy", ["bandit", "head_only", "never"])
+def test_what_one_knows_another_goes_on_from(tmp_path: Path, policy: str) -> None:
+    one, two = experienced(tmp_path / "one", policy), bench(tmp_path / "two", policy=policy)
+    two.learner.inherit(one.learner.shared())
+    assert two.learner.shared() == one.learner.shared()
+    assert two.events == []
+
+
+@pytest.mark.parametrize("shared", [{}, {"policy": 3}, {"policy": {"knowledge": {}, "random": []}}])
+def test_what_is_no_knowledge_is_told_and_changes_nothing(tmp_path: Path, shared: dict[str, object]) -> None:
+    tried = experienced(tmp_path, "bandit")
+    before = tried.learner.shared()
+    tried.learner.inherit(shared)  # type: ignore[arg-type]
+    assert tried.learner.shared() == before
+    assert [event.kind for event in tried.events] == ["restored"]

@@ -1,0 +1,64 @@
+"""Weights as bytes: equal if and only if the weights are, and nothing else is taken for them."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.errors import Refused
+from adaptation.pair import weights_of
+from adaptation.replicas.served import ServedWeights, weights_as_bytes, weights_from_bytes
+from adaptation.snapshot_folder import layout_of
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import bench, drafter
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def test_equal_weights_are_equal_bytes_in_whatever_order() -> None:
+    weights = weights_of(drafter())
+    backwards = dict(reversed(weights.items()))
+    assert weights_as_bytes(weights) == weights_as_bytes(backwards) == weights_as_bytes(weights_of(drafter()))
+    assert weights_as_bytes(weights) != weights_as_bytes(weights_of(drafter(1)))
+
+
+def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> None:
+    tried = bench(tmp_path)
+    served = ServedWeights(tried.pair)
+    first = served.now()
+    assert served.now() is first
+    assert (first.version, served.sha256_of(0), served.version_of(first.sha256)) == (0, first.sha256, 0)
+    tried.learner.adopt(weights_of(drafter(1)))
+    second = served.now()  # on its way to be served
+    assert (second.version, served.last_seen) == (1, second)
+    assert served.version_of(first.sha256) == -1
+    assert (served.sha256_of(0), served.sha256_of(1), served.sha256_of(7)) == (first.sha256, second.sha256, "")
+    tried.learner.rollback()
+    assert served.now().sha256 == first.sha256
+    assert served.version_of(first.sha256) == 2
+
+
+def test_what_was_sent_is_what_arrives(tmp_path: Path) -> None:
+    tried = bench(tmp_path)
+    now = ServedWeights(tried.pair).now()
+    assert same(weights_from_bytes(now.data, now.sha256, tried.pair.layout), weights_of(drafter()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_say_of_what_type_they_are(dtype: torch.dtype) -> None:
+    weights = {name: value.to(dtype) for name, value in weights_of(drafter()).items()}
+    data = weights_as_bytes(weights)
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert same(weights_from_bytes(data, sha256, layout_of(weights)), weights)
+    other = torch.float16
+    with pytest.raises(Refused, match="types") as refused:
+        weights_from_bytes(data, sha256, {name: (shape, other) for name, (shape, _) in layout_of(weights).items()})
+    assert refused.value.reason == "misfit"
+
+
+def test_bytes_that_are_no_weights_are_refused() -> None:
+    for data in (b"", b"no weights at all", bytes(100)):
+        with pytest.raises(Refused) as refused:
+            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), {})
+        assert refused.value.reason == "misfit"

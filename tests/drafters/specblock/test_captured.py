@@ -1,0 +1,121 @@
+"""Replayed block forwards draft what forwards draft that run as they are."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.specblock.captured import Replayed
+from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
+from drafters.specblock.policies import best_first
+from drafters.tree import Candidates, DraftTree, VerifyResult
+from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
+from tests.tiny_models import VOCAB_SIZE
+
+torch.set_num_threads(1)
+LENGTH, TEXTS = 150, 3
+TOLERANCE = 1e-5
+
+
+class Texts:
+    """Texts with made-up features, told to a drafter position by position."""
+
+    def __init__(self, capture: Callable[[Callable[[], None]], Callable[[], None]] | None, blocks: int) -> None:
+        target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
+        model = tiny_drafter(block_size=4, trained_length=192)
+        generator = torch.Generator().manual_seed(5)
+        width = len(model.config.tap_layers) * model.config.hidden_size
+        self.tokens = torch.randint(VOCAB_SIZE, (TEXTS, LENGTH + 1), generator=generator)
+        self.features = torch.randn(TEXTS, LENGTH, width, generator=generator)
+        self.slots = torch.randperm(TEXTS * LENGTH, generator=generator).view(TEXTS, LENGTH) + 1
+        self.drafter = SpecBlockDrafter(
+            model,
+            tiny_embedding(model.config.hidden_size),
+            shape=TreeShape(24, blocks=blocks, starts=3),
+            policy=best_first,
+            num_slots=TEXTS * LENGTH + 1,
+            max_sequences=TEXTS,
+            max_length=LENGTH,
+            device="cpu",
+            capture=capture,
+        )
+
+    def read(self, row: int, length: int) -> None:
+        text: list[int] = self.tokens[row, : length + 1].tolist()
+        self.drafter.start([DraftContext(row, text)])
+        slots, features = self.slots[row, :length], self.features[row, :length]
+        self.drafter.read(Read(row, 0, self.tokens[row, 1 : length + 1], slots, features))
+
+    def commit(self, rows: list[int], positions: list[int], count: int) -> None:
+        """So many tokens behind these positions were chosen."""
+        at = torch.tensor(positions)[:, None] + torch.arange(count)
+        lines = torch.tensor(rows)[:, None]
+        nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
+        self.drafter.commit(
+            Committed(
+                rows=lines[:, 0],
+                tokens=self.tokens[lines, at + 1],
+                counts=torch.full((len(rows),), count),
+                tree=DraftTree.empty(len(rows)),
+                result=VerifyResult(nothing, nothing, nothing, nothing),
+                features=self.features[lines, at],
+                positions=at[:, 0],
+                slots=self.slots[lines, at],
+            )
+        )
+
+    def grow(self, rows: list[int], roots: list[int], temperature: float = 0.0) -> Candidates:
+        line = torch.tensor(rows)
+        noise = Noise(line + 3, torch.full((len(rows),), temperature), torch.tensor(roots))
+        return self.drafter.grow(line, noise)
+
+    def story(self) -> list[Candidates]:
+        """Drafts of one, two and three texts, with few and with many entries that wait, cold and warm."""
+        for row, length in enumerate((20, 90, 60)):
+            self.read(row, length)
+        drafts = []
+        self.commit([0, 1, 2], [20, 90, 60], 1)
+        drafts.append(self.grow([0, 1, 2], [21, 91, 61]))
+        self.commit([1], [91], 7)
+        drafts.append(self.grow([1], [98], temperature=1.0))
+        self.commit([0, 2], [21, 61], 3)
+        drafts.append(self.grow([2, 0], [64, 24]))
+        return drafts
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_same_trees(blocks: int) -> None:
+    calls = 0
+
+    def again(compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+
+        def replay() -> None:
+            nonlocal calls
+            calls += 1
+            compute()
+
+        return replay
+
+    expected, found = Texts(None, blocks).story(), Texts(again, blocks).story()
+    assert calls >= len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.parents, other.parents)
+        torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
+
+
+def test_a_function_in_one_shape() -> None:
+    def double_and_sum(values: Tensor) -> list[Tensor]:
+        return [values * 2, values.sum()]
+
+    def again(compute: Callable[[], None]) -> Callable[[], None]:
+        return compute
+
+    replayed = Replayed(again, double_and_sum, [torch.zeros(3)])
+    for offset in (0.0, 4.0):
+        doubled, total = replayed(torch.arange(3.0) + offset)
+        assert doubled.tolist() == [2 * (n + offset) for n in range(3)]
+        assert float(total) == 3 + 3 * offset

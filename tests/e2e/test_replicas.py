@@ -1,0 +1,122 @@
+"""Three server processes, a trainer process and a Redis server, under a load of texts that the drafter is bad at.
+
+Whatever befalls trainer and Redis: no request fails, no token is wrong, and all serve the same weights soon after.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from adaptation.replicas.signature import NoSecret, signed
+from tests.redis_server import redis_server
+from tests.replica_parts import Fleet, fleet
+
+RECOVERY_SECONDS = 10.0
+LEARNING_SECONDS = 60.0
+STALL_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("replicas")
+    with redis_server(folder) as redis, fleet(folder, redis) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_wrong_token(running: Fleet) -> Iterator[None]:
+    yield
+    running.check()
+
+
+def learns(running: Fleet) -> None:
+    """All go on from what they agree on."""
+    before = running.newest()
+    took = running.wait(lambda: running.agree(beyond=before), LEARNING_SECONDS)
+    print(f"a newer version served by all after {took:.1f} s")
+
+
+def recovers(running: Fleet, what: str, beyond: tuple[int, int] = (0, -1)) -> None:
+    took = running.wait(lambda: running.agree(beyond), RECOVERY_SECONDS)
+    print(f"after {what} all served the same weights within {took:.1f} s")
+
+
+def test_what_all_are_asked_becomes_weights_that_all_serve(running: Fleet) -> None:
+    learns(running)
+    states = running.states()
+    assert {state["replicas"]["standing"] for state in states} == {"following"}
+    assert all(state["publishes"] == 0 and state["replicas"]["queries"]["sent"] > 0 for state in states)
+
+
+def test_an_operator_of_a_follower_is_sent_to_the_leader(running: Fleet) -> None:
+    answer = running.replicas[0].command("rollback")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_leading")
+    assert running.agree()
+
+
+def test_a_forged_version_is_refused_and_replaced(running: Fleet) -> None:
+    key = running.redis.key("version")
+    running.redis.client.set(key, signed("version", {"epoch": 10**6}, NoSecret()))
+    running.wait(lambda: any(state["replicas"]["versions"].get("forged") for state in running.states()), 5.0)
+    recovers(running, "a forged version")
+
+
+def test_a_killed_trainer_is_replaced_by_another(running: Fleet) -> None:
+    """What waits for it meanwhile is heard by the next one, and what waits twice is heard once."""
+    epoch, _ = running.newest()
+    running.trainer.kill()
+    key = running.redis.key("queries")
+    running.wait(lambda: running.redis.client.xlen(key) > 3, LEARNING_SECONDS)
+    for _, fields in running.redis.client.xrange(key, count=3):
+        running.redis.client.xadd(key, fields)
+    running.begin_trainer()
+    recovers(running, "the trainer was killed and another one was ready", beyond=(epoch + 1, -1))
+    learns(running)
+
+
+@pytest.mark.slow
+def test_a_killed_redis_that_comes_back_empty(running: Fleet) -> None:
+    running.redis.kill()
+    running.wait(lambda: {state["replicas"]["standing"] for state in running.states()} == {"alone"}, 30.0)
+    running.check()
+    running.redis.begin()
+    recovers(running, "Redis came back empty")
+    learns(running)
+
+
+@pytest.mark.slow
+def test_redis_stalls(running: Fleet) -> None:
+    running.redis.freeze()
+    time.sleep(STALL_SECONDS)
+    assert not any(state["replicas"]["connected"] for state in running.states())
+    running.redis.thaw()
+    recovers(running, f"a stall of {STALL_SECONDS:.0f} s")
+    learns(running)
+
+
+@pytest.mark.slow
+def test_both_are_killed_and_come_back_with_nothing(running: Fleet) -> None:
+    running.redis.kill()
+    running.trainer.kill()
+    running.redis.begin()
+    recovers(running, "Redis was emptied with nobody to learn")
+    running.begin_trainer()
+    recovers(running, "and a trainer was ready")
+    learns(running)
+
+
+@pytest.mark.slow
+def test_requests_take_as_long_without_redis(running: Fleet) -> None:
+    """Told, not judged: a claim needs a quiet machine."""
+    percentiles: list[float] = []
+    changes: list[Callable[[], object]] = [running.newest, running.redis.kill, running.redis.begin]
+    for change in changes:
+        change()
+        time.sleep(5)
+        running.load.taken()
+        time.sleep(20)
+        taken = sorted(running.load.taken())
+        percentiles.append(taken[int(0.99 * len(taken))])
+        print(f"{len(taken)} requests, median {taken[len(taken) // 2]:.3f} s, p99 {percentiles[-1]:.3f} s")
+    print(f"p99 without Redis is {2 * percentiles[1] / (percentiles[0] + percentiles[2]):.2f} times normal")

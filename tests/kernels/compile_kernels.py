@@ -1,0 +1,109 @@
+"""Compiles every kernel for a GPU that need not be there: launches are caught and compiled for the types they carry.
+
+Run as a program without the interpreter: `python -m tests.kernels.compile_kernels 90`. Prints a line per kernel and
+types: registers, bytes of stack (spills), bytes of shared memory.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample
+from kernels.triton.tree_attention import plan_attention
+from tests.kernels.attention_parts import Heads, Part, Vectors, attend
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+_RESERVED = ("grid", "warmup", "enable_fp_fusion", "num_warps", "num_stages")
+
+
+def catch_launches(architecture: int) -> dict[str, str]:
+    """From now on launching a kernel compiles it; returns the listing that fills up."""
+    compiled: dict[str, str] = {}
+
+    def run(kernel: JITFunction, *args: object, **options: object) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | {
+            name: value for name, value in options.items() if name not in _RESERVED
+        }
+        constants = {name: named[name] for name in (kernel.arg_names[i] for i in kernel.constexprs)}
+        signature = {name: "constexpr" if name in constants else _type_of(value) for name, value in named.items()}
+        key = f"{kernel.__name__}({', '.join(kind for kind in signature.values() if kind != 'constexpr')}) {constants}"
+        if key not in compiled:
+            source = ASTSource(kernel, signature, constants, _aligned(kernel, signature, named))
+            wanted = {"enable_fp_fusion": options["enable_fp_fusion"]}
+            done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=wanted)
+            compiled[key] = f"{_resources(done.asm['cubin'])} SHARED:{done.metadata.shared}"
+
+    JITFunction.run = run
+    return compiled
+
+
+def _aligned(
+    kernel: JITFunction, signature: dict[str, str], named: dict[str, object]
+) -> dict[tuple[int], list[list[object]]]:
+    """What a launch specialises on: pointers and numbers that are multiples of 16."""
+    return {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if isinstance(named[name], Tensor) or (signature[name] == "i32" and int(str(named[name])) % 16 == 0)
+    }
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, Tensor):
+        return _POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _resources(program: bytes) -> str:
+    """Registers of a thread, and bytes it spills to its stack."""
+    reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(program)
+        said = subprocess.run(
+            [reader, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
+    return " ".join(re.findall(r"REG:\d+|STACK:\d+", said))
+
+
+def launch_everything(dtype: torch.dtype) -> None:
+    """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
+    heads = Heads(2, 4, 128)
+    text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
+    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype)
+    logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
+    sample.sample(logits, zeros, zeros, zeros.float())
+    rank_features.rank_features(logits)
+    tree = torch.zeros(2, 64, dtype=torch.int64)
+    accepted = accept.accept(tree, tree - 1, zeros, torch.zeros(2, 65, dtype=torch.int64))
+    commit_slots.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
+    states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
+    draft_loss.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
+
+
+def main(architecture: int) -> None:
+    listing = catch_launches(architecture)
+    for dtype in (torch.float32, torch.bfloat16):
+        launch_everything(dtype)
+    for key, resources in listing.items():
+        print(f"{key}: {resources}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

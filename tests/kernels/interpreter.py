@@ -1,0 +1,56 @@
+"""What Triton's interpreter lacks: device functions, and products in the device's order.
+
+Logarithms are torch's, so that they have the bits of the reference on the CPU. Products in full precision run key by
+key, as the multiply-adds of a device do.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the interpreter what it lacks."""
+    monkeypatch.setattr(libdevice, "log", _elementwise(torch.log))
+    monkeypatch.setattr(libdevice, "log1p", _elementwise(torch.log1p))
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[tl.tensor], tl.tensor]:
+    def apply(x: tl.tensor) -> tl.tensor:
+        values = function(torch.from_numpy(np.ascontiguousarray(x.handle.data))).numpy()
+        return tl.tensor(TensorHandle(values, x.handle.dtype), x.type)
+
+    return apply
+
+
+def _dot(
+    builder: InterpreterBuilder,
+    left: TensorHandle,
+    right: TensorHandle,
+    start: TensorHandle,
+    input_precision: object,
+    max_num_imprecise_acc: int,
+) -> TensorHandle:
+    """# left [members, inner], right [inner, columns], start [members, columns]"""
+    total = start.data.copy()
+    rows, columns = _float32(left), _float32(right)
+    for key in range(rows.shape[1]):
+        total += rows[:, key, None] * columns[key]
+    return TensorHandle(total, start.dtype.scalar)
+
+
+def _float32(handle: TensorHandle) -> NDArray[np.float32]:
+    """bf16 is kept as its 16 bits."""
+    is_bfloat16 = handle.dtype.scalar == tl.bfloat16
+    values: NDArray[np.float32] = (
+        (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else handle.data.astype(np.float32)
+    )
+    return values

@@ -1,0 +1,104 @@
+"""`adaptree bench gpu`: every part of it runs in a rehearsal, aims are judged by their worst figure, floors are counted
+in bytes that must be read."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from service.bench.gpu_clock import copy_bandwidth, device_seconds, wall_seconds
+from service.bench.gpu_figures import AIMS, Figure, judge
+from service.bench.gpu_plan import DRY, FULL, check_device
+from service.bench.gpu_steps import read_bytes
+from service.cli import app
+from service.config import ServiceConfig
+from service.errors import StartupError
+from tests.architecture.rules import ROOT
+from tests.service.bench.parts import assembled, save_two_layers
+
+CPU = torch.device("cpu")
+
+
+def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    arguments = ["bench", "gpu", "--dry-run", "--no-tests", "--out", str(out), "--state-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    sections = {row["section"] for row in report["rows"]}
+    assert sections == {
+        "decode", "verify", "graphs", "drafter", "attention", "exactness", "speed", "load", "training",
+    }  # fmt: skip
+    assert report["summary"]["dry_run"] is True
+    assert report["summary"]["skipped"] == []
+    verdicts = {aim["what"]: aim["verdict"] for aim in report["summary"]["aims"]}
+    assert verdicts["no token differs"] == "met"
+    assert set(verdicts.values()) <= {"met", "not judged", "not measured"}
+    assert all(row["costs_only"] for row in report["rows"] if row["section"] in ("decode", "verify", "drafter"))
+    assert "costs only" in report["conditions"]["model"]
+
+
+def test_a_gpu_is_needed_for_more_than_a_rehearsal() -> None:
+    config = ServiceConfig()
+    with pytest.raises(StartupError, match="--dry-run"):
+        check_device(config, FULL, cuda_devices=0)
+    with pytest.raises(StartupError, match="--dry-run"):
+        check_device(config.model_copy(update={"device": "cpu"}), FULL, cuda_devices=1)
+    check_device(config, FULL, cuda_devices=1)
+    check_device(config, DRY, cuda_devices=0)
+
+
+def figures(share: float, mismatched: int, *, costs_only: bool) -> list[Figure]:
+    return [
+        Figure("decode", "share of floor", share, "", costs_only=costs_only),
+        Figure("exactness", "mismatched tokens", mismatched, "tokens"),
+    ]
+
+
+def test_an_aim_is_judged_by_its_worst_figure() -> None:
+    found = judge([*figures(0.9, 0, costs_only=True), *figures(0.5, 3, costs_only=True)], for_real=True)
+    by_aim = {judged.what: judged for judged in found}
+    assert by_aim[AIMS[0].what].verdict == "missed"
+    assert by_aim[AIMS[0].what].value == 0.5
+    assert by_aim["no token differs"].verdict == "missed"
+    assert by_aim[AIMS[3].what].verdict == "not measured"
+
+
+def test_aims_of_large_models_do_not_concern_others() -> None:
+    assert judge(figures(0.1, 0, costs_only=False), for_real=True)[0].verdict == "not measured"
+
+
+def test_only_exactness_of_a_rehearsal_is_judged() -> None:
+    found = {judged.what: judged.verdict for judged in judge(figures(0.9, 1, costs_only=True), for_real=False)}
+    assert found[AIMS[0].what] == "not judged"
+    assert found["no token differs"] == "missed"
+
+
+def test_a_floor_counts_what_must_be_read(tmp_path: Path) -> None:
+    assembly = assembled(save_two_layers(tmp_path))
+    weights = sum(value.nbytes for value in assembly.loaded.model.parameters())
+    embedding = 320 * 32 * 4
+    per_token = 2 * 2 * 1 * 16 * 4
+    assert assembly.loaded.kv_shape.bytes_per_slot == per_token
+    assert read_bytes(assembly, 10) == weights - embedding + 10 * per_token
+
+
+def test_clocks_count_something() -> None:
+    calls = []
+    assert device_seconds(lambda: calls.append(1), CPU, repeats=3, warm_ups=2) > 0
+    assert len(calls) == 5
+    assert wall_seconds(lambda: calls.append(1), CPU, repeats=1, warm_ups=0) > 0
+    assert copy_bandwidth(CPU, 1 << 16) > 0
+
+
+def test_the_status_table_names_only_tests_there_are() -> None:
+    there = set(re.findall(r"^def (test_\w+)", (ROOT / "tests/e2e/test_cuda.py").read_text(), flags=re.MULTILINE))
+    text = (ROOT / "docs/gpu.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named <= there
+    files = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", text)
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []

@@ -1,0 +1,128 @@
+"""Replayed forwards give the bits of forwards run as they are, whatever was in the buffers before."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafters.tree import ROOT, DraftTree
+from kernels.tree_attention import NULL_SLOT
+from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
+from service.engine.commit import lay_out
+from service.engine.graphs import Rerun
+from service.engine.rows import Chain, ForwardRows
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.target import Target, TargetOutput
+from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target
+from tests.tiny_models import VOCAB_SIZE, loaded_tiny, random_prompts
+
+FAMILIES = ("llama", "qwen3", "gemma2")
+CONTEXT = 70
+SHAPES = [Shape(batch, rows) for batch, rows in product((1, 4), (8, 24, 64))]
+
+
+class Both:
+    """The same text on two targets, one of which replays; both have the same slots."""
+
+    def __init__(self, family: str) -> None:
+        self.plain, self.replaying = (tiny_target(loaded_tiny(family), 600, tap_layers=(0, 2)) for _ in range(2))
+        self.table = SlotTable(4, CONTEXT + 30, self.plain.device)
+        self.slots = SlotPool(600, self.plain.device)
+        for line, prompt in enumerate(random_prompts(4, CONTEXT)):
+            rows = lay_out([Chain(line, 0, prompt, completes=False)], DraftTree.empty(1), self.slots, self.table)
+            self._forward(self.plain, rows)
+            self._forward(self.replaying, rows)
+        forward = CapturedForward(self.replaying, Rerun(), SHAPES, max_length=CONTEXT + 30)
+        self.replaying.run_by(forward)
+        self.forward = forward
+
+    def step(self, lines: list[int], nodes: int, seed: int) -> tuple[TargetOutput, TargetOutput, ForwardRows]:
+        """A root and a random tree for some lines, on both."""
+        roots = [Chain(line, CONTEXT, [line + seed], completes=True) for line in lines]
+        rows = lay_out(roots, random_trees(len(lines), nodes, seed), self.slots, self.table)
+        results = self._forward(self.plain, rows), self._forward(self.replaying, rows)
+        self.slots.free(rows.slots)
+        return *results, rows
+
+    def _forward(self, target: Target, rows: ForwardRows) -> TargetOutput:
+        return target.forward(rows, self.table)
+
+
+def random_trees(batch: int, nodes: int, seed: int) -> DraftTree:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB_SIZE, (batch, nodes), generator=generator)
+    earlier = torch.arange(nodes).clamp(max=6) + 1
+    return DraftTree.of(tokens, (torch.rand(batch, nodes, generator=generator) * earlier).long() + ROOT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_has_the_bits_of_one_that_is_not_replayed(family: str) -> None:
+    both = Both(family)
+    steps = [([0], 0), ([1, 2, 3], 5), ([3], 20), ([0, 2], 0), ([0, 1, 2, 3], 14), ([1], 1), ([2, 0], 11)]
+    for seed, (lines, nodes) in enumerate(steps):
+        plain, replayed, rows = both.step(lines, nodes, seed)
+        assert both.forward.shape_of(rows, both.table) is not None
+        assert torch.equal(plain.logits, replayed.logits)
+        assert plain.features is not None
+        assert replayed.features is not None
+        assert torch.equal(plain.features, replayed.features)
+        slots = slice(both.plain.pool.num_slots)
+        assert torch.equal(both.plain.pool.storage[:, :, slots], both.replaying.pool.storage[:, :, slots])
+
+
+def test_padding_rows_leave_the_null_slot_alone() -> None:
+    both = Both("llama")
+    both.step([1, 2], 3, seed=0)
+    assert not both.replaying.pool.storage[:, :, NULL_SLOT].any()
+    assert both.replaying.pool.storage[:, :, both.replaying.pool.unread_slot].any()
+
+
+def test_a_broken_row_breaks_nobody_else() -> None:
+    both = Both("llama")
+    broken = both.table.slots[0, :CONTEXT]
+    for target in (both.plain, both.replaying):
+        target.pool.storage[:, :, broken] = float("nan")
+    plain, replayed, _ = both.step([0, 1], 3, seed=1)
+    assert replayed.logits[0].isnan().all()
+    of_line_1 = torch.tensor([1, 5, 6, 7])
+    assert replayed.logits[of_line_1].isfinite().all()
+    assert torch.equal(plain.logits[of_line_1], replayed.logits[of_line_1])
+
+
+def test_what_fits_no_shape_runs_as_it_is() -> None:
+    both = Both("llama")
+    plain, replayed, rows = both.step([0, 1, 2, 3], 18, seed=2)
+    assert both.forward.shape_of(rows, both.table) is None
+    assert torch.equal(plain.logits, replayed.logits)
+    longer = SlotTable(4, CONTEXT + 31, both.plain.device)
+    assert both.forward.shape_of(both.step([0], 1, seed=3)[2], longer) is None
+
+
+def test_the_smallest_shape_that_holds_a_step_is_taken() -> None:
+    both = Both("llama")
+    for lines, nodes, shape in (([0], 0, (1, 8)), ([0], 8, (1, 24)), ([0, 1], 3, (4, 8)), ([0, 1, 2, 3], 15, (4, 64))):
+        rows = both.step(lines, nodes, seed=4)[2]
+        assert both.forward.shape_of(rows, both.table) == Shape(*shape)
+
+
+def test_shapes_hold_all_sequences_and_are_padded_as_forwards_are() -> None:
+    shapes = shapes_for(6, 3, lambda rows: -(-rows // 8) * 8)
+    assert {shape.sequences for shape in shapes} == {1, 2, 4, 6}
+    assert [shape.rows for shape in shapes if shape.sequences == 1] == [8]
+    assert [shape.rows for shape in shapes if shape.sequences == 6] == [8, 16, 24]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_replays_gives_the_same_text(temperature: float) -> None:
+    params = greedy() if temperature == 0 else sampled(3)
+    requests = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(5, 30))]
+    plain, replaying = tiny_engine(), tiny_engine()
+    capture_forwards(
+        replaying.target,
+        Rerun(),
+        max_sequences=LIMITS.max_sequences,
+        max_nodes=LIMITS.max_budget,
+        max_length=LIMITS.max_model_len,
+    )
+    expected, found = generate(plain, *requests), generate(replaying, *requests)
+    assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}

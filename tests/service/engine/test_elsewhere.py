@@ -1,0 +1,95 @@
+"""Steps on a device that is only claimed: nothing is made in the wrong place, and the text is that of the CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters.registry import TrainedWeights
+from drafters.specblock.captured import Capture
+from kernels import ops
+from service.engine import build
+from service.engine.budget import FixedBudget
+from service.engine.captured import capture_forwards
+from service.engine.cost import Point
+from service.engine.engine import Engine, Vocabulary
+from service.engine.graphs import Rerun
+from service.engine.kv_pool import KVPool
+from service.engine.measuring import Stage
+from service.engine.numerics import rows_are_independent
+from service.engine.target import Target
+from service.engine.trained import embed_with
+from tests.drafters.specblock.parts import tiny_drafter
+from tests.service.engine.elsewhere import ELSEWHERE, Claimed, claims
+from tests.service.engine.harness import (
+    LIMITS,
+    NUM_SLOTS,
+    ROW_MULTIPLE,
+    generate,
+    greedy,
+    request,
+    sampled,
+    text_streams,
+    tiny_engine,
+    with_answers,
+)
+from tests.tiny_models import loaded_tiny, random_prompts
+
+
+def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
+    """As `tiny_engine`, but everything except the weights is on the other device."""
+    loaded, graphs = loaded_tiny("llama"), Rerun()
+    pool = KVPool(loaded.kv_shape, NUM_SLOTS, ELSEWHERE)
+    target = Target(loaded.model, pool, row_multiple=ROW_MULTIPLE, tap_layers=(0, 1, 2))
+    target.device = ELSEWHERE
+    limits = replace(LIMITS, max_sequences=2)
+    if captured:
+        capture_forwards(target, graphs, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
+    weights = weights_elsewhere(graphs.capture if captured else None) if drafter == "specblock" else None
+    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
+    drafts = build.make_drafter(drafter, target, limits, weights)
+    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(nodes))
+
+
+def weights_elsewhere(capture: Capture | None) -> TrainedWeights:
+    model = tiny_drafter(trained_length=64)
+    model.d2t, model.t2d = model.d2t.to(ELSEWHERE), model.t2d.to(ELSEWHERE)
+    return TrainedWeights(model, embed_with(loaded_tiny("llama").parts.embedding), blocks=2, starts=2, capture=capture)
+
+
+@pytest.fixture(autouse=True)
+def _references_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_tiny("llama")  # weights are read here
+    monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["as it is", "replayed"])
+@pytest.mark.parametrize(("drafter", "nodes"), [("none", 0), ("lookup", 6), ("specblock", 6)])
+def test_the_text_is_the_same(drafter: str, nodes: int, captured: bool) -> None:
+    prompts = list(random_prompts(3, 30))
+    asked = with_answers([request("a", prompts[0], greedy(8)), request("b", prompts[1], sampled(5, 8))])
+    expected = generate(tiny_engine(drafter="none", policy=FixedBudget(0)), *asked)
+    with claims():
+        engine = engine_elsewhere(drafter, nodes, captured=captured)
+        assert isinstance(engine.target.pool.storage, Claimed)
+        found = generate(engine, *asked)
+    assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
+    assert (sum(one.accepted for one in found.values()) > 0) == (drafter == "lookup")
+
+
+def test_what_is_checked_and_measured_at_start_is_made_there() -> None:
+    with claims():
+        target = engine_elsewhere("none", 2, captured=False).target
+        assert rows_are_independent(target, context=20, steps=3)
+        stage = Stage(target, lines=2, length=20)
+        stage.run(Point(2, 20, 7))
+
+
+def test_tensors_of_two_places_do_not_mix() -> None:
+    with claims():
+        there = torch.zeros(3, device=ELSEWHERE)
+        assert there.device == ELSEWHERE
+        assert (there + 1).device == ELSEWHERE
+        assert (there.tolist(), there.cpu().device.type) == ([0.0] * 3, "cpu")
+        with pytest.raises(RuntimeError, match="here and elsewhere"):
+            there + torch.ones(3)

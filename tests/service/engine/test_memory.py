@@ -1,0 +1,123 @@
+"""Sharing out device memory, and what is said when there is too little of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.build import build_rules, build_snapshots
+from adaptation.config import AdaptationConfig
+from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.trainer import Trainer
+from drafters.feedback import FeedbackRecorder
+from service.engine.build import EngineLimits
+from service.engine.memory import GIB, MemoryPlan, Need, feedback_bytes, memory_for, total_bytes, training_bytes
+from service.engine.room import Learning, entry_bytes, give_room, needs_of, target_without_room
+from service.errors import StartupError
+from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
+from tests.tiny_models import VOCAB_SIZE, loaded_tiny
+
+LIMITS = EngineLimits(max_model_len=400, max_sequences=4, prefill_chunk=64, max_budget=8)
+
+
+def test_what_is_left_is_what_nobody_needs() -> None:
+    plan = MemoryPlan(10 * GIB, (Need("this", 3 * GIB, "lower a"), Need("that", 2 * GIB, "lower b")))
+    assert plan.left_bytes == 5 * GIB
+    assert plan.described() == "3.00 GiB for this, 2.00 GiB for that"
+
+
+def test_too_little_names_what_to_lower() -> None:
+    plan = MemoryPlan(4 * GIB, (Need("this", 3 * GIB, "lower a"), Need("that", 2 * GIB, "lower b")))
+    with pytest.raises(StartupError, match=r"4\.00 GiB .* are free .*: lower a$"):
+        _ = plan.left_bytes
+
+
+def test_more_than_is_left_is_refused() -> None:
+    plan = MemoryPlan(5 * GIB, (Need("this", 3 * GIB, "lower a"),))
+    plan.check(2 * GIB)
+    with pytest.raises(StartupError, match=r"2\.00 GiB .* are left beside 3\.00 GiB for this: lower kv_cache_gib$"):
+        plan.check(2 * GIB + 1)
+
+
+def test_a_refusal_of_the_device_names_what_to_lower() -> None:
+    with (
+        pytest.raises(StartupError, match=r"no memory left for the pool: lower kv_cache_gib$"),
+        memory_for("the pool", "lower kv_cache_gib"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ZeroDivisionError), memory_for("the pool", "lower it"):
+        raise ZeroDivisionError
+
+
+def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
+    config, served = AdaptationConfig(), tiny_drafter().to(torch.bfloat16)
+    pair = DrafterPair(
+        weights_of(served),
+        served.d2t,
+        served.config,
+        prepare=in_place(served),
+        snapshots=build_snapshots(config, tmp_path),
+        train_device="cpu",
+    )
+    rules = build_rules(config, autocast=False)
+    embed = tiny_embedding(served.config.hidden_size)
+    trainer = Trainer(pair.training, pair.anchor, embed, rules=rules, generator=torch.Generator())
+    state = {name: value for name, value in trainer.tensors().items() if not name.endswith("step")}
+    lasting = [*state.values(), *pair.anchor.parameters(), *pair.unchanged().parameters(), *pair._served.values()]
+    count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
+    serving = total_bytes(list(served.parameters()))
+    gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 2 * serving
+    assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
+
+
+def _num_head_weights(model: torch.nn.Module) -> int:
+    return sum(v.numel() for name, v in model.named_parameters() if name.startswith(("lm_head", "rank_")))
+
+
+def test_feedback_tables_are_as_large_as_foreseen() -> None:
+    sizes = {"width": 24, "hidden": 8, "top": 5}
+    tables = FeedbackRecorder(max_sequences=3, window_tokens=40, **sizes, dtype=torch.bfloat16, device="cpu")
+    held = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
+    places = tables._places
+    assert total_bytes(held) == feedback_bytes(max_sequences=3, places=places, itemsize=2, **sizes)
+
+
+def test_every_need_is_named_once_with_a_remedy() -> None:
+    target = target_without_room(loaded_tiny("llama"), LIMITS, (0, 2))
+    learning = Learning(trains_here=True, window_tokens=32, top=8)
+    needs = needs_of(target, LIMITS, tiny_drafter(), learning, captures=True)
+    assert [need.what for need in needs] == [
+        "a step's activations",
+        "choosing tokens",
+        "what libraries keep",
+        "captured forwards",
+        "the drafter's captured forwards",
+        "what is recorded of running texts",
+        "training",
+    ]
+    assert needs[1].num_bytes == 4 * 9 * VOCAB_SIZE * 16
+    assert all(need.lower for need in needs)
+    elsewhere = needs_of(target, LIMITS, tiny_drafter(), Learning(False, 32, 8), captures=False)
+    assert {need.what for need in needs} - {need.what for need in elsewhere} == {
+        "captured forwards",
+        "the drafter's captured forwards",
+        "training",
+    }
+
+
+def test_room_replaces_the_pool() -> None:
+    loaded = loaded_tiny("llama")
+    target = target_without_room(loaded, LIMITS, ())
+    assert target.pool.num_slots == 256 + 4 + 1
+    give_room(target, loaded, 700)
+    assert target.pool.num_slots == 700
+
+
+def test_a_drafter_takes_its_own_share_of_a_slot() -> None:
+    model = tiny_drafter(prefix_entries="all")
+    config = model.config
+    expected = config.num_layers * 2 * config.block_size * model.kv_heads * model.head_dim * 4
+    assert (entry_bytes(model), entry_bytes(None)) == (expected, 0)

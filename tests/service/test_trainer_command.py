@@ -1,0 +1,49 @@
+"""The command of the process that learns for others: what it takes over, and when it does not begin."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from service.cli import app
+from service.config import load_config
+from service.errors import StartupError
+from service.trainer import train
+from service.trainer_command import _with_url
+from tests.service.bench.parts import save_two_layers, settings_for
+
+URL = "redis://localhost:1/0"
+
+
+def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
+    replicas = load_config(
+        {"adaptation.enabled": "true", "adaptation.redis_role": "follower", "adaptation.alpha": "0.3"}
+    )
+    learning = _with_url(replicas.config, URL).adaptation
+    assert learning.redis_url is not None
+    assert (learning.redis_url.get_secret_value(), learning.redis_role, learning.enabled) == (URL, "auto", True)
+    assert (learning.redis_lost, learning.alpha) == ("stand_still", 0.3)
+
+
+def test_without_a_url_there_is_nobody_to_learn_for() -> None:
+    with pytest.raises(StartupError, match="--redis URL"):
+        _with_url(load_config({}).config, None)
+
+
+def test_the_url_may_stand_in_the_configuration() -> None:
+    config = load_config({"adaptation.enabled": "true", "adaptation.redis_url": URL}).config
+    url = _with_url(config, None).adaptation.redis_url
+    assert url is not None
+    assert url.get_secret_value() == URL
+
+
+def test_without_weights_there_is_nothing_to_train(tmp_path: Path) -> None:
+    settings = settings_for(save_two_layers(tmp_path))
+    with pytest.raises(StartupError, match="drafter_path"):
+        train(_with_url(settings, URL))
+
+
+def test_help_answers() -> None:
+    answer = CliRunner().invoke(app, ["trainer", "--help"])
+    assert answer.exit_code == 0
+    assert "--redis" in answer.output
