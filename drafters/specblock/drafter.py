@@ -81,16 +81,7 @@ class SpecBlockDrafter:
         self._shape = shape
         self._policy = policy
         self._window = config.trained_length
-        weight = model.input_layer.token_norm.weight
-        self._pool = EntryPool(
-            num_layers=config.num_layers,
-            num_slots=num_slots,
-            entries=config.entries,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            dtype=weight.dtype,
-            device=device,
-        )
+        self._pool = _entry_pool(model, num_slots, device)
         self._forwards: Callable[[Tensor, Tensor], TreeForward] = self._as_it_is
         if capture is not None:
             with torch.inference_mode():
@@ -108,7 +99,7 @@ class SpecBlockDrafter:
             max_sequences=max_sequences,
             max_length=max_length,
             width=len(config.tap_layers) * config.hidden_size,
-            dtype=weight.dtype,
+            dtype=model.dtype,
             device=device,
         )
         self._calibration = Calibration(config.block_size, device=device)
@@ -261,6 +252,18 @@ class SpecBlockDrafter:
 
     def _as_it_is(self, positions: Tensor, slots: Tensor) -> TreeForward:
         return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
+
+
+def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:
+    return EntryPool(
+        num_layers=model.config.num_layers,
+        num_slots=num_slots,
+        entries=model.config.entries,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
 
 
 def _side_by_side(trees: list[Candidates]) -> Candidates:
