@@ -82,19 +82,7 @@ class SpecBlockDrafter:
         self._policy = policy
         self._window = config.trained_length
         self._pool = _entry_pool(model, num_slots, device)
-        self._forwards: Callable[[Tensor, Tensor], TreeForward] = self._as_it_is
-        if capture is not None:
-            with torch.inference_mode():
-                self._forwards = CapturedForwards(
-                    model,
-                    embed,
-                    self._pool,
-                    capture,
-                    max_batch=max_sequences,
-                    window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
-                    blocks=shape.blocks,
-                    starts=shape.starts,
-                )
+        self._forwards = self._as_it_is if capture is None else self._captured(capture, max_sequences)
         self._state = EntryState(
             max_sequences=max_sequences,
             max_length=max_length,
@@ -249,6 +237,19 @@ class SpecBlockDrafter:
         readable = self._pool.holds(slots)
         positions, slots = positions.where(readable, _NOWHERE), slots.where(readable, NULL_SLOT)
         return self._forwards(positions, slots)
+
+    @torch.inference_mode()
+    def _captured(self, capture: Capture, max_sequences: int) -> Callable[[Tensor, Tensor], TreeForward]:
+        return CapturedForwards(
+            self._model,
+            self._embed,
+            self._pool,
+            capture,
+            max_batch=max_sequences,
+            window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
+            blocks=self._shape.blocks,
+            starts=self._shape.starts,
+        )
 
     def _as_it_is(self, positions: Tensor, slots: Tensor) -> TreeForward:
         return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
