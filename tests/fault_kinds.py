@@ -216,8 +216,8 @@ def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]
             if next(calls) != 0:
                 return terms
             if where == "forward":
-                return replace(terms, draft=strikes(terms.draft))
-            terms.draft.register_hook(strikes)
+                return replace(terms, loss=strikes(terms.loss))
+            terms.loss.register_hook(strikes)
             return terms
 
         with pytest.MonkeyPatch.context() as patch:
