@@ -18,7 +18,7 @@ from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
 from drafters.feedback import Marks
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import HEADS, Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops
@@ -33,7 +33,6 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
-HEADS = ("lm_head.", "rank_head.", "rank_norm.")
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
 
 

@@ -151,6 +151,16 @@ def rollbacks(stream: Stream, times: int) -> None:
     assert stream.adaptive.worker.failures == {}
 
 
+KINDS: dict[str, Callable[[Stream, int], None]] = {
+    "exceptions": exceptions,
+    "kills": kills,
+    "broken recoveries": broken_recoveries,
+    "not finite": not_finite,
+    "full disks": full_disks,
+    "rollbacks": rollbacks,
+}
+
+
 def restart_served_after_damage(practised: Practised, folder: Path, *, times: int) -> None:
     """Again and again a process learns, ends, finds files damaged, and serves and learns on."""
     rng = random.Random(0)

@@ -24,7 +24,7 @@ from service.engine.sequence import GenerationRequest
 from tests.practised import practised
 from tests.redis_server import RedisServer
 from tests.service.learning_parts import EAGER, requests, texts
-from tests.tiny_models import random_prompts
+from tests.tiny_models import random_prompts, served_by
 
 SECRET = "a secret of all replicas"
 PATIENCE_SECONDS = 900.0
@@ -72,21 +72,14 @@ def _settings(assembly: Assembly, redis_url: str, **knobs: object) -> dict[str, 
         "redis_lost": "stand_still",
         **knobs,
     }
-    return {
-        "model": config.model,
-        "served_model_name": "tiny",
-        "drafter": "specblock",
-        "drafter_path": str(config.drafter_path),
-        "load_dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "max_model_len": 256,
-        "kv_cache_gib": 0.01,
-        "budget_policy": "fixed",
-        "max_budget": 8,
-        "port": 0,
-        "adaptation": learning,
-    }
+    return served_by(
+        Path(config.model),
+        drafter="specblock",
+        drafter_path=str(config.drafter_path),
+        max_model_len=256,
+        budget_policy="fixed",
+        adaptation=learning,
+    )
 
 
 @dataclass

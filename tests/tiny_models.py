@@ -147,6 +147,21 @@ def stock_tiny(family: str, seed: int = 0) -> PreTrainedModel:
         return stock(tiny_model(family, Path(folder), seed=seed))
 
 
+def served_by(model: Path, **more: object) -> dict[str, object]:
+    """The configuration file of a server of this model, whatever else it says."""
+    return {
+        "model": str(model),
+        "served_model_name": "tiny",
+        "load_dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "kv_cache_gib": 0.01,
+        "max_budget": 8,
+        "port": 0,
+        **more,
+    }
+
+
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     cpu = torch.device("cpu")
     return load_model(str(folder), revision=None, dtype=dtype, device=cpu, cache_dir=folder / "cache")

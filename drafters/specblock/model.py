@@ -23,6 +23,9 @@ from drafters.specblock.config import RANK_CLASSES, SpecBlockConfig
 from drafters.specblock.features import NUM_FEATURES
 
 ATTENTION_NAME = "adaptree_draft"
+HEADS = ("lm_head.", "rank_head.", "rank_norm.")
+"""What the names of parameters behind the decoder layers begin with."""
+
 _FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import HEADS, SpecBlock
 from drafters.tree import MAX_NODES, DraftTree
 from service.engine.build import EngineLimits, build_target
 from service.engine.captured import ROWS
@@ -19,7 +19,6 @@ from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 
-_HEADS = ("lm_head.", "rank_head.", "rank_norm.")
 _SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask of each, in fp32
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
 
@@ -91,7 +90,7 @@ def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning
     )
     needs = [Need("what is recorded of running texts", tables, "lower max_sequences or adaptation.window_tokens")]
     if learning.trains_here:
-        heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(_HEADS))
+        heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
         weights = sum(value.numel() for value in network.parameters())
         copies = training_bytes(weights, heads, total_bytes(list(network.parameters())))
         needs.append(Need("training", copies, "set adaptation.train_device to another device"))

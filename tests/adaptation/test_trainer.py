@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
-from adaptation.trainer import HEADS, Rules, Trainer
-from drafters.specblock.model import SpecBlock
+from adaptation.trainer import Rules, Trainer
+from drafters.specblock.model import HEADS, SpecBlock
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import EMBED, drafter, lessons, vocabulary
 

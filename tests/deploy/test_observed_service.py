@@ -22,6 +22,7 @@ from tests.deploy.watching import Prometheus, watching
 from tests.e2e.test_learning_over_http import Files, Running, assembled, begin
 from tests.service.bench.parts import save_drafter
 from tests.service.learning_parts import EAGER
+from tests.tiny_models import served_by
 
 PATIENCE_SECONDS = 120
 CLIENTS = 2
@@ -53,21 +54,11 @@ class Observed:
 
 def running(folder: Path, name: str, settings: Mapping[str, object]) -> Running:
     """A server of the model in this folder."""
-    common = {
-        "model": str(folder / "model"),
-        "served_model_name": "tiny",
-        "load_dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "max_model_len": 128,
-        "max_sequences": 2,
-        "kv_cache_gib": 0.01,
-        "max_budget": 4,
-        "port": 0,
-        "state_dir": str(folder / name),
-    }
+    served = served_by(
+        folder / "model", max_model_len=128, max_sequences=2, max_budget=4, state_dir=str(folder / name), **settings
+    )
     config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump({**common, **settings}))
+    config.write_text(yaml.safe_dump(served))
     return begin(Files(config, folder / name, folder), folder / f"{name}.log")
 
 

@@ -6,7 +6,6 @@ A few injections of each kind; `tests/long/test_faults.py` has more of them.
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,13 @@ from tests.adaptation.damaged_restarts import (
     roll_back_damaged,
 )
 from tests.fault_kinds import restart_served_after_damage
-from tests.fault_parts import Stream, learning_stream
+from tests.fault_parts import learning_stream
 from tests.practised import Practised, practised
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 
-KINDS: dict[str, Callable[[Stream, int], None]] = {
-    "exceptions": fault_kinds.exceptions,
-    "kills": fault_kinds.few_kills,
-    "broken recoveries": fault_kinds.broken_recoveries,
-    "not finite": fault_kinds.not_finite,
-    "full disks": fault_kinds.full_disks,
-    "rollbacks": fault_kinds.rollbacks,
-}
+KINDS = {**fault_kinds.KINDS, "kills": fault_kinds.few_kills}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import yaml
 from service.assembly import Assembly, assemble
 from service.learning_series import SERIES
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
+from tests.tiny_models import served_by
 
 KEY = {"authorization": "Bearer boss"}
 READY = re.compile(r"ready: (http://\S+)/v1 ")
@@ -49,21 +50,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     save_drafter(drafters / "good", mine, seed=1)
     save_drafter(drafters / "shorter", mine, block_size=2)
     save_drafter(drafters / "foreign", foreign)
-    settings = {
-        "model": str(root / "model"),
-        "served_model_name": "tiny",
-        "drafter": "lookup+specblock",
-        "drafter_path": str(drafters / "deployed"),
-        "load_dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "kv_cache_gib": 0.01,
-        "budget_policy": "fixed",
-        "max_budget": 8,
-        "port": 0,
-        "state_dir": str(root / "state"),
-        "adaptation": {"enabled": True, "policy": "head_only", "head_queries": 1, "held_back_share": 0.3},
-    }
+    settings = served_by(
+        root / "model",
+        drafter="lookup+specblock",
+        drafter_path=str(drafters / "deployed"),
+        budget_policy="fixed",
+        state_dir=str(root / "state"),
+        adaptation={"enabled": True, "policy": "head_only", "head_queries": 1, "held_back_share": 0.3},
+    )
     (root / "config.yaml").write_text(yaml.safe_dump(settings))
     return Files(root / "config.yaml", root / "state", drafters)
 

@@ -23,6 +23,7 @@ from tests.e2e.test_learning_over_http import Files, Running, begin
 from tests.service.api.client import app_of
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say
+from tests.tiny_models import served_by
 
 TOKENS = 60
 QUESTION = "say <b>it</b> again"
@@ -53,21 +54,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("page")
     model = save_two_layers(root / "model")
     target = assemble(settings_for(model).model_copy(update={"budget_policy": "fixed"}))
-    settings = {
-        "model": str(model),
-        "served_model_name": "tiny",
-        "drafter": "lookup+specblock",
-        "drafter_path": str(save_drafter(root / "drafter", target)),
-        "load_dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "kv_cache_gib": 0.01,
-        "budget_policy": "fixed",
-        "max_budget": 8,
-        "port": 0,
-        "state_dir": str(root / "state"),
-        "adaptation": {"enabled": True, "train_niceness": 0},
-    }
+    settings = served_by(
+        model,
+        drafter="lookup+specblock",
+        drafter_path=str(save_drafter(root / "drafter", target)),
+        budget_policy="fixed",
+        state_dir=str(root / "state"),
+        adaptation={"enabled": True, "train_niceness": 0},
+    )
     (root / "config.yaml").write_text(yaml.safe_dump(settings))
     running = begin(Files(root / "config.yaml", root / "state", root), root / "log")
     yield running

@@ -4,40 +4,23 @@ row in double precision."""
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.exact_rows import exact_row_multiple
+from kernels.ops import PlanAttention
 from kernels.tree_attention import (
     MAX_DEPTH,
     MAX_NODES,
     NULL_SLOT,
     SPAN,
     WIDTH,
-    Attention,
     AttentionRows,
     plan_attention,
 )
 
 LONGEST = 1024
-
-
-class Planner(Protocol):
-    """`plan_attention`, the reference's or a device's."""
-
-    def __call__(
-        self,
-        rows: AttentionRows,
-        slot_table: Tensor,
-        *,
-        num_slots: int,
-        query_heads: int,
-        kv_heads: int,
-        member_multiple: int,
-        padding: int = 0,
-    ) -> Attention: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +90,7 @@ def attend(
     seed: int = 0,
     multiples: int = 1,
     longest: int = LONGEST,
-    plan_with: Planner = plan_attention,
+    plan_with: PlanAttention = plan_attention,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:

@@ -4,14 +4,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from adaptation.policy import Arm
-from tests import fault_kinds
 from tests.adaptation.damage import Damage, flip, misshape, truncate
 from tests.adaptation.damaged_restarts import (
     Left,
@@ -20,8 +18,8 @@ from tests.adaptation.damaged_restarts import (
     restart_with_damaged_snapshots,
     roll_back_damaged,
 )
-from tests.fault_kinds import restart_served_after_damage
-from tests.fault_parts import Stream, learning_stream
+from tests.fault_kinds import KINDS, restart_served_after_damage
+from tests.fault_parts import learning_stream
 from tests.practised import Practised, practised
 
 pytestmark = pytest.mark.slow
@@ -30,15 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMES = 20
 FLIPS = 1_000
 KILLS = 100
-
-KINDS: dict[str, Callable[[Stream, int], None]] = {
-    "exceptions": fault_kinds.exceptions,
-    "kills": fault_kinds.kills,
-    "broken recoveries": fault_kinds.broken_recoveries,
-    "not finite": fault_kinds.not_finite,
-    "full disks": fault_kinds.full_disks,
-    "rollbacks": fault_kinds.rollbacks,
-}
 
 
 @pytest.fixture(scope="module")

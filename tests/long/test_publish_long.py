@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.trainer import HEADS
+from drafters.specblock.model import HEADS
 from service.assembly import assemble
 from service.bench.lossless_report import built_in_prompts
 from service.config import ServiceConfig
