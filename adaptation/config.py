@@ -57,9 +57,9 @@ class AdaptationConfig(BaseModel):
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
-    full_learning_rate: float = _knob(5e-5, "Learning rate of full updates.", gt=0)
+    full_learning_rate: float = _knob(6e-4, "Learning rate of full updates.", gt=0)
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
-    full_steps: int = _knob(2, "Optimizer steps of a full update, all on the same buffer.", ge=1, le=64)
+    full_steps: int = _knob(1, "Optimizer steps of a full update, all on the same buffer.", ge=1, le=64)
     gradient_norm: float = _knob(1.0, "Gradients are scaled down to this norm.", gt=0)
     update_norm: float = _knob(0.02, "An update moves the weights by at most this share of their norm.", gt=0, le=1)
     kept_refusals: int = _knob(
@@ -88,11 +88,11 @@ class AdaptationConfig(BaseModel):
     duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
 
     held_back_share: float = _knob(0.2, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
-    held_back_sequences: int = _knob(64, "Most recent held-back sequences that are replayed.", ge=4)
-    replay: Literal["chain", "tree"] = Field(
-        default="chain",
-        description="How held-back sequences are replayed. chain: likeliest tokens only, fast. tree: trees as they are "
-        "served, with the rank head; tens of times slower.",
+    held_back_sequences: int = _knob(32, "Most recent held-back sequences that are replayed.", ge=4)
+    replay: Literal["blocks", "tree"] = Field(
+        default="blocks",
+        description="How held-back sequences are replayed. blocks: the likeliest tokens from every other position, "
+        "fast. tree: trees as they are served, with the rank head; tens of times slower.",
     )
     probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
     gate_sequences: int = _knob(16, "Least number of held-back sequences for a publish.", ge=4)

@@ -18,18 +18,19 @@ from adaptation.pair import DrafterPair
 from adaptation.watch import Pair
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_chain, replay_trees
+from drafters.training.replay import replay_blocks, replay_trees
 
 Replay = Callable[[SpecBlock, Example], float]
-ReplayName = Literal["chain", "tree"]
+ReplayName = Literal["blocks", "tree"]
+_EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
 """What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
 
 
-def chain_tau(embed: Embed, model: SpecBlock, text: Example) -> float:
-    """Two blocks in a row, likeliest tokens only: two forwards per text."""
+def block_tau(embed: Embed, model: SpecBlock, text: Example) -> float:
+    """One block at every other position, likeliest tokens only: one forward per text."""
     with _in_its_own_type(model):
-        return replay_chain(model, embed, text).tau
+        return replay_blocks(model, embed, text, every=_EVERY).tau
 
 
 def tree_tau(embed: Embed, max_nodes: int, model: SpecBlock, text: Example) -> float:
@@ -44,7 +45,7 @@ def _in_its_own_type(model: SpecBlock) -> torch.autocast:
 
 
 def replay_of(name: ReplayName, embed: Embed, *, max_nodes: int) -> Replay:
-    return partial(chain_tau, embed) if name == "chain" else partial(tree_tau, embed, max_nodes)
+    return partial(block_tau, embed) if name == "blocks" else partial(tree_tau, embed, max_nodes)
 
 
 @dataclass
@@ -66,18 +67,23 @@ class Judge:
         self._most_known = most_known
         self._anchor = _Known(0)
         self._serving = _Known(pair.newest)
+        self._candidate = _Known(pair.newest)
 
     def judge(self, texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
         """Whether the training copy may serve, and the seconds it took to find out."""
         began = time.perf_counter()
+        self._candidate = _Known(self._pair.newest)
         few = texts[-self._least_texts :] if len(texts) >= self._least_texts else texts[:0]
-        candidate = self._scores(self._pair.candidate(), few)
+        candidate = self._lookup(self._candidate, self._pair.candidate, few)
         decision = self._decide(candidate, few)
         if decision.reason not in _HOPELESS:
-            rest = texts[: -len(few)]
-            candidate = [*self._scores(self._pair.candidate(), rest), *candidate]
+            candidate = self._lookup(self._candidate, self._pair.candidate, texts)
             decision = self._decide(candidate, texts)
         return decision, time.perf_counter() - began
+
+    def published(self) -> None:
+        """What was judged last is served now, and so are its scores."""
+        self._serving = _Known(self._pair.newest, self._candidate.scores)
 
     def _decide(self, candidate: Sequence[float], texts: Sequence[HeldBackText]) -> GateDecision:
         return self._gate.judge(candidate, self.serving(texts), self.anchor(texts))

@@ -147,7 +147,11 @@ class Learner:
         self._start_over()
 
     def save(self, *, training: bool) -> None:
-        """Keep what a later process needs to go on; a full disk is told and costs nothing else."""
+        """Keep what a later process needs to go on; a full disk is told and costs nothing else.
+
+        The training copy with its optimizers is ten times what is served: worth its seconds when the process ends, not
+        at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
+        """
         pair = self._pair
         parts = {"policy": self._policy.state(), **self._watch.state()}
         try:
@@ -241,11 +245,12 @@ class Learner:
         except NotStored:
             return self._refuse(decision, "not_stored", numbers)
         self._num_refused = 0
+        self._judge.published()
         self._policy.published(decision.candidate_mean / decision.serving_mean)
         self._updating = False
         self._watch.reset()
         self._tell("published", decision.reason, numbers)
-        self.save(training=True)
+        self.save(training=False)
 
     def _refuse(self, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
         """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""

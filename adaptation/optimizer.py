@@ -18,11 +18,11 @@ class Adam:
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
         self._parameters = dict(parameters)
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0, foreach=False
+            self._parameters.values(), lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0, fused=True
         )
         for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -104,7 +104,8 @@ def remove_snapshot(parent: Path, version: int) -> None:
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+    """A sum is finite only where every term is, and costs one pass where asking each term costs five."""
+    return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors.values())
 
 
 def _write_files(folder: Path, weights: bytes, manifest: bytes) -> None:

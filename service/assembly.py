@@ -88,6 +88,7 @@ class Assembly:
             policy or build.make_policy(self.costs, self.limits),
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
+            objective=build.make_objective(self.config.budget_objective, self.config.budget_pace_seconds),
         )
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
@@ -104,6 +105,8 @@ def assemble(config: ServiceConfig) -> Assembly:
     """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change."""
     torch.set_num_threads(config.num_threads)
     device = device_of(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
     loaded = _loaded(config, dtype, device)
     limits = _limits(config, loaded.max_positions)

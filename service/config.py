@@ -191,6 +191,19 @@ class ServiceConfig(BaseSettings):
         "fixed: always max_budget, for measurements.",
         json_schema_extra=group("Speculation"),
     )
+    budget_objective: Literal["throughput", "latency"] = Field(
+        default="throughput",
+        description="What that budget maximises. throughput: tokens per second, whose ever they are. latency: those of "
+        "answers that fall behind budget_pace_seconds count up to four times.",
+        json_schema_extra=group("Speculation"),
+    )
+    budget_pace_seconds: float = Field(
+        default=0.05,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds per token, from an answer's first token on, that the latency objective tries to keep.",
+        json_schema_extra=group("Speculation"),
+    )
     max_budget: int = Field(
         default=48,
         ge=0,
@@ -298,6 +311,13 @@ class ServiceConfig(BaseSettings):
         if share is not None and gib is not None:
             raise ValueError(f"kv_cache_gib is set too, to {gib:g}; keep one of the two")
         return share
+
+    @field_validator("budget_objective")
+    @classmethod
+    def _objective_with_effect(cls, objective: str, info: ValidationInfo) -> str:
+        if objective == "latency" and info.data.get("budget_policy") == "fixed":
+            raise ValueError("a fixed budget_policy maximises nothing; set it to cost")
+        return objective
 
     @field_validator("api_keys", "admin_key")
     @classmethod

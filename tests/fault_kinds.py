@@ -20,7 +20,6 @@ from adaptation.fixed_policies import EveryBatch
 from adaptation.gate import Gate
 from adaptation.intake import Intake
 from adaptation.learner_state import LearnerStateFile
-from adaptation.memory import Memory
 from adaptation.optimizer import Adam
 from adaptation.pair import DrafterPair, Restored
 from adaptation.snapshots import SnapshotRing
@@ -39,7 +38,7 @@ STAGES: dict[str, Place] = {
     "optimizer step": (Adam, "step"),
     "clipping": (Trainer, "_clip_update"),
     "loading the candidate": (DrafterPair, "candidate"),
-    "replaying": (judging, "replay_chain"),
+    "replaying": (judging, "replay_blocks"),
     "judging": (Gate, "judge"),
     "write preparation": (DrafterPair, "_prepared"),
     "snapshot write": (snapshot_folder, "write_synced"),
@@ -49,7 +48,6 @@ STAGES: dict[str, Place] = {
     "telling the policy": (EveryBatch, "published"),
     "resetting the watch": (Watch, "reset"),
     "state write": (LearnerStateFile, "save"),
-    "training copy write": (Memory, "save_training"),
 }
 """Where an update is made to break, in its order."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.bench import gpu_command, observing_command, poison_command, sharing_commands
+from service.bench import budget_commands, gpu_command, observing_command, poison_command, sharing_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -54,6 +54,8 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     app.command("prefix")(with_settings(sharing_commands.prefix))
     app.command("neighbours")(with_settings(sharing_commands.neighbours))
     app.command("load")(with_settings(_load))
+    app.command("drafters")(with_settings(budget_commands.drafters))
+    app.command("calibration")(with_settings(budget_commands.calibration))
     app.command("shift")(with_settings(_shift))
     app.command("poison")(with_settings(poison_command.poison))
     app.command("observing")(with_settings(observing_command.observing))
@@ -176,7 +178,7 @@ def _load(
         raise StartupError("--arrival poisson and --rate need each other")
     plan = LoadPlan(
         files=(*prompts, *(more_prompts or [])),
-        concurrency=_numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
+        concurrency=budget_commands.numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
         turns=turns,
@@ -187,14 +189,6 @@ def _load(
         seed=seed,
     )
     _exit(run_load(loaded.config, plan, plot=plot, out=out))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Positive numbers from a list with commas. Raises StartupError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _shift(

@@ -5,8 +5,8 @@ No thread and no HTTP, so that what is measured is the engine itself.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from service.engine.engine import Engine
 from service.engine.sequence import FinishReason, GenerationRequest, SequenceOutput
@@ -29,6 +29,7 @@ class TimedStep:
 
     stats: StepStats
     seconds: float
+    emitted: Mapping[str, int] = field(default_factory=dict)  # tokens by request
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def generate(
             outputs[output.request_id].append(output)
         assert report.stats is not None, "the engine has work but schedules nothing"
         now = time.perf_counter()
-        steps.append(TimedStep(report.stats, now - last))
+        emitted = {output.request_id: len(output.token_ids) for output in report.outputs}
+        steps.append(TimedStep(report.stats, now - last, emitted))
         last = now
     answers = tuple(_answer(outputs[request.request_id]) for request in requests)
     return Run(answers, tuple(steps), last - start)

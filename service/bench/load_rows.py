@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from service.bench.generate import count_mismatches
 from service.bench.load import LoadRun, Served
+from service.engine.stats import StepStats
 
 PLAIN = "plain"
 ADAPTIVE = "adaptive"
@@ -76,11 +77,7 @@ def row_of(
     gaps = [gap for request in served for gap in request.gaps_seconds]
     firsts = [request.first_token_seconds for request in served]
     accepted = [count for request in served for count in request.accepted_per_step]
-    errors = [
-        abs(step.predicted_verify_seconds / step.verify_seconds - 1.0)
-        for step in steps
-        if step.predicted_verify_seconds is not None and step.verify_seconds > 0
-    ]
+    errors = cost_errors(steps)
     calibration = [step.survival_error for step in steps if step.survival_error is not None]
     return LoadRow(
         policy=policy,
@@ -106,6 +103,15 @@ def row_of(
         survival_error=calibration[-1] if calibration else None,
         mismatched_tokens=mismatches(reference, runs),
     )
+
+
+def cost_errors(steps: Iterable[StepStats]) -> list[float]:
+    """|predicted / measured - 1| of each verify whose seconds had been predicted."""
+    return [
+        abs(step.predicted_verify_seconds / step.verify_seconds - 1.0)
+        for step in steps
+        if step.predicted_verify_seconds is not None and step.verify_seconds > 0
+    ]
 
 
 def mismatches(reference: Sequence[LoadRun], runs: Sequence[LoadRun]) -> int:

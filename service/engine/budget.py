@@ -112,8 +112,8 @@ class CostBudget:
             return Budget(torch.zeros_like(limits), _reason_for_none(worth))
         if 1 < batch < best:
             owners = _best_of_each_first(owners, batch)
-        chosen = owners[:best]
-        return Budget(torch.bincount(chosen[chosen >= 0], minlength=batch), "cost")
+        chosen, num_keep = owners[:best], torch.zeros_like(limits)
+        return Budget(num_keep.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).to(limits.dtype)), "cost")
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return self._gain.learn(outcome)

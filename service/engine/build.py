@@ -1,6 +1,7 @@
 """Building the engine's parts and measuring what they cost on this machine. Takes plain values, no configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,7 @@ from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.learning import Learning
+from service.engine.objective import Latency, Objective, Throughput
 from service.engine.prefix_cache import NoPrefixCache, PrefixCache, SlotCache
 from service.engine.scheduler import Scheduler
 from service.engine.slots import SlotPool, SlotTable
@@ -49,11 +51,12 @@ def build_engine(
     *,
     learning: Learning | None = None,
     costs: CostTable | None = None,
+    objective: Objective | None = None,
 ) -> Engine:
     """An idle engine around a target. `costs` is what those who learn count in."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
-    draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device)
+    draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device, objective=objective)
     return Engine(
         target,
         drafter,
@@ -95,6 +98,11 @@ def make_drafter(name: str, target: Target, limits: EngineLimits, weights: Train
 def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     """A budget by measured cost, or a fixed one where nothing was measured."""
     return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
+
+
+def make_objective(name: Literal["throughput", "latency"], pace_seconds: float) -> Objective:
+    """What a budget by cost maximises; only latency asks for a pace."""
+    return Latency(pace_seconds) if name == "latency" else Throughput()
 
 
 def _plain_seconds(costs: CostTable | None) -> PlainSeconds:

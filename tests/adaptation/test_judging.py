@@ -12,7 +12,7 @@ from adaptation.pair import DrafterPair
 from adaptation.signal import example_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_chain, replay_trees
+from drafters.training.replay import replay_blocks, replay_trees
 from tests.adaptation.lessons import EMBED, drafter, feedback
 from tests.adaptation.test_pair import pair_of, train
 
@@ -61,6 +61,23 @@ def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     pair.between_steps()
     judge.judge(texts)
     assert replay.calls == 24
+
+
+def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> None:
+    replay = Counted()
+    judge, pair = judge_of(tmp_path, replay)
+    texts = [text(number) for number in range(4)]
+    train(pair, 1)
+    judge.judge(texts)
+    pair.publish({})
+    judge.published()
+    before = replay.calls
+    assert judge.serving(texts) == [first_weight(pair.training, texts[0].example)] * 4
+    assert replay.calls == before
+    pair.between_steps()
+    pair.restore(0)
+    pair.between_steps()
+    assert judge.serving(texts) == [first_weight(pair.anchor, texts[0].example)] * 4
 
 
 def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
@@ -115,7 +132,7 @@ def test_what_is_known_is_bounded(tmp_path: Path) -> None:
     assert replay.calls == 4
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["blocks", "tree"])
 def test_a_drafter_in_bf16_can_be_replayed(name: ReplayName) -> None:
     tau = replay_of(name, EMBED, max_nodes=8)(drafter().to(torch.bfloat16), text(0).example)
     assert 1.0 <= tau <= 9.0
@@ -123,6 +140,6 @@ def test_a_drafter_in_bf16_can_be_replayed(name: ReplayName) -> None:
 
 def test_replays_are_those_of_the_drafters() -> None:
     model, example = drafter(), text(0).example
-    assert replay_of("chain", EMBED, max_nodes=8)(model, example) == replay_chain(model, EMBED, example).tau
+    assert replay_of("blocks", EMBED, max_nodes=8)(model, example) == replay_blocks(model, EMBED, example, every=2).tau
     expected = replay_trees(model, EMBED, [example], max_nodes=8).tau
     assert replay_of("tree", EMBED, max_nodes=8)(model, example) == expected

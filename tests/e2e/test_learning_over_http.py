@@ -24,7 +24,7 @@ from tests.tiny_models import served_by
 
 KEY = {"authorization": "Bearer boss"}
 READY = re.compile(r"ready: (http://\S+)/v1 ")
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 300
 
 
 @dataclass(frozen=True)

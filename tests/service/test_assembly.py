@@ -12,6 +12,7 @@ from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 from tests.service.engine.harness import alone, generate, greedy, request
+from tests.service.engine.test_drafting import Watcher
 from tests.tiny_models import tiny_model
 
 
@@ -58,6 +59,26 @@ def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly
     assert engine.drafter is drafter
     assert engine.table.num_free_rows == 1
     assert assembly.engine().drafter.name == "lookup"
+
+
+@pytest.mark.parametrize(("pace_seconds", "weight"), [(1e-9, 4.0), (1e9, 1.0)])
+def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_seconds: float, weight: float) -> None:
+    """No answer keeps the first pace, and every one the second."""
+    wish = {"budget_objective": "latency", "budget_pace_seconds": pace_seconds}
+    hurried = replace(assembly, config=assembly.config.model_copy(update=wish))
+    watcher = Watcher()
+    tokens = alone(greedy(12), [5, 6, 7], hurried.engine(policy=watcher)).tokens
+    assert tokens == alone(greedy(12), [5, 6, 7]).tokens
+    weights = [load.weights.tolist() for load in watcher.loads if load.weights is not None and load.num_drafting]
+    assert len(weights) > 2
+    assert weights == [[weight]] * len(weights)
+
+
+def test_by_default_nobody_is_weighed(assembly: Assembly) -> None:
+    watcher = Watcher()
+    alone(greedy(12), [5, 6, 7], assembly.engine(policy=watcher))
+    assert watcher.loads
+    assert all(load.weights is None for load in watcher.loads)
 
 
 @pytest.mark.parametrize(

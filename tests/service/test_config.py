@@ -141,6 +141,9 @@ def test_all_impossible_values_are_told_at_once() -> None:
         ("prefill_chunk", "0"),
         ("max_waiting", "-1"),
         ("budget_policy", "free"),
+        ("budget_objective", "profit"),
+        ("budget_pace_seconds", "0"),
+        ("budget_pace_seconds", "inf"),
         ("max_budget", "65"),
         ("port", "65536"),
         ("max_request_bytes", "1"),
@@ -154,6 +157,12 @@ def test_all_impossible_values_are_told_at_once() -> None:
 )
 def test_impossible_values_stop_the_start(name: str, value: str) -> None:
     assert f"change or drop --{name.replace('_', '-')}" in refusal({name: value})
+
+
+def test_an_objective_needs_a_budget_that_has_one() -> None:
+    message = refusal({"budget_objective": "latency", "budget_policy": "fixed"})
+    assert "a fixed budget_policy maximises nothing; set it to cost" in message
+    assert load_config({"budget_objective": "latency"}, {}).config.budget_policy == "cost"
 
 
 def test_memory_is_set_one_way_or_the_other() -> None:

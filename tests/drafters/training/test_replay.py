@@ -5,7 +5,7 @@ import torch
 
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_chain, replay_trees
+from drafters.training.replay import replay_blocks, replay_chain, replay_trees
 from drafters.training.scores import Examiner
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
@@ -37,6 +37,18 @@ def test_a_drafter_that_is_always_wrong() -> None:
     texts = [repeating_example(token, 20), repeating_example(token, 30)]
     assert [replay_chain(model, EMBED, text).tau for text in texts] == [1.0, 1.0]
     assert replay_trees(model, EMBED, texts, max_nodes=16).tau == 1.0
+
+
+def test_blocks_at_every_other_position() -> None:
+    right, token = drafter(right=True)
+    text = repeating_example(token, 20)
+    starts = range(text.prompt + 1, text.length + 1, 2)  # the position each block drafts first
+    assert replay_blocks(right, EMBED, text, every=2).steps == len(starts)
+    assert replay_blocks(right, EMBED, text, every=2).tokens == sum(
+        1 + min(BLOCK, max(0, text.length - start)) for start in starts
+    )
+    wrong, _ = drafter(right=False)
+    assert replay_blocks(wrong, EMBED, text, every=3).tau == 1.0
 
 
 def test_texts_beside_each_other_do_not_matter() -> None:

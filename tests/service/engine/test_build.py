@@ -13,6 +13,7 @@ from service.engine.draft_cost import FREE
 from service.engine.engine import Vocabulary
 from service.engine.measuring import measure_costs
 from service.engine.numerics import settle
+from service.engine.objective import Latency, Throughput
 from tests.service.engine.harness import LIMITS, alone, greedy, text_streams, tiny_target
 from tests.tiny_models import loaded_tiny
 
@@ -35,6 +36,11 @@ def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(None, LIMITS), FixedBudget)
     table = measure_costs(tiny_target(loaded_tiny("llama"), 400), max_sequences=2, max_model_len=64, max_budget=8)
     assert isinstance(build.make_policy(Costs(table, FREE), LIMITS), CostBudget)
+
+
+def test_the_objective_goes_by_name() -> None:
+    assert isinstance(build.make_objective("throughput", 0.05), Throughput)
+    assert isinstance(build.make_objective("latency", 0.05), Latency)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

@@ -1,0 +1,99 @@
+"""The commands `adaptree bench drafters` and `adaptree bench calibration`: what the budget does with bad and perfect
+drafters, and whether the numbers it counts with come true.
+
+Imports nothing heavy before a command runs.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.config import LoadedConfig
+from service.errors import StartupError
+
+_Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
+]
+_Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")]
+_Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32, help="Seed of everything random.")]
+
+
+def drafters(
+    loaded: LoadedConfig,
+    prompts: Annotated[
+        list[Path],
+        typer.Option("--prompts", metavar="FILE", help="JSONL file. Give it again to mix several files."),
+    ],
+    queries: Annotated[int, typer.Option(min=1, help="Texts, each answered by every drafter.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Texts in flight at the same time.")] = 1,
+    temperature: _Temperature = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 128,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """What the worst and the best drafter do to throughput behind the budget that is served.
+
+    Against plain decoding, text by text in turn: random (random tokens, odds as any drafter might claim), liar (random
+    tokens that are all claimed to be certain) and perfect (replays the answer). A good budget soon leaves random and
+    liar at 0.98 of plain decoding or more, and lets perfect be several times faster. Exit code 1 if any token differs.
+    """
+    _log_as(loaded)
+    from service.bench.drafters_report import run_drafters
+    from service.bench.speed import Measure
+
+    measure = Measure(temperature, max_tokens, concurrency, seed)
+    if not run_drafters(loaded.config, prompts, measure, queries=queries, out=out):
+        raise typer.Exit(1)
+
+
+def calibration(
+    loaded: LoadedConfig,
+    before: Annotated[
+        list[Path], typer.Option(metavar="FILE", help="Prompts of the first half. Give it again to mix several files.")
+    ],
+    after: Annotated[list[Path], typer.Option(metavar="FILE", help="Prompts of the second half, likewise.")],
+    queries: Annotated[int, typer.Option(min=2, help="Queries in all.")] = 240,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,...", help="Queries in flight, changing in this cycle.")
+    ] = "1,2,4,8",
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Verified nodes in each half after which survival is judged.")
+    ] = 5000,
+    temperature: _Temperature = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """Whether what the budget counts with comes true: seconds of a verify, and survival of drafted nodes.
+
+    Real prompts with changing concurrency, of another kind from the middle on, through the engine as it is served.
+    Reports how far the cost table's seconds were off (an error of 10 % in the median is good), and the calibration
+    error of survival (0.03 is good) once so many nodes were verified before the change, and again after it.
+    """
+    _log_as(loaded)
+    from service.bench.calibration_report import Plan, run_calibration
+    from service.bench.speed import Measure
+
+    plan = Plan(
+        before=tuple(before),
+        after=tuple(after),
+        queries=queries,
+        concurrency=numbers(concurrency),
+        nodes=nodes,
+    )
+    run_calibration(loaded.config, plan, Measure(temperature, max_tokens, 1, seed), out=out)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """What --concurrency says: positive numbers in a list with commas. Raises StartupError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) for part in parts):
+        raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _log_as(loaded: LoadedConfig) -> None:
+    from service.logging import configure_logging
+
+    configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
