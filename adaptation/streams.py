@@ -19,11 +19,13 @@ LOW_PRIORITY = 0
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Compute on a stream that gives way to serving, for as long as the context lasts; nothing changes on a CPU."""
+    """Compute on a stream that gives way to serving, behind what was asked for until now; nothing changes on a CPU."""
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=LOW_PRIORITY)):
+    stream = torch.cuda.Stream(device, priority=LOW_PRIORITY)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which may still fill the copies that are trained
+    with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
 
 

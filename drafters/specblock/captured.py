@@ -84,8 +84,10 @@ class CapturedForwards:
 
     def __call__(self, positions: Tensor, slots: Tensor) -> TreeForward:
         """The forwards of a tree that sees these positions, in these slots. # both [batch, width]"""
-        window = Window.of(positions, slots, self._pool)
-        as_it_is = BlockForward(self._model, self._embed, self._pool, window)
+
+        def as_it_is() -> TreeForward:
+            return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
+
         return _Fitted(self._trees, positions, slots, as_it_is)
 
 
@@ -93,27 +95,32 @@ class _Fitted:
     """One tree's forwards: replayed where they fit a shape, which shows with the first."""
 
     def __init__(
-        self, trees: dict[Shape, "_CapturedTree"], positions: Tensor, slots: Tensor, as_it_is: TreeForward
+        self,
+        trees: dict[Shape, "_CapturedTree"],
+        positions: Tensor,
+        slots: Tensor,
+        as_it_is: Callable[[], TreeForward],
     ) -> None:
         self._trees = trees
         self._positions, self._slots = positions, slots
         self._as_it_is = as_it_is
-        self._tree: _CapturedTree | None = None
+        self._begun: _CapturedTree | TreeForward | None = None
 
     def ingest(self, waiting: Waiting) -> None:
-        self._as_it_is.ingest(waiting)
+        self._as_it_is().ingest(waiting)
 
     def first(self, waiting: Waiting) -> Tensor:
         batch, count = waiting.tokens.shape
         shape = next(self._fitting(batch, count, self._positions.shape[1]), None)
         if shape is None:
-            return self._as_it_is.first(waiting)
-        self._tree = self._trees[shape]
-        return self._tree.begin(waiting, self._positions, self._slots)
+            self._begun = forward = self._as_it_is()
+            return forward.first(waiting)
+        self._begun = tree = self._trees[shape]
+        return tree.begin(waiting, self._positions, self._slots)
 
     def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
-        forward = self._tree or self._as_it_is
-        return forward.next(states, picked, reach, roots)
+        assert self._begun is not None, "a tree begins with its first forward"
+        return self._begun.next(states, picked, reach, roots)
 
     def _fitting(self, batch: int, count: int, width: int) -> Iterator[Shape]:
         return (s for s in self._trees if s.batch >= batch and s.count >= count and s.width >= width)

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from drafters.specblock.growth import Picked
 from drafters.specblock.model import BlockRows, Embed, SpecBlock
@@ -206,7 +205,8 @@ class BlockForward:
             rest = layer.blocks(context[:, -1], embedded[:, -1], slice(entries, self._size))
             inputs = torch.cat([inputs, rest], dim=1)
             ahead = positions[:, -1:] + 1 + torch.arange(own, device=positions.device)
-            positions, order = torch.cat([positions, ahead], dim=1), pad(order, (0, own), mode="replicate")
+            newest = order[:, -1:].expand(-1, own)
+            positions, order = torch.cat([positions, ahead], dim=1), torch.cat([order, newest], dim=1)
         live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
         states: Tensor = self._model(
             BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)),

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.accept import Accepted
-from kernels.tree_attention import MAX_DEPTH
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES
 
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
@@ -16,25 +16,25 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Te
     batch, nodes = tokens.shape
     depth = min(nodes, MAX_DEPTH)
     path = tokens.new_empty(batch, depth)
-    num_accepted, bonus = tokens.new_empty(2, batch)
+    num_accepted, bonus = tokens.new_empty(batch), tokens.new_empty(batch)
     _walk[(batch,)](
         tokens.contiguous(),
         parents.contiguous(),
-        num_nodes,
+        num_nodes.contiguous(),
         target_tokens.contiguous(),
         path,
         num_accepted,
         bonus,
         nodes,
         depth,
-        NODES=triton.next_power_of_2(max(nodes, 1)),
+        NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
         MOST=MAX_DEPTH,
         enable_fp_fusion=True,
     )
     return Accepted(path, num_accepted, bonus)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "depth"])
 def _walk(
     tokens: tl.tensor,
     parents: tl.tensor,

@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.commit_slots import CommittedSlots
-from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT
+
+_SEQUENCES = 32  # a step of fewer is compiled as one of so many
 
 
 def commit_slots(
@@ -29,26 +31,26 @@ def commit_slots(
     if nodes:
         _commit[(batch,)](
             path.contiguous(),
-            num_accepted,
-            num_nodes,
+            num_accepted.contiguous(),
+            num_nodes.contiguous(),
             node_slots.contiguous(),
-            lines,
-            chain_end,
+            lines.contiguous(),
+            chain_end.contiguous(),
             slot_table,
             path_slots,
             freed,
             nodes,
             path.shape[1],
             slot_table.stride(0),
-            BATCH=triton.next_power_of_2(batch),
-            NODES=triton.next_power_of_2(nodes),
+            BATCH=triton.next_power_of_2(max(batch, _SEQUENCES)),
+            NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
             MOST=MAX_DEPTH,
             enable_fp_fusion=True,
         )
     return CommittedSlots(path_slots, freed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "depth"])
 def _commit(
     path: tl.tensor,
     num_accepted: tl.tensor,

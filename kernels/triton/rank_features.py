@@ -26,6 +26,7 @@ _NOBODY = tl.constexpr(2**31 - 1)
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference's `rank_features`. # scores [..., vocab], any float type"""
     flat = scores.reshape(-1, scores.shape[-1])
+    assert flat.stride(1) == 1, "the scores of a row stand side by side"
     features = flat.new_empty(flat.shape[0], NUM_FEATURES, dtype=torch.float32)
     ids = flat.new_empty(flat.shape[0], TOP, dtype=torch.int64)
     if flat.shape[0]:

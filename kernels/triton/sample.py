@@ -24,6 +24,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
     """As the reference's `sample`."""
     # logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest
     rows, vocab = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row stand side by side"
     parts = triton.cdiv(vocab, _BLOCK)
     highest = logits.amax(-1).float()  # a NaN, if there is one
     best_scores = highest.new_empty(rows, parts)

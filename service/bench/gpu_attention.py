@@ -1,6 +1,7 @@
 """The attention of one layer by itself: our kernel on scattered slots, and what else there is on gathered keys.
 
-Peers get keys and values in their own layout for free, which in serving they would have to be copied into.
+Peers get keys and values in their own layout for free, which in serving they would have to be copied into. Caches are
+swept before each run: in serving a step's weights have passed through them since the layer was last attended.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,12 +43,13 @@ class _Layer:
 
 def attention_figures(device: torch.device, shape: KVShape, plan: Plan) -> Iterator[Figure]:
     """Our kernel and its peers over batches and contexts, for keys and values of this shape."""
+    swept = torch.empty(plan.copied_bytes, dtype=torch.uint8, device=device)
     for batch in plan.kernel_batches:
         for context in plan.contexts:
             layer = _layer(device, shape, batch, context)
             at: dict[str, int | float | str] = {"batch": batch, "context": context, "rows": layer.rows.num_rows}
             for name, run in _contestants(layer, device):
-                seconds = device_seconds(run, device, repeats=plan.repeats)
+                seconds = device_seconds(run, device, repeats=plan.repeats, before=swept.zero_)
                 yield Figure("attention", name, seconds * 1e3, "ms", at)
 
 
@@ -55,6 +57,9 @@ def _contestants(layer: _Layer, device: torch.device) -> Iterator[tuple[str, Cal
     yield "tree attention", _ours(layer, device)
     query, key, value, mask = _gathered(layer)
     yield "SDPA with a mask", partial(scaled_dot_product_attention, query, key, value, attn_mask=mask, enable_gqa=True)
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    # fused forms take a mask or grouped heads, but not both
+    yield "SDPA with a mask, heads repeated", partial(scaled_dot_product_attention, query, keys, values, attn_mask=mask)
     if device.type == "cuda":
         yield "flex attention", _flex(query, key, value, mask)
 

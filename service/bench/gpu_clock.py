@@ -7,14 +7,25 @@ from statistics import median
 import torch
 
 
-def device_seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 2) -> float:
-    """Median seconds between what a device did before `run` and after it; by the wall on a CPU."""
+def device_seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    warm_ups: int = 2,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Median seconds between what a device did before `run` and after it; by the wall on a CPU.
+
+    What `before` asks for ahead of each run is not counted.
+    """
     for _ in range(warm_ups):
         run()
     if device.type != "cuda":
-        return median(_wall(run) for _ in range(repeats))
+        return median(_wall(run, before) for _ in range(repeats))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in events:
+        before()
         begin.record()
         run()
         end.record()
@@ -43,7 +54,8 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / device_seconds(lambda: target.copy_(source), device, repeats=5)
 
 
-def _wall(run: Callable[[], object]) -> float:
+def _wall(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    before()
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -21,7 +21,7 @@ def gpu(
         Path | None, typer.Option(metavar="FILE", help="Also write the result, with its conditions, as JSON.")
     ] = None,
 ) -> None:
-    """Confirm and measure this GPU, in under eight minutes. Exit code 1 if a test fails or any token differs."""
+    """Confirm and measure this GPU, in under eight minutes. Exit code 1 if anything fails or a token differs."""
     from service.bench.gpu_report import run_gpu
     from service.logging import configure_logging
 

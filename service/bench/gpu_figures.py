@@ -10,6 +10,10 @@ from typing import Literal
 Verdict = Literal["met", "missed", "not measured", "not judged"]
 
 
+class NotMeasured(Exception):
+    """What a section was to measure did not happen; the message says what did."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One number, of one section, under conditions of its own."""

@@ -30,6 +30,8 @@ class Plan:
     answer_tokens: int
     exact_tokens: int
     training_requests: int
+    updates: int  # to be made while they are served, again and again if need be
+    patience_seconds: float
 
 
 FULL = Plan(
@@ -47,6 +49,8 @@ FULL = Plan(
     answer_tokens=128,
     exact_tokens=10_000,
     training_requests=96,
+    updates=8,
+    patience_seconds=60,
 )
 DRY = Plan(
     for_real=False,
@@ -63,6 +67,8 @@ DRY = Plan(
     answer_tokens=8,
     exact_tokens=60,
     training_requests=12,
+    updates=1,
+    patience_seconds=60,
 )
 
 

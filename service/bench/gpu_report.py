@@ -3,6 +3,7 @@ a table and the file.
 """
 
 import gc
+import logging
 import subprocess
 import sys
 import time
@@ -20,9 +21,13 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.gpu_attention import attention_figures
 from service.bench.gpu_figures import Figure, Judged, judge
 from service.bench.gpu_plan import DRY, FULL, Plan, check_device, large_assembly, small_assembly
-from service.bench.gpu_serving import exactness_figures, load_figures, speed_figures, training_figures
+from service.bench.gpu_serving import exactness_figures, load_figures, speed_figures
 from service.bench.gpu_steps import step_figures
+from service.bench.gpu_training import training_figures
 from service.config import ServiceConfig
+from service.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -30,9 +35,9 @@ _Sections = dict[str, Callable[[], Iterator[Figure]]]
 
 
 def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path | None) -> bool:
-    """Measure and report; whether the tests passed and every token was the same."""
+    """Measure and report; whether the tests passed, no section failed and every token was the same."""
     refuse_unwritable(out)
-    plan, run = (DRY if dry_run else FULL), _Run()
+    plan, run = (DRY if dry_run else FULL), Findings()
     check_device(config, plan, torch.cuda.device_count())
     tests_pass = not with_tests or run.tests(for_real=plan.for_real)
     for name in plan.large:
@@ -47,19 +52,21 @@ def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path
         "dry_run": dry_run,
         "tests": run.test_line,
         "skipped": run.skipped,
+        "failed": run.failed,
         "aims": [asdict(aim) for aim in judged],
     }
     write_report(out, conditions_of(assembly), [figure.as_json() for figure in run.figures], summary)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
-    return tests_pass and exact
+    return tests_pass and exact and not run.failed
 
 
-class _Run:
-    """Figures as they come in, and what there was no time for."""
+class Findings:
+    """Figures as they come in, what there was no time for, and what broke."""
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
         self.skipped: list[str] = []
+        self.failed: dict[str, str] = {}  # why, by section
         self.test_line = "not run"
         self._console = Console(stderr=True)
         self._start = time.monotonic()
@@ -77,7 +84,10 @@ class _Run:
     def large(self, config: ServiceConfig, plan: Plan, name: str) -> None:
         if self._late(f"steps of {name}", plan):
             return
-        assembly = large_assembly(config, plan, name)
+        try:
+            assembly = large_assembly(config, plan, name)
+        except StartupError as error:
+            return self._broke(name, error)
         self._collect(
             plan,
             {
@@ -104,7 +114,19 @@ class _Run:
         for name, section in sections.items():
             if not self._late(name, plan):
                 self._say(name)
-                self.figures += section()
+                self.measure(name, section)
+
+    def measure(self, name: str, section: Callable[[], Iterator[Figure]]) -> None:
+        """A section that breaks is told and reported; it must not cost the figures of the others."""
+        try:
+            self.figures += list(section())
+        except Exception as error:
+            logger.exception("section %s failed", name)
+            self._broke(name, error)
+
+    def _broke(self, name: str, error: Exception) -> None:
+        self.failed[name] = f"{type(error).__name__}: {error}"
+        self._say(f"failed: {self.failed[name]}")
 
     def _late(self, name: str, plan: Plan) -> bool:
         late = time.monotonic() - self._start > 60 * plan.minutes

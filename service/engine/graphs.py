@@ -34,29 +34,31 @@ class Rerun:
 
 
 class CudaGraphs:
-    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once."""
+    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once.
+
+    One stream for all of them: memory and libraries' workspaces belong to the stream that they were allocated on, so
+    that another one for each capture would share nothing. Kernels keep its priority.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self._warm_up(compute)
         graph = torch.cuda.CUDAGraph()
-        # kernels keep the priority of the stream that they are captured on
-        stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             compute()
         return graph.replay
 
     def _warm_up(self, compute: Callable[[], None]) -> None:
-        """Run on a stream of its own, as a capture does."""
-        aside, main = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        aside.wait_stream(main)
-        with torch.cuda.stream(aside):
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 compute()
-        main.wait_stream(aside)
+        main.wait_stream(self._stream)
 
 
 def graphs_for(device: torch.device) -> Graphs:

@@ -10,11 +10,16 @@ HIGH_PRIORITY = -1
 
 @contextmanager
 def serving(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of high priority, behind what was asked for until now; nothing changes on a CPU."""
+    """Compute on a stream of high priority, behind what was asked for until now and before what is asked for later;
+    nothing changes on a CPU."""
     if device.type != "cuda":
         yield
         return
     stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
+    before = torch.cuda.current_stream(device)
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)

@@ -25,6 +25,7 @@ from tests.tiny_models import random_prompts, tiny_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+_LONG = 200_000_000  # cycles of a device
 
 
 def settings(folder: Path, **values: object) -> ServiceConfig:
@@ -101,6 +102,22 @@ def test_priorities() -> None:
             assert torch.cuda.current_stream(DEVICE).priority > high
 
 
+def test_what_is_asked_for_after_serving_waits_for_it() -> None:
+    value = torch.zeros((), device=DEVICE)
+    with serving(DEVICE):
+        torch.cuda._sleep(_LONG)
+        value.fill_(1)
+    assert value.item() == 1
+
+
+def test_learning_waits_for_what_was_asked_for_before() -> None:
+    value = torch.zeros((), device=DEVICE)
+    torch.cuda._sleep(_LONG)
+    value.fill_(1)
+    with beside(DEVICE):
+        assert value.item() == 1
+
+
 @pytest.fixture(scope="module")
 def learned(folder: Path, assembly: Assembly) -> Assembly:
     drafter = save_drafter(folder / "first drafter", assembly)
@@ -124,14 +141,18 @@ def test_a_publish_reaches_captured_forwards(learned: Assembly, tmp_path: Path) 
         expected = texts(adaptive.engine, asked)
         before = _proposals(adaptive)
         same = _proposals(adaptive)
-        with torch.no_grad():
-            for value in adaptive.pair.training.parameters():
-                value.mul_(0.5).add_(0.1)
-        adaptive.worker.ask(lambda: adaptive.pair.publish({})).result()
+        adaptive.worker.ask(lambda: _publish_something_else(adaptive)).result()
         after = _proposals(adaptive)
         assert texts(adaptive.engine, asked) == expected
     assert torch.equal(before, same)
     assert not torch.equal(before, after)
+
+
+@torch.no_grad()
+def _publish_something_else(adaptive: Adaptive) -> None:
+    for value in adaptive.pair.training.parameters():
+        value.mul_(0.5).add_(0.1)
+    adaptive.pair.publish({})
 
 
 def _proposals(adaptive: Adaptive) -> torch.Tensor:

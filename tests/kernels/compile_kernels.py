@@ -60,7 +60,8 @@ def _aligned(
     return {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if isinstance(named[name], Tensor) or (signature[name] == "i32" and int(str(named[name])) % 16 == 0)
+        if isinstance(named[name], Tensor)
+        or (signature[name] == "i32" and name not in kernel.do_not_specialize and int(str(named[name])) % 16 == 0)
     }
 
 

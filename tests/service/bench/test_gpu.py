@@ -3,6 +3,8 @@ in bytes that must be read."""
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from service.bench.gpu_clock import copy_bandwidth, device_seconds, wall_seconds
-from service.bench.gpu_figures import AIMS, Figure, judge
-from service.bench.gpu_plan import DRY, FULL, check_device
+from service.bench.gpu_figures import AIMS, Figure, NotMeasured, judge
+from service.bench.gpu_plan import DRY, FULL, check_device, small_assembly
+from service.bench.gpu_report import Findings
 from service.bench.gpu_steps import read_bytes
+from service.bench.gpu_training import training_figures
 from service.cli import app
 from service.config import ServiceConfig
 from service.errors import StartupError
@@ -34,11 +38,32 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     }  # fmt: skip
     assert report["summary"]["dry_run"] is True
     assert report["summary"]["skipped"] == []
+    assert report["summary"]["failed"] == {}
+    assert [row["value"] >= 1 for row in report["rows"] if row["name"] == "updates"] == [True]
     verdicts = {aim["what"]: aim["verdict"] for aim in report["summary"]["aims"]}
     assert verdicts["no token differs"] == "met"
     assert set(verdicts.values()) <= {"met", "not judged", "not measured"}
     assert all(row["costs_only"] for row in report["rows"] if row["section"] in ("decode", "verify", "drafter"))
     assert "costs only" in report["conditions"]["model"]
+
+
+def test_without_an_update_nothing_is_said_of_its_cost(tmp_path: Path) -> None:
+    short = replace(DRY, training_requests=1, patience_seconds=0.0)
+    assembly = small_assembly(ServiceConfig(state_dir=tmp_path), short, tmp_path / "drafter")
+    with pytest.raises(NotMeasured, match="no update"):
+        list(training_figures(assembly, short))
+
+
+def test_a_section_that_breaks_costs_no_other() -> None:
+    def breaking() -> Iterator[Figure]:
+        yield Figure("load", "half of it", 1.0, "")
+        raise NotMeasured("nothing came")
+
+    findings = Findings()
+    findings.measure("broken", breaking)
+    findings.measure("sound", lambda: iter([Figure("load", "plain", 2.0, "tokens/s")]))
+    assert findings.failed == {"broken": "NotMeasured: nothing came"}
+    assert [figure.name for figure in findings.figures] == ["plain"]
 
 
 def test_a_gpu_is_needed_for_more_than_a_rehearsal() -> None:
@@ -90,6 +115,8 @@ def test_clocks_count_something() -> None:
     calls = []
     assert device_seconds(lambda: calls.append(1), CPU, repeats=3, warm_ups=2) > 0
     assert len(calls) == 5
+    assert device_seconds(lambda: calls.append(1), CPU, repeats=2, warm_ups=1, before=lambda: calls.append(0)) > 0
+    assert calls[5:] == [1, 0, 1, 0, 1]
     assert wall_seconds(lambda: calls.append(1), CPU, repeats=1, warm_ups=0) > 0
     assert copy_bandwidth(CPU, 1 << 16) > 0
 

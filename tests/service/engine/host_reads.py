@@ -21,6 +21,7 @@ _READS = {
     Tensor.numpy: "numpy",
     Tensor.unique: "unique",
     torch.unique: "unique",
+    torch.bincount: "bincount",
 }
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 

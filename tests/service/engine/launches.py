@@ -1,0 +1,61 @@
+"""Counts what a device would be asked for one by one: operations on tensors that are no views, a replay as one, and our
+kernels as the launches that they are. Sorts and their like are several on a device, so the count is a lower bound."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.ops import REFERENCE
+from service.engine.graphs import Rerun
+
+_FREE = ("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.lift_fresh", "aten.detach")
+_DEVICE_LAUNCHES = {"sample": 8, "accept": 1, "commit_slots": 3, "rank_features": 1}
+Result = TypeVar("Result")
+
+
+class Launches(TorchDispatchMode):
+    """While it is active, `count` goes up."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._hushed = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in results)
+        self.count += not (self._hushed or is_view or str(func).startswith(_FREE))
+        return func(*args, **(kwargs or {}))
+
+    def as_many(self, launches: int, compute: Callable[..., Result]) -> Callable[..., Result]:
+        """The same computation, counted as so many."""
+
+        def counted(*args: Any, **kwargs: Any) -> Result:
+            with self._hush():
+                result = compute(*args, **kwargs)
+            self.count += launches
+            return result
+
+        return counted
+
+    def stand_for_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count replays and our ops as what they are there; to be called before an engine is built."""
+        capture = Rerun.capture
+        monkeypatch.setattr(Rerun, "capture", lambda graphs, compute: self.as_many(1, capture(graphs, compute)))
+        ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
+        table = replace(REFERENCE, **ops)
+        monkeypatch.setattr("kernels.ops._table", lambda device_type: table)
+
+    @contextmanager
+    def _hush(self) -> Iterator[None]:
+        before, self._hushed = self._hushed, True
+        try:
+            yield
+        finally:
+            self._hushed = before

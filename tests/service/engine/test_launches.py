@@ -1,0 +1,64 @@
+"""How often a replayed step of the engine asks a device for something, and waits for it: the figures of docs/gpu.md."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from service.assembly import Assembly, assemble
+from service.config import ServiceConfig
+from service.engine.budget import FixedBudget
+from service.engine.engine import Engine
+from tests.service.engine.harness import greedy, request
+from tests.service.engine.host_reads import HostReads
+from tests.service.engine.launches import Launches
+from tests.service.engine.test_host_reads import ON_THE_HOST
+
+torch.set_num_threads(1)
+
+PLAIN, DRAFTED = 80, 610  # launches
+READS_OF_A_DRAFTED_STEP = [
+    "drafters.specblock.pool:take int",
+    "drafters.specblock.pool:longest int",
+    "drafters.specblock.heads:__init__ bool",
+    "drafters.specblock.drafter:grow float",
+    "service.engine.budget:_capped int",
+    "service.engine.drafting:build tolist",
+    "drafters.specblock.drafter:_settle int",
+    "drafters.specblock.drafter:_settle int",
+    "drafters.specblock.drafter:_make_room bool",
+    "drafters.specblock.pool:append nonzero",
+    "drafters.specblock.pool:wait nonzero",
+    "service.engine.emit:of tolist",
+]
+
+
+def replayed(folder: Path) -> Assembly:
+    settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu", "graphs": "on"}
+    sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache_gib": 0.01, "max_budget": 16, "draft_blocks": 2}
+    more = {"drafter": "specblock", "budget_policy": "fixed", "threads": 1, "state_dir": folder}
+    return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}))
+
+
+def step_in_the_middle(engine: Engine, launches: Launches) -> list[str]:
+    """One step of a text, counted. # -> its reads"""
+    engine.add(request("0", list(range(40)), greedy(100)))
+    for _ in range(6):
+        engine.step()
+    launches.count = 0
+    with HostReads() as reads, launches:
+        stats = engine.step().stats
+    assert stats is not None
+    assert not stats.prompt_tokens
+    return [read for read in reads.seen if not read.startswith(ON_THE_HOST)]
+
+
+def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    launches.stand_for_a_device(monkeypatch)
+    assembly = replayed(tmp_path)
+    plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
+    assert plain_reads == ["service.engine.emit:of tolist"]
+    assert 40 < launches.count <= PLAIN
+    assert step_in_the_middle(assembly.engine(), launches) == READS_OF_A_DRAFTED_STEP
+    assert 2 * PLAIN < launches.count <= DRAFTED
