@@ -1,7 +1,8 @@
 """The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
 
 Each arm has a value, the gain of throughput per unit of signal, measured over the queries after its updates with
-their training included. A query's predicted gain is its signal times that value. Knows nothing of weights or engines.
+their training included. A query's predicted gain is its signal times that value. Beyond the algorithm, exploring has a
+budget: where nothing is gained, what it costs is bounded. Knows nothing of weights or engines.
 """
 
 import math
@@ -31,6 +32,8 @@ class BanditRules:
     measured_queries: int
     measured_seconds: float
     payback_queries: int
+    explore_share: float
+    explore_queries: float
 
 
 @dataclass
@@ -70,6 +73,7 @@ class _Knowledge:
     num_events: NonNegativeInt = 0
     values: dict[Arm, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 0.0))
     tried: list[Arm] = field(default_factory=list)
+    spent: NonNegativeFloat = 0.0  # on updates that brought less than they took, in queries' serving cost
     recent: list[_Work] = field(default_factory=list)
     signals: dict[Arm, list[NonNegativeFloat]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     update: _Update | None = None
@@ -138,6 +142,9 @@ class Bandit:
     def discarded(self) -> None:
         self._end_training("discarded", None)
 
+    def traffic_changed(self) -> None:
+        self._now.spent = 0.0
+
     def reset(self) -> None:
         self._now = _Knowledge()
 
@@ -163,6 +170,7 @@ class Bandit:
         """Count a query; says why no decision is due at it, if so."""
         now, rules = self._now, self._rules
         now.num_queries += 1
+        now.spent = max(0.0, now.spent - rules.explore_share)
         work = _Work(query.emitted_tokens, query.serving_cost)
         now.recent = [*now.recent, work][-rules.measured_queries :]
         blocked = self._measure(work, query.training_cost)
@@ -217,6 +225,7 @@ class Bandit:
             after=replace(work, cost=work.cost + paid).throughput,
             counted=update.signal > 0 and update.signal >= self._rules.min_signal,
         )
+        self._charge(update, work)
         now, alpha = self._now, self._rules.alpha
         if measurement.counted:
             value = measurement.gain / measurement.signal
@@ -225,13 +234,20 @@ class Bandit:
         now.last = measurement
         now.update = None
 
+    def _charge(self, update: _Update, after: _Work) -> None:
+        """Enter into the budget of exploring what an update took, less what it brings until it shall have paid."""
+        mean_cost = fmean(work.cost for work in self._now.recent)
+        brought = after.throughput / update.before.throughput - 1 if update.before.tokens else 0.0
+        taken = update.training_cost / mean_cost
+        self._now.spent = max(0.0, self._now.spent + taken - brought * self._rules.payback_queries)
+
     def _choose(self, signal: float) -> Decision:
         now = self._now
         gains = {arm: signal * now.values[arm] for arm in ARMS}
         untried = [arm for arm in ARMS if arm not in now.tried]
         if untried:
             return Decision(untried[0], "untried", gains)
-        if self._rng.random() < self.epsilon:
+        if self._rng.random() < self.epsilon and now.spent < self._rules.explore_queries:
             return Decision(self._rng.choice(ARMS), "explore", gains)
         best = max(ARMS, key=lambda arm: gains[arm])
         return Decision(best, "gain", gains) if gains[best] > 0 else Decision(None, "no_gain", gains)

@@ -5,7 +5,7 @@ Both are bounded: the oldest make room and are counted. Knows neither policy nor
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from adaptation.policy import ARMS, Arm
@@ -14,10 +14,11 @@ from drafters.training.corpus import Example
 
 
 class LessonBuffers:
-    """One queue of lessons per arm, bounded by the rejected positions in all of them."""
+    """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each."""
 
-    def __init__(self, *, most_positions: int) -> None:
+    def __init__(self, *, most_positions: int, most_lessons: Mapping[Arm, int]) -> None:
         self.num_dropped = 0  # lessons
+        self._most_lessons = most_lessons
         self._most_positions = most_positions
         self._waiting: deque[tuple[Arm, Lesson]] = deque()
 
@@ -31,15 +32,20 @@ class LessonBuffers:
     def add(self, arm: Arm, lesson: Lesson) -> None:
         """A head update needs no text, so none is kept for it."""
         self._waiting.append((arm, replace(lesson, example=None) if arm == "head" else lesson))
+        if self.count(arm) > self._most_lessons[arm]:
+            self._drop(next(place for place, (name, _) in enumerate(self._waiting) if name == arm))
         while self.positions > self._most_positions:
-            self._waiting.popleft()
-            self.num_dropped += 1
+            self._drop(0)
 
     def take(self, arm: Arm) -> list[Lesson]:
         """All that waits for this arm, oldest first; it waits no longer."""
         taken = [lesson for name, lesson in self._waiting if name == arm]
         self._waiting = deque((name, lesson) for name, lesson in self._waiting if name != arm)
         return taken
+
+    def _drop(self, place: int) -> None:
+        del self._waiting[place]
+        self.num_dropped += 1
 
     def clear(self) -> None:
         """The drafter these lessons are about is no longer served."""

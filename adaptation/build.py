@@ -87,11 +87,16 @@ def _bandit_rules(config: AdaptationConfig) -> BanditRules:
         measured_queries=config.measured_queries,
         measured_seconds=config.measured_seconds,
         payback_queries=config.payback_queries,
+        explore_share=config.explore_share,
+        explore_queries=config.explore_queries,
     )
 
 
 def build_buffers(config: AdaptationConfig) -> LessonBuffers:
-    return LessonBuffers(most_positions=config.buffer_positions)
+    return LessonBuffers(
+        most_positions=config.buffer_positions,
+        most_lessons={"head": config.head_queries, "full": max(config.full_queries, config.always_queries)},
+    )
 
 
 def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack:
@@ -112,7 +117,10 @@ def build_watch(config: AdaptationConfig) -> Watch:
 def build_rules(config: AdaptationConfig, *, autocast: bool) -> Rules:
     return Rules(
         rates={"head": config.head_learning_rate, "full": config.full_learning_rate},
-        steps={"head": config.head_steps, "full": config.full_steps},
+        head_steps=config.head_steps,
+        full_passes=config.full_passes,
+        step_texts=config.step_texts,
+        warm_up_steps=config.warm_up_steps,
         anchor_weight=config.anchor_weight,
         gradient_norm=config.gradient_norm,
         update_norm=config.update_norm,

@@ -39,6 +39,14 @@ class AdaptationConfig(BaseModel):
     epsilon_end: float = _knob(
         0.10, "Share of decisions that explore from the end of the cold start on (epsilon).", ge=0, le=1
     )
+    explore_queries: float = _knob(
+        8.0,
+        "What exploring may cost at once, in queries' serving time: at the start, and again when traffic has changed.",
+        ge=0,
+    )
+    explore_share: float = _knob(
+        0.01, "Share of serving time that exploring may cost in the long run, where it brings nothing.", ge=0, le=1
+    )
     blocked_queries: int = _knob(
         2, "Queries after an update that are neither measured nor learnt from: old and new drafter share them.", ge=0
     )
@@ -57,9 +65,13 @@ class AdaptationConfig(BaseModel):
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
-    full_learning_rate: float = _knob(6e-4, "Learning rate of full updates.", gt=0)
+    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates.", gt=0)
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
-    full_steps: int = _knob(1, "Optimizer steps of a full update, all on the same buffer.", ge=1, le=64)
+    full_passes: int = _knob(1, "Times that a full update goes through its buffer.", ge=1, le=64)
+    step_texts: int = _knob(2, "Texts per optimizer step of a full update.", ge=1)
+    warm_up_steps: int = _knob(
+        8, "Optimizer steps over which the learning rate rises: the first ones know nothing of its moments.", ge=1
+    )
     gradient_norm: float = _knob(1.0, "Gradients are scaled down to this norm.", gt=0)
     update_norm: float = _knob(0.02, "An update moves the weights by at most this share of their norm.", gt=0, le=1)
     kept_refusals: int = _knob(
@@ -87,15 +99,15 @@ class AdaptationConfig(BaseModel):
     )
     duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
 
-    held_back_share: float = _knob(0.2, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
-    held_back_sequences: int = _knob(32, "Most recent held-back sequences that are replayed.", ge=4)
+    held_back_share: float = _knob(0.25, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
+    held_back_sequences: int = _knob(24, "Most recent held-back sequences that are replayed.", ge=4)
     replay: Literal["blocks", "tree"] = Field(
         default="blocks",
         description="How held-back sequences are replayed. blocks: the likeliest tokens from every other position, "
         "fast. tree: trees as they are served, with the rank head; tens of times slower.",
     )
     probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
-    gate_sequences: int = _knob(16, "Least number of held-back sequences for a publish.", ge=4)
+    gate_sequences: int = _knob(12, "Least number of held-back sequences for a publish.", ge=4)
     gate_standard_errors: float = _knob(
         1.25,
         "Standard errors by which a candidate must beat the serving drafter; above 1 no single text decides.",

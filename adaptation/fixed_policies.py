@@ -48,6 +48,9 @@ class EveryBatch:
         assert self._training, "an update ends that never began"
         self._training = False
 
+    def traffic_changed(self) -> None:
+        """Batches come whatever the texts are."""
+
     def reset(self) -> None:
         self._num_waiting = 0
         self._training = False
@@ -85,6 +88,9 @@ class Never:
 
     def discarded(self) -> None:
         raise AssertionError("an update ends that never began")
+
+    def traffic_changed(self) -> None:
+        """Whatever the texts are."""
 
     def reset(self) -> None:
         return None

@@ -206,8 +206,10 @@ class Learner:
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
         if self._pair.latest_origin == ANCHOR:
+            self._policy.traffic_changed()
             self._tell("alarm", alarm.reason, numbers)
         elif alarm.reason == "falling" and self._judge.better_than_anchor(self._held_back.texts):
+            self._policy.traffic_changed()
             self._tell("dismissed", "other_traffic", numbers)
         else:
             self._take_back(alarm.reason, numbers)

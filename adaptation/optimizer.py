@@ -17,6 +17,7 @@ class Adam:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
         self._parameters = dict(parameters)
+        self._rate = rate
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0, fused=True
         )
@@ -27,8 +28,15 @@ class Adam:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def step(self) -> None:
-        """Use the gradients that are there; parameters without one stay."""
+    @property
+    def num_steps(self) -> int:
+        """Since the last reset."""
+        return int(max(state["step"] for state in self._optimizer.state.values()))
+
+    def step(self, share: float = 1.0) -> None:
+        """Use the gradients that are there, at this share of the rate; parameters without one stay."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * self._rate
         self._optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -116,6 +116,10 @@ class Policy(Protocol):
         """The update failed or was refused: it cost time and changed nothing."""
         ...
 
+    def traffic_changed(self) -> None:
+        """Texts are not what they were: what could not be gained before may be now."""
+        ...
+
     def reset(self) -> None:
         """Forget everything learnt: the drafter it was learnt about is no longer served.
 

@@ -8,6 +8,7 @@ Legend: rows = marked positions of all lessons, vocab = the drafter's.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -42,7 +43,10 @@ class Rules:
     """How weights are changed; what the numbers mean is said in `AdaptationConfig`."""
 
     rates: Mapping[Arm, float]
-    steps: Mapping[Arm, int]
+    head_steps: int
+    full_passes: int
+    step_texts: int
+    warm_up_steps: int
     anchor_weight: float
     gradient_norm: float
     update_norm: float
@@ -131,8 +135,7 @@ class Trainer:
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
-            terms = self._lesson(arm, lessons)
-            for _ in range(self._rules.steps[arm]):
+            for terms in self._steps(arm, lessons):
                 if interrupted():
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms()))
@@ -166,24 +169,37 @@ class Trainer:
         for name, value in self.tensors().items():
             value.copy_(tensors[name])
 
-    def _lesson(self, arm: Arm, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
+    def _steps(self, arm: Arm, lessons: Sequence[Lesson]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
         if arm == "head":
-            marks = _joined([lesson.marks for lesson in lessons if lesson.marks.count], self._model.d2t.device)
-            with self._autocast():
-                loss_of = self._ops.draft_objective(
-                    marks.states,
-                    self._anchor.lm_head.weight,
-                    self._model.t2d[marks.top_ids.long()],
-                    marks.top_logprobs,
-                    anchor_weight=self._rules.anchor_weight,
-                )
-            return lambda: self._head_terms(marks, loss_of)
+            return [self._head_lesson(lessons)] * self._rules.head_steps
         examples = [lesson.example for lesson in lessons if lesson.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
-        batch = self._batch(examples)
-        return lambda: self._full_terms(batch, examples)
+        batches = self._dealt(examples)
+        return [partial(self._full_terms, examples) for _ in range(self._rules.full_passes) for examples in batches]
+
+    def _head_lesson(self, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
+        """All marks in every step: there are few of them, and their products are small."""
+        marks = _joined([lesson.marks for lesson in lessons if lesson.marks.count], self._model.d2t.device)
+        with self._autocast():
+            loss_of = self._ops.draft_objective(
+                marks.states,
+                self._anchor.lm_head.weight,
+                self._model.t2d[marks.top_ids.long()],
+                marks.top_logprobs,
+                anchor_weight=self._rules.anchor_weight,
+            )
+        return lambda: self._head_terms(marks, loss_of)
+
+    def _dealt(self, examples: list[Example]) -> list[list[Example]]:
+        """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:
+        many small steps learn more of the same texts than one large step, at the same cost."""
+        size = self._rules.step_texts
+        by_length = sorted(examples, key=lambda example: example.length)
+        batches = [by_length[first : first + size] for first in range(0, len(by_length), size)]
+        order: list[int] = torch.randperm(len(batches), generator=self._generator).tolist()
+        return [batches[place] for place in order]
 
     def _head_terms(self, marks: Marks, loss_of: HeadLoss) -> _Terms:
         with self._autocast():
@@ -191,10 +207,10 @@ class Trainer:
             rank = rank_loss(self._model, marks, said.features, said.ids)
         return _Terms(said.total + rank, said.target, rank, said.anchor)
 
-    def _full_terms(self, batch: Batch, examples: list[Example]) -> _Terms:
+    def _full_terms(self, examples: list[Example]) -> _Terms:
         """The distance to the anchor is taken on one text per step, drawn at random: it would double the cost."""
         with self._autocast():
-            scores = self._objective(batch, self._generator)
+            scores = self._objective(self._batch(examples), self._generator)
             drawn = int(torch.randint(len(examples), (), generator=self._generator))
             anchor = self._divergence(self._model, self._batch([examples[drawn]]))
         loss = scores.draft_loss + scores.rank_loss + self._rules.anchor_weight * anchor
@@ -214,7 +230,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), self._rules.gradient_norm)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
-        optimizer.step()
+        optimizer.step(share=min(1.0, (optimizer.num_steps + 1) / self._rules.warm_up_steps))
         self._model.zero_grad(set_to_none=True)
         return terms.numbers()
 

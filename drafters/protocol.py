@@ -41,6 +41,7 @@ class Read:
     tokens: Tensor  # [count] int64, the token after each position
     slots: Tensor  # [count] int64, target slots
     features: Tensor  # [count, taps * hidden]
+    worth_running: bool = True  # False: a drafter that runs a network on it shall do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Committed:
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
     tops: TargetTops | None = None  # there if the drafter's `target_top` asks for them
+    worth_running: bool = True  # as for `Read`
 
 
 @dataclass(frozen=True, slots=True)

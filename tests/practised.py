@@ -34,7 +34,14 @@ from tests.tiny_models import VOCAB_SIZE, random_prompts
 TOKENS = 24
 _PROMPT = 6
 _TAPS = (0, 1)
-_LESSONS: dict[str, object] = {"policy": "never", "full_steps": 64, "full_learning_rate": 0.005, "update_norm": 1.0}
+_LESSONS: dict[str, object] = {
+    "policy": "never",
+    "full_passes": 64,
+    "step_texts": 64,
+    "warm_up_steps": 1,
+    "full_learning_rate": 0.005,
+    "update_norm": 1.0,
+}
 
 
 def greedy_requests(count: int) -> list[GenerationRequest]:

@@ -6,11 +6,13 @@ Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's ta
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from drafters import merging
+from drafters.merged.sleep import Sleep
 from drafters.merged.worth import Worth
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.tree import Candidates
@@ -34,6 +36,8 @@ class MergedDrafter:
         self._costly = costly
         self._max_nodes = max_nodes
         self._worth = worth or Worth()
+        self._sleep = Sleep()
+        self._asked = False
         shape = (2, max_sequences, 2 * max_nodes)
         self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
@@ -64,7 +68,7 @@ class MergedDrafter:
 
     def read(self, read: Read) -> None:
         self._cheap.read(read)
-        self._costly.read(read)
+        self._costly.read(replace(read, worth_running=self._sleep.is_awake))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         cheap = self._cheap.grow(rows, noise)
@@ -72,6 +76,7 @@ class MergedDrafter:
         promised = float(cheap.survival.sum()) / max(1, rows.shape[0])  # planned transfer
         if not self._worth.ask(promised, rows.shape[0]):
             return cheap
+        self._asked = True
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)
         tree, _ = merging.merge(merging.joined([cheap, costly]), self._max_nodes)
@@ -81,7 +86,9 @@ class MergedDrafter:
     def commit(self, committed: Committed) -> None:
         self._give_credit(committed)
         self._cheap.commit(committed)
-        self._costly.commit(committed)
+        self._sleep.step(asked=self._asked)
+        self._asked = False
+        self._costly.commit(replace(committed, worth_running=self._sleep.is_awake))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._hashes[:, list(rows)] = merging.NO_HASH

@@ -120,9 +120,11 @@ class SpecBlockDrafter:
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        """Run the entries of prompt positions that later blocks can see."""
+        """Run the entries of prompt positions that later blocks can see; those that are not run are never seen."""
         self._recorder.read(read)
         self._pool.forget(read.slots)
+        if not read.worth_running:
+            return
         kept = slice(max(0, self._useful_from[read.row] - read.start), None)
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
@@ -160,6 +162,9 @@ class SpecBlockDrafter:
         assert committed.features is not None, "the target taps no features for this drafter"
         self._recorder.commit(committed)
         self._learn(committed)
+        if not committed.worth_running:
+            self._pool.forget(committed.slots[_taken(committed)])
+            return
         self._make_room(committed.rows, committed.counts)
         taken = self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
         self._pool.forget(taken)
@@ -253,6 +258,11 @@ class SpecBlockDrafter:
 
     def _as_it_is(self, positions: Tensor, slots: Tensor) -> TreeForward:
         return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
+
+
+def _taken(committed: Committed) -> Tensor:
+    """Which of its slots hold a position. # -> [batch, depth + 1] bool"""
+    return torch.arange(committed.slots.shape[1], device=committed.slots.device) < committed.counts[:, None]
 
 
 def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:

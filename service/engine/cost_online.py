@@ -11,9 +11,9 @@ import numpy as np
 from service.engine.cost import CostTable, FloatArray
 
 _POINTS = np.arange(12.0)  # factors at 1, 2, 4, ... 2048 rows
-_GLOBAL_RATE = 0.1  # of an error, to all factors
-_LOCAL_RATE = 0.1  # to those beside the rows that were run
-_OCTAVES = 1.5  # how far that reaches
+_GLOBAL_RATE = 0.05  # of an error, to all factors
+_LOCAL_RATE = 0.15  # to those beside the rows that were run
+_OCTAVES = 0.6  # how far that reaches
 _ERROR_RATE = 0.05
 _LARGEST_SURPRISE = 0.5  # natural logarithm: one hiccup must not move a factor by more than a tenth
 

@@ -16,8 +16,13 @@ from service.engine.load import Load, StepOutcome
 
 _FIRST_REFERENCE = 8
 _REFERENCE_EVERY = 128
-"""Steps with nodes in a row before one without, rarer and rarer: what drafting gains is measured against what a plain
+"""Steps with nodes in a row before some without, rarer and rarer: what drafting gains is measured against what a plain
 step takes."""
+_REFERENCES = 4
+_CLEAR = 0.25
+"""A plain step among others is slower than one of many in a row (caches hold the drafter), by a tenth on CPUs. It takes
+several to know what plain decoding would take, unless drafting gains more plain steps per step than this."""
+_LARGEST_SURPRISE = 1.5  # times what was expected: a hiccup is nobody's fault
 _RATE = 0.05
 
 
@@ -34,7 +39,7 @@ class DraftGain:
         book = self._book(load)
         if not book.purse.is_open:
             return "stands_down"
-        return "reference" if book.steps_with_nodes >= book.reference_after else None
+        return "reference" if book.references_due else None
 
     def plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
@@ -67,11 +72,12 @@ class DraftGain:
         load = outcome.load
         plain = self.plain_seconds(load)
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
-        verify = self.costs.verify_seconds(rows, load.context, load.num_sequences)
+        without, foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences).tolist()
+        verify = min(outcome.verify_seconds, _LARGEST_SURPRISE * foretold)  # what it took, whatever had been expected
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        spent = drafting + float(verify[1] - verify[0]) + book.note_drafted(outcome.other_seconds)
+        spent = drafting + verify - without + book.note_drafted(outcome.other_seconds)
         gained = outcome.accepted_tokens / load.num_drafting * plain
-        book.purse.settle((gained - spent) / plain)
+        book.settle((gained - spent) / plain)
 
 
 class _Book:
@@ -79,18 +85,30 @@ class _Book:
 
     def __init__(self) -> None:
         self.purse = Purse()
-        self.steps_with_nodes = 0
-        self.reference_after = _FIRST_REFERENCE
+        self.references_due = 0
         self.plain_other_seconds = 0.0
+        self._steps_with_nodes = 0
+        self._reference_after = _FIRST_REFERENCE
         self._drafted_other_seconds = 0.0
+        self._gain = 0.0
 
     def count(self, num_nodes: int) -> None:
         """One more step, with so many nodes."""
         if num_nodes:
-            self.steps_with_nodes += 1
-        elif self.steps_with_nodes:
-            self.steps_with_nodes = 0
-            self.reference_after = min(_REFERENCE_EVERY, 2 * self.reference_after)
+            self._steps_with_nodes += 1
+            if self._steps_with_nodes >= self._reference_after:
+                self.references_due = 1 if self._gain > _CLEAR else _REFERENCES
+        elif self.references_due > 1:
+            self.references_due -= 1
+        elif self._steps_with_nodes:
+            self.references_due = 0
+            self._steps_with_nodes = 0
+            self._reference_after = min(_REFERENCE_EVERY, 2 * self._reference_after)
+
+    def settle(self, gain: float) -> None:
+        """A step with drafts gained so many plain ones."""
+        self._gain += _RATE * (gain - self._gain)
+        self.purse.settle(gain)
 
     def note_plain(self, seconds: float) -> None:
         self.plain_other_seconds = _moved(self.plain_other_seconds, seconds)

@@ -23,6 +23,8 @@ RULES = BanditRules(
     measured_queries=4,
     measured_seconds=600.0,
     payback_queries=4,
+    explore_share=1.0,
+    explore_queries=1e9,
 )
 
 
@@ -102,6 +104,44 @@ def test_training_is_paid_by_the_update_wherever_it_fell() -> None:
     assert measured is not None
     assert measured.before == 2.0
     assert measured.after == 120 / (40.0 + 3.0 + 4.0 + 3.0)
+
+
+def explored(policy: Bandit, queries: int, training: float) -> int:
+    """Updates beyond the first of each arm, when each one takes so much and is refused."""
+    updates = 0
+    for _ in range(queries):
+        policy.decide(report(training=0.0))
+        if policy.take_update() is not None:
+            policy.decide(report(training=training))
+            policy.discarded()
+            updates += 1
+    return updates - 2
+
+
+def test_exploring_what_brings_nothing_costs_a_share_of_the_time() -> None:
+    free = bandit(epsilon_start=1.0, epsilon_end=1.0)
+    frugal = bandit(epsilon_start=1.0, epsilon_end=1.0, explore_queries=6.0, explore_share=0.01)
+    assert explored(free, 2000, training=20.0) > 300
+    # an update takes as much as two queries: 6 queries at once, then one update in 200 queries
+    assert explored(frugal, 2000, training=20.0) in range(2, 14)
+
+
+def test_changed_traffic_may_be_explored_at_once() -> None:
+    policy = bandit(epsilon_start=1.0, epsilon_end=1.0, explore_queries=6.0, explore_share=0.0)
+    explored(policy, 500, training=20.0)
+    assert "explore" not in feed(policy, 50)
+    policy.traffic_changed()
+    assert feed(policy, 1) == ["explore"]
+
+
+def test_what_pays_does_not_use_up_the_budget() -> None:
+    policy = bandit(epsilon_start=1.0, epsilon_end=1.0, explore_queries=6.0, explore_share=0.0)
+    for _ in range(500):
+        policy.decide(report())
+        if policy.take_update() is not None:
+            policy.decide(report(training=10.0))
+            policy.published(tau_ratio=1.5)
+    assert "explore" in feed(policy, 20)
 
 
 def test_training_before_an_update_does_not_lower_its_baseline() -> None:

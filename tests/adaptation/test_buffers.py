@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 
 def test_the_oldest_lessons_make_room_and_are_counted() -> None:
-    rng, buffers = random.Random(0), LessonBuffers(most_positions=40)
+    rng, buffers = random.Random(0), LessonBuffers(most_positions=40, most_lessons={"head": 100, "full": 100})
     kept: deque[tuple[Arm, Lesson]] = deque()
     dropped = 0
     for lesson in lessons(12):
@@ -30,8 +30,19 @@ def test_the_oldest_lessons_make_room_and_are_counted() -> None:
         assert buffers.count(arm) == 0
 
 
+def test_an_arm_keeps_its_newest_lessons() -> None:
+    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 2, "full": 3})
+    given = lessons(5)
+    for lesson in given:
+        for arm in ARMS:
+            buffers.add(arm, lesson)
+    assert buffers.num_dropped == 5
+    assert [one.signal for one in buffers.take("head")] == [one.signal for one in given[3:]]
+    assert [one.signal for one in buffers.take("full")] == [one.signal for one in given[2:]]
+
+
 def test_only_full_updates_keep_texts() -> None:
-    buffers = LessonBuffers(most_positions=100)
+    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100})
     (lesson,) = lessons(1)
     for arm in ARMS:
         buffers.add(arm, lesson)
@@ -40,7 +51,7 @@ def test_only_full_updates_keep_texts() -> None:
 
 
 def test_a_lesson_keeps_the_version_it_is_about() -> None:
-    buffers = LessonBuffers(most_positions=100)
+    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100})
     for version, lesson in enumerate(lessons(3)):
         buffers.add("head", Lesson(version, lesson.signal, lesson.num_rejected, lesson.marks, None))
     assert [lesson.version for lesson in buffers.take("head")] == [0, 1, 2]

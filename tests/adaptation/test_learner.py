@@ -21,7 +21,15 @@ TOKEN = int(vocabulary()[0][DRAFTED])
 def learning(folder: Path, **knobs: object) -> Bench:
     return bench(
         folder,
-        **{"policy": "full_only", "full_queries": 4, "full_steps": 6, "full_learning_rate": 0.01, **knobs},
+        **{
+            "policy": "full_only",
+            "full_queries": 4,
+            "full_passes": 6,
+            "step_texts": 64,
+            "warm_up_steps": 1,
+            "full_learning_rate": 0.01,
+            **knobs,
+        },
     )
 
 
@@ -97,7 +105,7 @@ def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> None:
-    tried = taught(tmp_path, full_steps=2, full_learning_rate=0.02)
+    tried = taught(tmp_path, full_passes=2, step_texts=64, warm_up_steps=1, full_learning_rate=0.02)
     served, version = {name: value.clone() for name, value in weights_of(tried.serving).items()}, tried.pair.version
     tried.events.clear()
     spoil(tried, seed)

@@ -31,7 +31,15 @@ def test_before_anything_happened(tmp_path: Path) -> None:
 
 
 def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
-    tried = bench(tmp_path, policy="full_only", full_queries=4, full_steps=6, full_learning_rate=0.01)
+    tried = bench(
+        tmp_path,
+        policy="full_only",
+        full_queries=4,
+        full_passes=6,
+        step_texts=64,
+        warm_up_steps=1,
+        full_learning_rate=0.01,
+    )
     token = int(vocabulary()[0][5])
     for seed in range(40):
         tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ TOKEN = int(vocabulary()[0][5])
 def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int = 4, autocast: bool = False) -> Rules:
     return Rules(
         rates={"head": 0.01, "full": 0.003},
-        steps=dict.fromkeys(ARMS, steps),
+        head_steps=steps,
+        full_passes=steps,
+        step_texts=64,
+        warm_up_steps=1,
         anchor_weight=anchor_weight,
         gradient_norm=1.0,
         update_norm=update_norm,
@@ -51,6 +55,27 @@ def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> 
     assert report.losses[-1].draft < 0.8 * report.losses[0].draft
     assert report.losses[-1].rank < report.losses[0].rank
     assert abs(report.losses[0].anchor) < 1e-5 < report.losses[-1].anchor
+
+
+def test_a_full_update_takes_each_text_once_per_pass() -> None:
+    taught = lessons(5)
+    for texts, steps in ((1, 5), (2, 3), (5, 1), (64, 1)):
+        trained, _ = trainer(replace(rules(), step_texts=texts, full_passes=1))
+        assert len(trained.update("full", taught).losses) == steps
+    twice, _ = trainer(replace(rules(), step_texts=2, full_passes=2))
+    assert len(twice.update("full", taught).losses) == 6
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_first_steps_are_small(arm: Arm) -> None:
+    """Adam's first step moves every weight by the rate, whatever its gradient."""
+    at_once, warming = trainer(rules(steps=1))[0], trainer(replace(rules(steps=1), warm_up_steps=8))[0]
+    taught = lessons(4, token=TOKEN)
+    assert warming.update(arm, taught).moved == pytest.approx(at_once.update(arm, taught).moved / 8, rel=0.01)
+    for _ in range(7):
+        last = warming.update(arm, taught).moved
+    warming.load(warming.weights)
+    assert last > 3 * warming.update(arm, taught).moved
 
 
 def test_a_head_update_moves_heads_only() -> None:

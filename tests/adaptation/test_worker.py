@@ -164,7 +164,14 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
 
 
 def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
-    knobs: dict[str, object] = {"policy": "full_only", "full_queries": 4, "full_steps": 6, "full_learning_rate": 0.01}
+    knobs: dict[str, object] = {
+        "policy": "full_only",
+        "full_queries": 4,
+        "full_passes": 6,
+        "step_texts": 64,
+        "warm_up_steps": 1,
+        "full_learning_rate": 0.01,
+    }
     tried = bench(tmp_path, **knobs)
     worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
     worker.start()
