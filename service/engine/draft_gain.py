@@ -72,10 +72,11 @@ class DraftGain:
         load = outcome.load
         plain = self.plain_seconds(load)
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
-        without, foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences).tolist()
-        verify = min(outcome.verify_seconds, _LARGEST_SURPRISE * foretold)  # what it took, whatever had been expected
+        foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
+        # What it took, whatever had been expected of so many rows.
+        verify = min(outcome.verify_seconds, _LARGEST_SURPRISE * float(foretold[1]))
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        spent = drafting + verify - without + book.note_drafted(outcome.other_seconds)
+        spent = drafting + verify - float(foretold[0]) + book.note_drafted(outcome.other_seconds)
         gained = outcome.accepted_tokens / load.num_drafting * plain
         book.settle((gained - spent) / plain)
 
