@@ -34,7 +34,7 @@ Place = tuple[object, str]
 STAGES: dict[str, Place] = {
     "hearing": (Intake, "take"),
     "taking the buffer": (LessonBuffers, "take"),
-    "preparing the lesson": (Trainer, "_lesson"),
+    "preparing the lesson": (Trainer, "_steps"),
     "optimizer step": (Adam, "step"),
     "clipping": (Trainer, "_clip_update"),
     "loading the candidate": (DrafterPair, "candidate"),

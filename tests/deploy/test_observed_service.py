@@ -104,7 +104,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         with load(learning), load(counting):
             wait_until(prometheus, "adaptree_adaptation_publishes_total > 0")
             learning.ask("POST", "/v1/adaptation/rollback").raise_for_status()
-            wait_until(prometheus, "adaptree_adaptation_rollbacks_total > 0")
+            wait_until(prometheus, "changes(adaptree_adaptation_rollbacks_total[1m]) > 0")
             wait_until(prometheus, "adaptree_adaptation_kl_to_anchor >= 0")
             wait_until(prometheus, f"min(count_over_time(up[5m])) > {SCRAPES}")
         yield Observed(learning, prometheus, began)

@@ -124,7 +124,8 @@ def publish_in_mid_stream(
 
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
-    return assembled(tmp_path_factory.mktemp("tiny"))
+    """Of the network alone: beside lookup, one of random weights would soon be let sleep."""
+    return assembled(tmp_path_factory.mktemp("tiny"), "specblock")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

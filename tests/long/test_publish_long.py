@@ -23,14 +23,14 @@ def test_texts_are_plain_whatever_is_published(
     tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    publish_in_mid_stream(assembled(tmp_path), tmp_path / "state", temperature, PUBLISHES)
+    publish_in_mid_stream(assembled(tmp_path, "specblock"), tmp_path / "state", temperature, PUBLISHES)
 
 
 def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    config = ServiceConfig(device="cpu", drafter="lookup+specblock", budget_policy="fixed", max_budget=16)
+    config = ServiceConfig(device="cpu", drafter="specblock", budget_policy="fixed", max_budget=16)
     assembly = assemble(config)
     publish_in_mid_stream(
         assembly,
