@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from adaptation.finite import all_finite
 from adaptation.losses import TextDivergence, rank_loss
 from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
@@ -177,7 +178,7 @@ class Trainer:
         if not examples:
             raise _Discard("nothing_to_learn")
         batches = self._dealt(examples)
-        return [partial(self._full_terms, examples) for _ in range(self._rules.full_passes) for examples in batches]
+        return [partial(self._full_terms, texts) for _ in range(self._rules.full_passes) for texts in batches]
 
     def _head_lesson(self, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
         """All marks in every step: there are few of them, and their products are small."""
@@ -255,7 +256,7 @@ class Trainer:
             self.weights[name].copy_(old)
         for value, old in zip(optimizer.tensors().values(), moments, strict=True):
             value.copy_(old)
-        if not _finite(moments):
+        if not all_finite(moments):
             optimizer.reset()
 
 
@@ -278,13 +279,8 @@ def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _finite(tensors: Iterable[Tensor]) -> bool:
-    """A sum is finite only where every term is, and costs one pass where asking each term costs five."""
-    return all(bool(tensor.sum().isfinite()) for tensor in tensors)
-
-
 def _check_finite(tensors: Iterable[Tensor], outcome: Outcome) -> None:
-    if not _finite(tensors):
+    if not all_finite(tensors):
         raise _Discard(outcome)
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Emit
+from adaptation.finite import all_finite
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair
 from adaptation.replicas.join import Joined, join_replicas
 from adaptation.replicas.solitude import Replicas
-from adaptation.snapshot_folder import all_finite
 from adaptation.status import AdaptationStatus
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
@@ -113,7 +113,7 @@ class Adaptive:
         if not torch.equal(network.d2t, self.network.d2t):
             raise DrafterError(f"drafter {folder}: its vocabulary is not that of the drafter that serves")
         weights = {name: value.detach() for name, value in network.named_parameters()}
-        if not all_finite(weights):
+        if not all_finite(weights.values()):
             raise DrafterError(f"drafter {folder}: holds weights that are not finite")
         return weights
 

@@ -12,8 +12,9 @@ import safetensors.torch
 from torch import Tensor
 
 from adaptation.errors import Refused
+from adaptation.finite import all_finite
 from adaptation.pair import DrafterPair
-from adaptation.snapshot_folder import Layout, all_finite, layout_of
+from adaptation.snapshot_folder import Layout, layout_of
 
 _REMEMBERED = 256  # versions
 
@@ -78,6 +79,6 @@ def weights_from_bytes(data: bytes, sha256: str, layout: Layout) -> dict[str, Te
         raise Refused("misfit", f"announced weights hold no tensors: {error}") from error
     if layout_of(weights) != dict(layout):
         raise Refused("misfit", "announced weights do not have the names, shapes and types of this drafter's")
-    if not all_finite(weights):
+    if not all_finite(weights.values()):
         raise Refused("not_finite", "announced weights")
     return weights

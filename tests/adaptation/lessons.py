@@ -118,6 +118,12 @@ class Bench:
         return [event.kind for event in self.events]
 
 
+def full_bench(folder: Path, **knobs: object) -> Bench:
+    """One of full updates that change much: six large steps on four texts."""
+    large: dict[str, object] = {"full_passes": 6, "step_texts": 64, "warm_up_steps": 1, "full_learning_rate": 0.01}
+    return bench(folder, **{"policy": "full_only", "full_queries": 4, **large, **knobs})
+
+
 def bench(folder: Path, **knobs: object) -> Bench:
     """Quick to decide: always updates, gates on four texts."""
     settings: dict[str, object] = {

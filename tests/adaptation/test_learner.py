@@ -10,27 +10,12 @@ import torch
 from adaptation.errors import NotStored
 from adaptation.pair import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback, vocabulary
+from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, vocabulary
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 DRAFTED = 5
 TOKEN = int(vocabulary()[0][DRAFTED])
-
-
-def learning(folder: Path, **knobs: object) -> Bench:
-    return bench(
-        folder,
-        **{
-            "policy": "full_only",
-            "full_queries": 4,
-            "full_passes": 6,
-            "step_texts": 64,
-            "warm_up_steps": 1,
-            "full_learning_rate": 0.01,
-            **knobs,
-        },
-    )
 
 
 def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), update: bool = True) -> None:
@@ -43,7 +28,7 @@ def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), upd
 
 
 def taught(folder: Path, **knobs: object) -> Bench:
-    tried = learning(folder, **knobs)
+    tried = full_bench(folder, **knobs)
     serve_until(tried, range(60), "published")
     assert tried.pair.origin > 0
     return tried
@@ -68,7 +53,7 @@ def spoil(tried: Bench, seed: int = 7) -> None:
 
 
 def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     serve(tried, range(32))
     published = [event for event in tried.events if event.kind == "published"]
     assert [event.version for event in published] == list(range(1, len(published) + 1))
@@ -81,7 +66,7 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
 
 
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
-    tried = learning(tmp_path, held_back_share=0.001)
+    tried = full_bench(tmp_path, held_back_share=0.001)
     serve(tried, range(12))
     assert tried.events == []
     assert tried.learner.training_seconds == 0.0
@@ -89,7 +74,7 @@ def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
 
 
 def test_lessons_wait_for_the_texts_that_judge(tmp_path: Path) -> None:
-    tried = learning(tmp_path, gate_sequences=8)
+    tried = full_bench(tmp_path, gate_sequences=8)
     serve_until(tried, range(60), "published")
     first = next(event for event in tried.events if event.kind in ("published", "refused"))
     assert first.numbers["sequences"] == 8
@@ -97,7 +82,7 @@ def test_lessons_wait_for_the_texts_that_judge(tmp_path: Path) -> None:
 
 
 def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
-    tried = learning(tmp_path, policy="never")
+    tried = full_bench(tmp_path, policy="never")
     serve(tried, range(12))
     assert tried.events == []
     assert same(weights_of(tried.serving), weights_of(drafter()))
@@ -151,7 +136,7 @@ def test_a_collapse_is_taken_back_at_once(tmp_path: Path) -> None:
 
 
 def test_a_collapse_of_the_anchor_is_only_told(tmp_path: Path) -> None:
-    tried = learning(tmp_path, policy="never", collapse_verifies=8)
+    tried = full_bench(tmp_path, policy="never", collapse_verifies=8)
     serve(tried, range(1), accepted=(0,) * 8)
     assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "collapsed")]
     assert tried.pair.version == 0
@@ -181,7 +166,7 @@ def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
 
 
 def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     for seed in range(60):
         tried.hear(feedback, seed, token=TOKEN)
         tried.learner.update()
@@ -195,7 +180,7 @@ def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
 
 
 def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     for seed in range(40):
         tried.hear(feedback, seed, token=TOKEN)
         tried.learner.update()
@@ -204,7 +189,7 @@ def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> Non
 
 
 def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     broken = feedback(0, token=TOKEN)
     broken.features[6:] = math.nan
     while not tried.events:
@@ -216,7 +201,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["_trained", "_conclude"])
 def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
 
     def breaks(*_: object) -> None:
         raise RuntimeError("broken on purpose")
@@ -232,11 +217,11 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     serve_until(tried, range(40, 100), "published")
 
 
-def test_a_full_disk_stops_neither_serving_nor_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_neither_serving_nor_full_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise NotStored("no space left")
 
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("adaptation.snapshots.write_snapshot", full)
         serve_until(tried, range(60), "refused")
@@ -248,7 +233,7 @@ def test_a_full_disk_stops_neither_serving_nor_learning(tmp_path: Path, monkeypa
 def test_a_later_process_goes_on(tmp_path: Path) -> None:
     before = taught(tmp_path)
     before.learner.save(training=True)
-    after = learning(tmp_path)
+    after = full_bench(tmp_path)
     after.learner.restore()
     after.pair.between_steps()
     assert after.pair.version == before.pair.version + 1
@@ -264,7 +249,7 @@ def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
     bad = before.pair.origin
     before.learner.rollback()
     before.pair.between_steps()
-    after = learning(tmp_path)
+    after = full_bench(tmp_path)
     after.learner.restore()
     after.pair.between_steps()
     assert bad in after.pair.condemned
@@ -272,7 +257,7 @@ def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
 
 
 def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     tried.learner.restore()
     assert (tried.events, tried.pair.pending) == ([], False)
 
@@ -280,7 +265,7 @@ def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
 def test_another_policy_starts_anew(tmp_path: Path) -> None:
     before = taught(tmp_path)
     before.learner.save(training=False)
-    after = learning(tmp_path, policy="bandit")
+    after = full_bench(tmp_path, policy="bandit")
     after.learner.restore()
     assert after.events[0].reason == "same_weights"
     assert any("policy" in event.reason for event in after.events[1:])
@@ -295,7 +280,7 @@ def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path
 
 
 def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     tried.learner._spend(3.0)
     heard = feedback(0, token=TOKEN)
     assert tried.learner._pay(heard) == 3.0 * (1.0 + 4.0) / 0.5
@@ -303,7 +288,7 @@ def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
 
 
 def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
     assert tried.learner.drift() is None
     serve(tried, range(8), update=False)
     assert tried.learner.drift() == 0.0
@@ -342,7 +327,7 @@ def test_an_operator_can_take_back_what_was_brought(tmp_path: Path) -> None:
 def test_a_policy_that_breaks_while_it_is_told_of_a_publish_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = learning(tmp_path)
+    tried = full_bench(tmp_path)
 
     def breaks(*_: object) -> None:
         raise RuntimeError("broken on purpose")

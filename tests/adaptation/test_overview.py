@@ -8,7 +8,7 @@ import torch
 from adaptation.status import AdaptationStatus
 from adaptation.worker import Worker
 from drafters.specblock.model import SpecBlock
-from tests.adaptation.lessons import Bench, bench, feedback, vocabulary
+from tests.adaptation.lessons import Bench, bench, feedback, full_bench, vocabulary
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -31,15 +31,7 @@ def test_before_anything_happened(tmp_path: Path) -> None:
 
 
 def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
-    tried = bench(
-        tmp_path,
-        policy="full_only",
-        full_queries=4,
-        full_passes=6,
-        step_texts=64,
-        warm_up_steps=1,
-        full_learning_rate=0.01,
-    )
+    tried = full_bench(tmp_path)
     token = int(vocabulary()[0][5])
     for seed in range(40):
         tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)

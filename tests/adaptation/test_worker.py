@@ -14,7 +14,7 @@ import torch
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from tests.adaptation.lessons import bench, feedback, vocabulary
+from tests.adaptation.lessons import feedback, full_bench, vocabulary
 
 torch.set_num_threads(1)
 FEEDBACK = feedback(0)
@@ -164,15 +164,7 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
 
 
 def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
-    knobs: dict[str, object] = {
-        "policy": "full_only",
-        "full_queries": 4,
-        "full_passes": 6,
-        "step_texts": 64,
-        "warm_up_steps": 1,
-        "full_learning_rate": 0.01,
-    }
-    tried = bench(tmp_path, **knobs)
+    tried = full_bench(tmp_path)
     worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
     worker.start()
     token, seed = int(vocabulary()[0][5]), 0
