@@ -6,6 +6,8 @@ never having tried is bounded for any run: the allowance, and that share of the 
 """
 
 ALLOWANCE = 3.0
+DOUBTFUL = 0.2
+"""The share of an allowance that is left where the same did not pay for half as many sequences."""
 LIMIT = 8.0
 SHARE = 0.01
 
@@ -35,3 +37,20 @@ class Purse:
     def settle(self, gain: float) -> None:
         """A step went by with it, which gained so many plain steps, or lost them where it is negative."""
         self._balance = min(self._limit, self._balance + gain)
+
+
+class PursesBySize:
+    """One purse for each size of batch, in powers of two. What did not pay for few sequences begins with little for
+    more of them: rows that are verified cost more the more there are, and gain no more."""
+
+    def __init__(self, *, allowance: float = ALLOWANCE) -> None:
+        self._allowance = allowance
+        self._purses: dict[int, Purse] = {}
+
+    def of(self, num_sequences: int) -> Purse:
+        size = num_sequences.bit_length()
+        if size not in self._purses:
+            smaller = self._purses.get(size - 1)
+            is_doubtful = smaller is not None and not smaller.is_open
+            self._purses[size] = Purse(allowance=self._allowance * (DOUBTFUL if is_doubtful else 1.0))
+        return self._purses[size]

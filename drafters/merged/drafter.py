@@ -37,7 +37,7 @@ class MergedDrafter:
         self._max_nodes = max_nodes
         self._worth = worth or Worth()
         self._sleep = Sleep()
-        self._asked = False
+        self._has_grown = self._asked = False
         shape = (2, max_sequences, 2 * max_nodes)
         self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
@@ -71,6 +71,7 @@ class MergedDrafter:
         self._costly.read(replace(read, worth_running=self._sleep.is_awake))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self._has_grown = True
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         promised = float(cheap.survival.sum()) / max(1, rows.shape[0])  # planned transfer
@@ -84,10 +85,11 @@ class MergedDrafter:
         return tree
 
     def commit(self, committed: Committed) -> None:
-        self._give_credit(committed)
+        if self._has_grown:
+            self._give_credit(committed)
         self._cheap.commit(committed)
         self._sleep.step(asked=self._asked)
-        self._asked = False
+        self._has_grown = self._asked = False
         self._costly.commit(replace(committed, worth_running=self._sleep.is_awake))
 
     def finish(self, rows: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from drafters.purse import Purse
+from drafters.purse import Purse, PursesBySize
 
 _EDGES = (0.3, 1.0, 2.5)  # tokens per sequence that the cheaper drafters promise
 _ALLOWANCE = 2.0  # for each book; there are several
@@ -30,14 +30,14 @@ class Worth:
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._purses: defaultdict[tuple[int, int], Purse] = defaultdict(lambda: Purse(allowance=_ALLOWANCE))
+        self._purses: defaultdict[int, PursesBySize] = defaultdict(lambda: PursesBySize(allowance=_ALLOWANCE))
         self._open: _Asked | None = None
         self.num_asked = 0
         self.num_passed_over = 0
 
     def ask(self, promised: float, batch: int = 1) -> bool:
         """Whether to ask the drafter for so many sequences, when the others promise so many tokens for each."""
-        purse = self._purses[sum(promised >= edge for edge in _EDGES), batch.bit_length()]
+        purse = self._purses[sum(promised >= edge for edge in _EDGES)].of(batch)
         if purse.is_open:
             self.num_asked += 1
             self._open = _Asked(purse, self._clock())

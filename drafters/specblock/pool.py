@@ -35,6 +35,7 @@ class EntryPool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        self.num_layers = num_layers
         self.entries = entries
         shape = (num_layers, 2, num_slots * entries, kv_heads, head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)

@@ -5,6 +5,7 @@ one forward, live = rows of this tree's blocks that are in no pool, order = posi
 entry must not exceed to be seen.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,11 @@ from torch import Tensor
 from drafters.specblock.growth import Picked
 from drafters.specblock.model import BlockRows, Embed, SpecBlock
 from drafters.specblock.pool import EntryPool, Waiting
+
+
+class _AllStored(Exception):
+    """Every layer has stored its keys and values; what would follow in the last one is read by nobody."""
+
 
 _HIDDEN = -1e30  # finite: a padding row that sees nothing must not become NaN, for its keys land in the null slot
 
@@ -38,7 +44,15 @@ class PoolAttention:
     """Attention of one forward: to the pool up to each row's order, and to live rows by mask."""
 
     def __init__(
-        self, pool: EntryPool, window: Window, stored: Tensor, limits: Tensor, live_mask: Tensor, live: "LiveRows"
+        self,
+        pool: EntryPool,
+        window: Window,
+        stored: Tensor,
+        *,
+        limits: Tensor,
+        live_mask: Tensor,
+        live: "LiveRows",
+        stores_only: bool,
     ) -> None:
         self._pool = pool
         self._window = window
@@ -46,11 +60,14 @@ class PoolAttention:
         self._unseen = (window.order[:, None] > limits[:, :, None]) | (window.order < 0)[:, None]
         self._live_unseen = ~live_mask  # [batch, rows, live rows after this forward]
         self._live = live
+        self._stores_only = stores_only
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         stored = self._stored.shape[1]
         if stored:
             self._store(layer, key[:, :, :stored], value[:, :, :stored])
+        if self._stores_only and layer == self._pool.num_layers - 1:
+            raise _AllStored
         live_keys, live_values = self._live.extend(layer, key[:, :, stored:], value[:, :, stored:])
         keys, values = self._pool.read(layer, self._window.places)
         seen = keys.shape[2]
@@ -166,7 +183,8 @@ class BlockForward:
         return states[:, -self._size :]
 
     def ingest(self, waiting: Waiting) -> None:
-        self._run(waiting, own=0)
+        with contextlib.suppress(_AllStored):
+            self._run(waiting, own=0, stores_only=True)
 
     def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
         batch, number = picked.tokens.shape
@@ -191,7 +209,7 @@ class BlockForward:
         onward: Tensor = self._model(rows, attention)
         return onward.view(batch, number, self._size, -1)
 
-    def _run(self, waiting: Waiting, own: int) -> Tensor:
+    def _run(self, waiting: Waiting, own: int, *, stores_only: bool = False) -> Tensor:
         entries, count = self._pool.entries, waiting.tokens.shape[1]
         layer = self._model.input_layer
         context, embedded = layer.condition(waiting.features), self._embed(waiting.tokens)
@@ -210,7 +228,12 @@ class BlockForward:
         live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
         states: Tensor = self._model(
             BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)),
-            self._attention(self._pool.places(waiting.slots).flatten(1), limits=order, live_mask=live_mask),
+            self._attention(
+                self._pool.places(waiting.slots).flatten(1),
+                limits=order,
+                live_mask=live_mask,
+                stores_only=stores_only,
+            ),
         )
         return states
 
@@ -221,5 +244,15 @@ class BlockForward:
         order = waiting.positions[:, :, None] * self._pool.entries + entry
         return positions.flatten(1), order.flatten(1)
 
-    def _attention(self, stored: Tensor, *, limits: Tensor, live_mask: Tensor) -> PoolAttention:
-        return PoolAttention(self._pool, self._window, stored, limits, live_mask, self.live)
+    def _attention(
+        self, stored: Tensor, *, limits: Tensor, live_mask: Tensor, stores_only: bool = False
+    ) -> PoolAttention:
+        return PoolAttention(
+            self._pool,
+            self._window,
+            stored,
+            limits=limits,
+            live_mask=live_mask,
+            live=self.live,
+            stores_only=stores_only,
+        )

@@ -153,8 +153,9 @@ def _load(
             metavar="POLICY,...", help="plain, fixed:N, per_batch_size, per_batch_size:1=32/4=8/16=0 and adaptive."
         ),
     ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
-    requests: Annotated[int, typer.Option(min=1, help="Requests for each policy and concurrency.")] = 64,
-    turns: Annotated[int, typer.Option(min=1, help="In how many turns, between which the others have theirs.")] = 2,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests for each policy and concurrency; three for each client at least.")
+    ] = 64,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 64,
     arrival: Annotated[
@@ -181,7 +182,6 @@ def _load(
         concurrency=budget_commands.numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
-        turns=turns,
         temperature=temperature,
         max_tokens=max_tokens,
         rate_per_second=rate,

@@ -3,6 +3,7 @@
 Drives the engine by hand, without thread and HTTP, so that what is measured is the engine itself. Knows no policy.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -88,32 +89,67 @@ class LoadRun:
     seconds: float
 
 
-def drive(
-    engine: Engine,
-    requests: Sequence[GenerationRequest],
-    arrivals: Arrivals,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> LoadRun:
-    """Serve all requests, each of which asks for one sequence."""
-    start, sent, finished = clock(), 0, 0
-    served: dict[str, Served] = {}
-    steps: list[StepStats] = []
-    while finished < len(requests):
-        elapsed = clock() - start
-        while sent < min(len(requests), arrivals.due(elapsed, finished)):
-            served[requests[sent].request_id] = Served(arrivals.since(sent, elapsed))
-            engine.add(replace(requests[sent], arrival_seconds=time.monotonic()))
-            sent += 1
-        if engine.idle:
-            sleep(0.001)
-            continue
-        report = engine.step()
-        now = clock() - start
+class Drive:
+    """Requests for one engine, each of which asks for one sequence. It can be paused: its time stands still then."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        arrivals: Arrivals,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._arrivals = arrivals
+        self._clock = clock
+        self._sleep = sleep
+        self._seconds = 0.0  # before the present slice
+        self.num_finished = 0
+        self._served: dict[str, Served] = {}
+        self._steps: list[StepStats] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_finished == len(self._requests)
+
+    def go_on(self, seconds: float = math.inf) -> None:
+        """Serve for so long, or to the end."""
+        start, end = self._clock() - self._seconds, self._seconds + seconds
+        while not self.is_over and self._seconds < end:
+            self._send(self._clock() - start)
+            self._step(start)
+            self._seconds = self._clock() - start
+
+    def result(self) -> LoadRun:
+        """What was served until now."""
+        return LoadRun(tuple(self._served.values()), tuple(self._steps), self._seconds)
+
+    def _send(self, elapsed: float) -> None:
+        """Hand over what is due by now."""
+        due = min(len(self._requests), self._arrivals.due(elapsed, self.num_finished))
+        for number in range(len(self._served), due):
+            request = self._requests[number]
+            self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
+            self._engine.add(replace(request, arrival_seconds=time.monotonic()))
+
+    def _step(self, start: float) -> None:
+        if self._engine.idle:
+            self._sleep(0.001)
+            return
+        report = self._engine.step()
+        now = self._clock() - start
         for output in report.outputs:
-            served[output.request_id].add(output, now)
-            finished += output.finish_reason is not None
+            self._served[output.request_id].add(output, now)
+            self.num_finished += output.finish_reason is not None
         if report.stats is not None:
-            steps.append(report.stats)
-    return LoadRun(tuple(served[request.request_id] for request in requests), tuple(steps), clock() - start)
+            self._steps.append(report.stats)
+
+
+def drive(engine: Engine, requests: Sequence[GenerationRequest], arrivals: Arrivals) -> LoadRun:
+    """Serve all requests without a pause."""
+    driven = Drive(engine, requests, arrivals)
+    driven.go_on()
+    return driven.result()

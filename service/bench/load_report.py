@@ -1,16 +1,15 @@
 """What `adaptree bench load` does around the measurement: load, take turns, show progress, print, draw, write."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.load import Arrivals, ClosedLoop, LoadRun, PoissonArrivals, drive
+from service.bench.load import Arrivals, ClosedLoop, Drive, LoadRun, PoissonArrivals, drive
 from service.bench.load_plot import plot_load
 from service.bench.load_policies import engine_for, policy_names
 from service.bench.load_rows import LoadRow, Slo, row_of, summary_of
@@ -23,6 +22,10 @@ from service.engine.engine import Engine
 from service.engine.sequence import GenerationRequest
 
 _WARM_UP_TOKENS = 8
+_ROUNDS = 3
+"""Requests of each client at least: fewer would measure how a load begins and ends."""
+_SLICE_SECONDS = 2.0
+"""After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,7 @@ class LoadPlan:
     files: tuple[Path, ...]
     concurrency: tuple[int, ...]
     policies: str
-    requests: int  # for each policy and concurrency
-    turns: int
+    requests: int  # for each policy and concurrency, at least
     temperature: float
     max_tokens: int
     rate_per_second: float | None  # None: a closed loop
@@ -43,6 +45,9 @@ class LoadPlan:
     @property
     def arrival(self) -> str:
         return "closed" if self.rate_per_second is None else "poisson"
+
+    def requests_at(self, concurrency: int) -> int:
+        return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
 
 
 def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: Path | None) -> bool:
@@ -67,10 +72,11 @@ def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: P
 
 def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
     """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
-    sets = [read_prompts(file, assembly.tokenizer, limit=plan.requests).prompts for file in plan.files]
+    most = max(map(plan.requests_at, plan.concurrency))
+    sets = [read_prompts(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
     mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
     refuse_too_long(mixed, plan.max_tokens, assembly.limits.max_model_len, "the prompts")
-    return [mixed[number % len(mixed)] for number in range(plan.requests)]
+    return [mixed[number % len(mixed)] for number in range(most)]
 
 
 def _measure_all(
@@ -82,30 +88,28 @@ def _measure_all(
     _warm_up(engines, requests)
     rows: list[LoadRow] = []
     with progress_bar() as progress:
-        task = progress.add_task("", total=len(plan.concurrency) * plan.turns * len(names))
+        task = progress.add_task("", total=len(names) * sum(map(plan.requests_at, plan.concurrency)))
         for concurrency in plan.concurrency:
             progress.update(task, description=f"concurrency {concurrency}")
-            runs = _take_turns(engines, requests, concurrency, plan, (progress, task))
+            part = requests[: plan.requests_at(concurrency)]
+            runs = _in_slices(
+                {name: Drive(engines[name], part, _arrivals(concurrency, len(part), plan)) for name in names},
+                lambda finished: progress.advance(task, finished),
+            )
             rows += [_row(name, runs, concurrency, plan) for name in names]
     return rows
 
 
-def _take_turns(
-    engines: dict[str, Engine],
-    requests: Sequence[GenerationRequest],
-    concurrency: int,
-    plan: LoadPlan,
-    bar: tuple[Progress, TaskID],
-) -> dict[str, list[LoadRun]]:
-    """Every policy's runs; policies alternate, so that a machine that slows down for a while slows all of them."""
-    runs: dict[str, list[LoadRun]] = {name: [] for name in engines}
-    each = -(-len(requests) // plan.turns)
-    for turn, first in enumerate(range(0, len(requests), each)):
-        part = requests[first : first + each]
-        for name in _order(list(engines), turn):
-            runs[name].append(drive(engines[name], part, _arrivals(concurrency, len(part), turn, plan)))
-            bar[0].advance(bar[1])
-    return runs
+def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, LoadRun]:
+    """Every policy's run of the same requests; they take turns, and each is first equally often."""
+    turn, under_way = 0, list(drives)
+    while under_way:
+        for name in _order(under_way, turn):
+            before = drives[name].num_finished
+            drives[name].go_on(_SLICE_SECONDS)
+            finished(drives[name].num_finished - before)
+        turn, under_way = turn + 1, [name for name in under_way if not drives[name].is_over]
+    return {name: driven.result() for name, driven in drives.items()}
 
 
 def _order(names: list[str], turn: int) -> list[str]:
@@ -115,13 +119,13 @@ def _order(names: list[str], turn: int) -> list[str]:
     return order[::-1] if turn % 2 else order
 
 
-def _arrivals(concurrency: int, count: int, turn: int, plan: LoadPlan) -> Arrivals:
+def _arrivals(concurrency: int, count: int, plan: LoadPlan) -> Arrivals:
     if plan.rate_per_second is None:
         return ClosedLoop(concurrency)
-    return PoissonArrivals(plan.rate_per_second, count, seed=plan.seed + turn)
+    return PoissonArrivals(plan.rate_per_second, count, seed=plan.seed)
 
 
-def _row(name: str, runs: dict[str, list[LoadRun]], concurrency: int, plan: LoadPlan) -> LoadRow:
+def _row(name: str, runs: dict[str, LoadRun], concurrency: int, plan: LoadPlan) -> LoadRow:
     return row_of(
         name,
         runs[name],

@@ -61,18 +61,16 @@ class LoadRow:
 
 def row_of(
     policy: str,
-    runs: Sequence[LoadRun],
-    reference: Sequence[LoadRun],
+    run: LoadRun,
+    reference: LoadRun,
     *,
     concurrency: int,
     arrival: str,
     rate: float | None,
     slo: Slo,
 ) -> LoadRow:
-    """A policy's runs as one row; `reference` are another policy's runs of the same requests."""
-    served = [request for run in runs for request in run.served]
-    steps = [step for run in runs for step in run.steps]
-    seconds = sum(run.seconds for run in runs)
+    """A policy's run as one row; `reference` is another policy's run of the same requests."""
+    served, steps, seconds = run.served, run.steps, run.seconds
     tokens = sum(len(request.token_ids) for request in served)
     gaps = [gap for request in served for gap in request.gaps_seconds]
     firsts = [request.first_token_seconds for request in served]
@@ -101,7 +99,7 @@ def row_of(
         undrafted_share=fmean(step.drafted_nodes == 0 for step in steps),
         cost_error=median(errors) if errors else None,
         survival_error=calibration[-1] if calibration else None,
-        mismatched_tokens=mismatches(reference, runs),
+        mismatched_tokens=mismatches(reference, run),
     )
 
 
@@ -114,12 +112,11 @@ def cost_errors(steps: Iterable[StepStats]) -> list[float]:
     ]
 
 
-def mismatches(reference: Sequence[LoadRun], runs: Sequence[LoadRun]) -> int:
+def mismatches(reference: LoadRun, run: LoadRun) -> int:
     """Positions at which the answers of two policies differ."""
     return sum(
         count_mismatches(expected.token_ids, got.token_ids)
-        for before, after in zip(reference, runs, strict=True)
-        for expected, got in zip(before.served, after.served, strict=True)
+        for expected, got in zip(reference.served, run.served, strict=True)
     )
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from drafters.purse import Purse
+from drafters.purse import PursesBySize
 from service.engine.cost import CostTable
 from service.engine.cost_online import OnlineCosts
 from service.engine.draft_cost import DraftCosts, OnlineDraftCosts
@@ -32,14 +32,14 @@ class DraftGain:
     def __init__(self, costs: CostTable, drafts: DraftCosts) -> None:
         self.costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
+        self._purses = PursesBySize()
         self._books: defaultdict[int, _Book] = defaultdict(_Book)
 
     def refusal(self, load: Load) -> str | None:
         """Why drafting would be a waste in this step."""
-        book = self._book(load)
-        if not book.purse.is_open:
+        if not self._purses.of(load.num_drafting).is_open:
             return "stands_down"
-        return "reference" if book.references_due else None
+        return "reference" if self._book(load).references_due else None
 
     def plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
@@ -67,7 +67,7 @@ class DraftGain:
         book.count(outcome.num_nodes)
         if not outcome.drafted:
             book.note_plain(outcome.other_seconds)
-            book.purse.rest()
+            self._purses.of(outcome.load.num_drafting).rest()
             return
         load = outcome.load
         plain = self.plain_seconds(load)
@@ -78,14 +78,15 @@ class DraftGain:
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
         spent = drafting + verify - float(foretold[0]) + book.note_drafted(outcome.other_seconds)
         gained = outcome.accepted_tokens / load.num_drafting * plain
-        book.settle((gained - spent) / plain)
+        gain = (gained - spent) / plain
+        book.note_gain(gain)
+        self._purses.of(load.num_drafting).settle(gain)
 
 
 class _Book:
     """What is known of one size of batch."""
 
     def __init__(self) -> None:
-        self.purse = Purse()
         self.references_due = 0
         self.plain_other_seconds = 0.0
         self._steps_with_nodes = 0
@@ -106,10 +107,9 @@ class _Book:
             self._steps_with_nodes = 0
             self._reference_after = min(_REFERENCE_EVERY, 2 * self._reference_after)
 
-    def settle(self, gain: float) -> None:
+    def note_gain(self, gain: float) -> None:
         """A step with drafts gained so many plain ones."""
         self._gain += _RATE * (gain - self._gain)
-        self.purse.settle(gain)
 
     def note_plain(self, seconds: float) -> None:
         self.plain_other_seconds = _moved(self.plain_other_seconds, seconds)

@@ -17,6 +17,11 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 FEWEST_ROWS = 4
 """oneDNN's bf16 products of one or two rows take up to a third longer than those of four to six."""
 
+_FEW_ROWS = 64
+_ROW_STEP = 16
+"""oneDNN compiles a product anew for every number of rows, which takes as long as several such products, and remembers
+about a thousand of them. Prompts come in all lengths: above a few rows, only multiples of this are asked for."""
+
 
 def packed(weight: Tensor) -> Tensor:
     """A weight in oneDNN's blocked layout, opaque to everything but its products."""
@@ -34,6 +39,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
+        rows = x.numel() // x.shape[-1]
+        missing = -rows % _ROW_STEP if rows > _FEW_ROWS else 0
+        if missing:
+            return self._product(functional.pad(x.flatten(0, -2), (0, 0, 0, missing)))[:rows].view(*x.shape[:-1], -1)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return out
 

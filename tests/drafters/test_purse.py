@@ -2,7 +2,7 @@
 
 import random
 
-from drafters.purse import ALLOWANCE, LIMIT, SHARE, Purse
+from drafters.purse import ALLOWANCE, DOUBTFUL, LIMIT, SHARE, Purse, PursesBySize
 
 
 def play(purse: Purse, gains: list[float]) -> tuple[float, int]:
@@ -46,3 +46,12 @@ def test_luck_alone_rarely_stops_a_winner() -> None:
     rng = random.Random(0)
     gains = [rng.choice([-0.4, -0.4, 0.6, 1.6]) for _ in range(4_000)]  # 0.35 on average
     assert play(Purse(), gains)[1] > 3_500
+
+
+def test_what_did_not_pay_for_few_begins_with_little_for_more() -> None:
+    purses = PursesBySize()
+    assert purses.of(4) is purses.of(7) is not purses.of(8)
+    assert purses.of(8).balance == ALLOWANCE
+    play(purses.of(8), [-0.5] * 50)
+    assert purses.of(16).balance == DOUBTFUL * ALLOWANCE
+    assert purses.of(2).balance == ALLOWANCE  # what did not pay for many says nothing of few

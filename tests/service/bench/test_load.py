@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from drafters.none import NoDrafter
 from service.assembly import Assembly, assemble
 from service.bench import load_report
-from service.bench.load import ClosedLoop, LoadRun, PoissonArrivals, Served, drive
+from service.bench.load import ClosedLoop, Drive, LoadRun, PoissonArrivals, Served
 from service.bench.load_policies import engine_for, policy_names, static_budget
 from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
 from service.bench.speed import Measure, requests_from
@@ -65,7 +65,9 @@ def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
         in_flight.append(engine.load.num_running + engine.load.num_waiting)
         return next(times)
 
-    run = drive(engine, requests, ClosedLoop(2), clock=clock)
+    driven = Drive(engine, requests, ClosedLoop(2), clock=clock)
+    driven.go_on()
+    run = driven.result()
     assert max(in_flight) == 2
     assert [len(served.token_ids) for served in run.served] == [6] * 5
     assert all(len(served.gaps_seconds) == 5 for served in run.served)
@@ -78,34 +80,57 @@ def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
     engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
     requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 4, 3, 0))
     slept: list[float] = []
-    run = drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
+    driven = Drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
+    driven.go_on()
     assert slept
-    assert [len(served.token_ids) for served in run.served] == [4, 4, 4]
+    assert [len(served.token_ids) for served in driven.result().served] == [4, 4, 4]
+
+
+def test_time_stands_still_between_slices(assembly: Assembly) -> None:
+    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 6, 3, 0))
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    driven = Drive(engine, requests, ClosedLoop(1), clock=clock)
+    slices = 0
+    while not driven.is_over:
+        driven.go_on(4.0)
+        slices += 1
+        now[0] += 1_000.0
+    run = driven.result()
+    assert slices > 3
+    assert 18 <= run.seconds <= 6.0 * slices
+    assert max(gap for served in run.served for gap in served.gaps_seconds) < 4.0
+    assert [len(served.token_ids) for served in run.served] == [6] * 3
 
 
 def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1, 0.3)) -> Served:
     return Served(0.0, first, 2.0, tokens, list(gaps), accepted_per_step=(3, 0))
 
 
-def row(policy: str, runs: list[LoadRun], reference: list[LoadRun] | None = None) -> LoadRow:
-    return row_of(policy, runs, reference or runs, concurrency=1, arrival="closed", rate=None, slo=Slo(2.0, 0.25))
+def row(policy: str, run: LoadRun, reference: LoadRun | None = None) -> LoadRow:
+    return row_of(policy, run, reference or run, concurrency=1, arrival="closed", rate=None, slo=Slo(2.0, 0.25))
 
 
-def test_a_row_adds_up_what_its_runs_did() -> None:
+def test_a_row_adds_up_what_its_run_did() -> None:
     run = LoadRun((served([1, 2, 3]), served([4, 5, 6], first=3.0)), (STEP, replace(STEP, drafted_nodes=0)), 2.0)
-    found = row("adaptive", [run, run])
-    assert (found.requests, found.tokens, found.seconds, found.tokens_per_second) == (4, 12, 4.0, 3.0)
-    assert found.goodput_tokens_per_second == 6 / 4.0  # the second of each run was too late
+    found = row("adaptive", run)
+    assert (found.requests, found.tokens, found.seconds, found.tokens_per_second) == (2, 6, 2.0, 3.0)
+    assert found.goodput_tokens_per_second == 3 / 2.0  # the second was too late
     assert (found.ttft_p50_seconds, found.ttft_p99_seconds) == (1.0, 3.0)
     assert (found.itl_p50_seconds, found.itl_p95_seconds) == (0.1, 0.3)
-    assert (found.tau, found.mean_budget, found.undrafted_share) == (2.5, 12 / 8, 0.5)
+    assert (found.tau, found.mean_budget, found.undrafted_share) == (2.5, 6 / 4, 0.5)
     assert found.cost_error == pytest.approx(0.2)
     assert (found.survival_error, found.mismatched_tokens) == (0.02, 0)
 
 
 def test_another_text_is_a_mismatch() -> None:
     one, other = LoadRun((served([1, 2, 3]),), (STEP,), 1.0), LoadRun((served([1, 9]),), (STEP,), 1.0)
-    assert row("adaptive", [other], [one]).mismatched_tokens == 2
+    assert row("adaptive", other, one).mismatched_tokens == 2
 
 
 def test_tokens_of_one_step_share_its_time() -> None:
@@ -124,7 +149,7 @@ def test_percentiles(percent: int, value: int) -> None:
 
 
 def test_the_summary_compares_at_every_concurrency() -> None:
-    base = row("plain", [LoadRun((served([1]),), (STEP,), 1.0)])
+    base = row("plain", LoadRun((served([1]),), (STEP,), 1.0))
     speeds = {"plain": (10.0, 20.0), "fixed:8": (16.0, 18.0), "fixed:16": (20.0, 10.0), "adaptive": (18.0, 21.0)}
     rows = [
         replace(base, policy=name, concurrency=place, tokens_per_second=speed)
@@ -194,7 +219,7 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path) -> Non
     assert [(line["concurrency"], line["policy"]) for line in report["rows"]] == [
         (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "per_batch_size", "adaptive")
     ]
-    assert {line["tokens"] for line in report["rows"]} == {32}
+    assert {(line["concurrency"], line["tokens"]) for line in report["rows"]} == {(1, 4 * 8), (3, 9 * 8)}
     assert report["summary"]["mismatched_tokens"] == 0
     assert report["rows"][1]["mean_budget"] > 0 == report["rows"][0]["mean_budget"]
     assert plot.read_bytes().startswith(b"\x89PNG")
