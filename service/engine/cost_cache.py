@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from service.engine import instructions
 from service.engine.cost import CostTable
 from service.engine.draft_cost import DraftCosts
 
@@ -94,12 +95,12 @@ def write(file: Path, key: CostKey, costs: Costs) -> None:
 
 
 def this_machine() -> str:
-    """Processor and number of cores."""
+    """Processor, the instructions its products may use, and number of cores."""
     name = platform.processor() or platform.machine()
     if _CPU_INFO.is_file():
         models = (line.partition(":")[2].strip() for line in _CPU_INFO.read_text().splitlines() if "model name" in line)
         name = next(models, name)
-    return f"{name} x {os.cpu_count()}"
+    return f"{name} {instructions.chosen()} x {os.cpu_count()}"
 
 
 def _lists(table: CostTable | DraftCosts) -> dict[str, Any]:

@@ -49,6 +49,7 @@ ALLOWED = {
     "service.top": ("service.top", *LEAVES),
     "service.serve": PACKAGES,
     "service.cli": PACKAGES,
+    "service.__main__": ("service.cli",),
     "service.bench": PACKAGES,
     "service.training": PACKAGES,
 }

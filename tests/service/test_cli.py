@@ -18,8 +18,7 @@ WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
 
 def run_command(*arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from service.cli import main; main()"
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-m", "service", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**WIDE, **(environ or {})})
 
 
