@@ -306,7 +306,7 @@ class Learner:
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
     losses = asdict(report.losses[-1]) if report.losses else {}
     return {
-        **{f"{term}_loss": loss for term, loss in losses.items()},
+        **{f"{term}_loss": loss for term, loss in losses.items() if loss is not None},
         "head": float(report.arm == "head"),
         "seconds": report.seconds,
         "moved": report.moved,

@@ -7,7 +7,7 @@ Legend: rows = marked positions of all lessons, vocab = the drafter's.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -60,7 +60,7 @@ class Losses:
 
     draft: float
     rank: float
-    anchor: float
+    anchor: float | None  # None where it was not taken; the last step of a pass takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,11 @@ class _Terms:
     loss: Tensor  # what is minimised; the others are what it consists of
     draft: Tensor
     rank: Tensor
-    anchor: Tensor
+    anchor: Tensor | None
 
     def numbers(self) -> Losses:
-        return Losses(*(float(term.detach()) for term in (self.draft, self.rank, self.anchor)))
+        anchor = None if self.anchor is None else float(self.anchor.detach())
+        return Losses(float(self.draft.detach()), float(self.rank.detach()), anchor)
 
 
 class Trainer:
@@ -177,8 +178,12 @@ class Trainer:
         examples = [lesson.example for lesson in lessons if lesson.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
-        batches = self._dealt(examples)
-        return [partial(self._full_terms, texts) for _ in range(self._rules.full_passes) for texts in batches]
+        *first, last = self._dealt(examples)
+        one_pass: list[Callable[[], _Terms]] = [
+            *(partial(self._full_terms, texts) for texts in first),
+            partial(self._anchored, last, len(first)),
+        ]
+        return one_pass * self._rules.full_passes
 
     def _head_lesson(self, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
         """All marks in every step: there are few of them, and their products are small."""
@@ -209,13 +214,19 @@ class Trainer:
         return _Terms(said.total + rank, said.target, rank, said.anchor)
 
     def _full_terms(self, examples: list[Example]) -> _Terms:
-        """The distance to the anchor is taken on one text per step, drawn at random: it would double the cost."""
         with self._autocast():
             scores = self._objective(self._batch(examples), self._generator)
-            drawn = int(torch.randint(len(examples), (), generator=self._generator))
+        return _Terms(scores.draft_loss + scores.rank_loss, scores.draft_loss, scores.rank_loss, None)
+
+    def _anchored(self, examples: list[Example], steps_without: int) -> _Terms:
+        """The distance to the anchor costs as much as everything else. So it is taken on one text of one step in each
+        pass, drawn at random, and weighs as much as if the steps without it had taken it too."""
+        terms = self._full_terms(examples)
+        drawn = int(torch.randint(len(examples), (), generator=self._generator))
+        with self._autocast():
             anchor = self._divergence(self._model, self._batch([examples[drawn]]))
-        loss = scores.draft_loss + scores.rank_loss + self._rules.anchor_weight * anchor
-        return _Terms(loss, scores.draft_loss, scores.rank_loss, anchor)
+        weight = self._rules.anchor_weight * (1 + steps_without)
+        return replace(terms, loss=terms.loss + weight * anchor, anchor=anchor)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self._rules.autocast)

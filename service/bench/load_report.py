@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from drafters.tree import MAX_NODES
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.load import Arrivals, ClosedLoop, Drive, LoadRun, PoissonArrivals, drive
@@ -20,6 +21,7 @@ from service.bench.tree_paint import refuse_png_without_matplotlib
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.sequence import GenerationRequest
+from service.errors import StartupError
 
 _WARM_UP_TOKENS = 8
 _ROUNDS = 3
@@ -82,8 +84,8 @@ def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
 def _measure_all(
     assembly: Assembly, names: Sequence[str], prompts: Sequence[Sequence[int]], plan: LoadPlan
 ) -> list[LoadRow]:
-    limits = replace(assembly.limits, max_sequences=max(assembly.limits.max_sequences, *plan.concurrency))
-    engines = {name: engine_for(assembly, name, limits) for name in names}
+    longest = max(map(len, prompts)) + plan.max_tokens
+    engines = _engines(assembly, names, longest=longest, most_sequences=max(plan.concurrency))
     requests = requests_from(prompts, 0, Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed))
     _warm_up(engines, requests)
     rows: list[LoadRow] = []
@@ -98,6 +100,26 @@ def _measure_all(
             )
             rows += [_row(name, runs, concurrency, plan) for name in names]
     return rows
+
+
+def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_sequences: int) -> dict[str, Engine]:
+    """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on."""
+    share = (assembly.target.pool.num_slots - 1) // len(names)
+    if share < longest + MAX_NODES + 1:
+        raise StartupError(
+            f"{len(names)} policies share the key/value pool, and {share} tokens are too few for a text of {longest}: "
+            "raise kv_cache_gib or name fewer policies"
+        )
+    limits = replace(
+        assembly.limits,
+        max_model_len=longest,
+        max_sequences=max(assembly.limits.max_sequences, most_sequences),
+        num_slots=share + 1,
+    )
+    return {
+        name: engine_for(assembly, name, replace(limits, first_slot=limits.first_slot + place * share))
+        for place, name in enumerate(names)
+    }
 
 
 def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, LoadRun]:
@@ -139,7 +161,10 @@ def _row(name: str, runs: dict[str, LoadRun], concurrency: int, plan: LoadPlan) 
 
 def _warm_up(engines: dict[str, Engine], requests: Sequence[GenerationRequest]) -> None:
     """Answers that are not measured: first calls allocate and choose code paths."""
-    few = [replace(one, sampling=replace(one.sampling, max_tokens=_WARM_UP_TOKENS)) for one in requests[:2]]
+    few = [
+        replace(one, sampling=replace(one.sampling, max_tokens=min(_WARM_UP_TOKENS, one.sampling.max_tokens)))
+        for one in requests[:2]
+    ]
     for engine in engines.values():
         drive(engine, few, ClosedLoop(len(few)))
 

@@ -7,6 +7,7 @@ import torch
 
 from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
+from kernels.tree_attention import NULL_SLOT
 from service.engine.books import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.cost import CostTable
@@ -34,6 +35,7 @@ class EngineLimits:
     prefix_cache: bool = False
     isolate_clients: bool = False  # nobody finds what others have asked
     num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
+    first_slot: int = NULL_SLOT + 1  # where they begin: engines of disjoint slots may run in turn
 
 
 def build_target(loaded: LoadedModel, num_slots: int, *, tap_layers: tuple[int, ...] = ()) -> Target:
@@ -54,7 +56,7 @@ def build_engine(
     objective: Objective | None = None,
 ) -> Engine:
     """An idle engine around a target. `costs` is what those who learn count in."""
-    slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device)
+    slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device, objective=objective)
     return Engine(

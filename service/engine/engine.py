@@ -113,7 +113,8 @@ class Engine:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
         version = self._learning.between_steps()
         clock = _Clock()
-        if self.target.pool.use(self):
+        if self.target.pool.use(self, self.slots.mine):
+            assert not self.scheduler.running, "another engine has used the slots of running texts"
             self.scheduler.forget_texts()
         batch = self.scheduler.schedule()
         if not batch.items:

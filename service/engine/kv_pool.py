@@ -38,14 +38,18 @@ class KVPool:
         self.head_dim = shape.head_dim
         size = (shape.num_layers, 2, self.num_places, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
-        self._user: object = None
+        self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()
         self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * places, kv_heads, head_dim]
 
-    def use(self, user: object) -> bool:
-        """Note who writes from now on; whether that is another than before, who finds nothing of what it left."""
-        changed, self._user = self._user is not user, user
-        return changed
+    def use(self, user: object, slots: range) -> bool:
+        """Note who writes to these slots from now on; whether somebody else did, so that nothing is left there."""
+        if self._users.get(slots) is user:
+            return False
+        self._users = {
+            held: who for held, who in self._users.items() if held.stop <= slots.start or slots.stop <= held.start
+        } | {slots: user}
+        return True
 
     def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise StartupError unless keys and values look as the configuration said. # [1, kv_heads, rows, head_dim]"""

@@ -14,9 +14,11 @@ from kernels.tree_attention import NULL_SLOT
 class SlotPool:
     """Free slots as a stack. Slot 0 is the null slot that padding reads; it is never handed out."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, *, first: int = NULL_SLOT + 1) -> None:
+        """`num_slots` counts the null slot, wherever the others begin."""
         self.capacity = num_slots - 1
-        self._stack = torch.arange(num_slots - 1, NULL_SLOT, -1, device=device)  # [capacity]
+        self.mine = range(first, first + self.capacity)
+        self._stack = torch.arange(self.mine.stop - 1, first - 1, -1, device=device)  # [capacity]
         self.num_free = self.capacity
 
     def allocate(self, count: int) -> Tensor:

@@ -207,7 +207,9 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path) -> None:
+def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices so short that every policy is interrupted in the middle of its texts."""
+    monkeypatch.setattr(load_report, "_SLICE_SECONDS", 0.01)
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     code, output = command(
@@ -249,6 +251,13 @@ def test_the_command_sends_at_random(prompt_file: Path) -> None:
 def test_the_command_says_what_to_change(prompt_file: Path, arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(StartupError, match=words):
         command("--prompts", prompt_file, *arguments)
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_policies_that_cannot_share_the_slots_are_refused(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_report, "MAX_NODES", 1_000_000)
+    with pytest.raises(StartupError, match="kv_cache_gib"):
+        command("--prompts", prompt_file, "--policies", "plain,fixed:4", "--max-tokens", 4)
 
 
 @pytest.mark.usefixtures("_loaded")

@@ -51,3 +51,16 @@ def test_other_shapes_are_refused() -> None:
     pool.refuse_other_shape(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4))
     with pytest.raises(StartupError, match="heads by dimensions"):
         pool.refuse_other_shape(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 3))
+
+
+def test_users_of_overlapping_slots_find_nothing_they_left() -> None:
+    pool, one, other, third = KVPool(SHAPE, 10, CPU), object(), object(), object()
+    whole, low, high = range(1, 10), range(1, 5), range(5, 10)
+    assert pool.use(one, whole)
+    assert not pool.use(one, whole)
+    assert pool.use(other, low)
+    assert pool.use(third, high)
+    assert not pool.use(other, low)
+    assert pool.use(one, whole)
+    assert pool.use(other, low)
+    assert pool.use(third, high)
