@@ -30,6 +30,7 @@ class Noise:
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
+    warm: bool = True  # whether any temperature is above 0; True where nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Drafter(Protocol):
         ...
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        """Candidates for each sequence, named by row. # rows [batch] int64"""
+        """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
         ...
 
     def read(self, read: Read) -> None:

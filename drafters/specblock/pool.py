@@ -42,11 +42,11 @@ class EntryPool:
 
     def forget(self, slots: Tensor) -> None:
         """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
-        self._held[slots] = False
+        self._held.index_fill_(0, slots.flatten(), False)
 
     def hold(self, slots: Tensor) -> None:
         """Their entries are run in the forward that follows at once. # [...] int64"""
-        self._held[slots] = True
+        self._held.index_fill_(0, slots.flatten(), True)
 
     def holds(self, slots: Tensor) -> Tensor:
         """Whose entries can be read. # [...] int64 -> [...] bool"""
@@ -79,17 +79,21 @@ class Waiting:
 
 
 class EntryState:
-    """Per row: slots and number of known positions, and the entries that wait for the next forward."""
+    """Per row: slots and number of known positions, and the entries that wait for the next forward.
+
+    Behind the rows of sequences stands one of nobody's, which pads batches: nothing is known or waits there.
+    """
 
     def __init__(
         self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self._slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
-        self._first = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # first position with an entry
-        self._end = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # one past the newest position
-        self._waiting = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self._features = torch.zeros(max_sequences, WAITING, width, dtype=dtype, device=device)
-        self._tokens = torch.zeros(max_sequences, WAITING, dtype=torch.int64, device=device)
+        rows = max_sequences + 1
+        self._slots = torch.full((rows, max_length), NULL_SLOT, dtype=torch.int64, device=device)
+        self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
+        self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
+        self._waiting = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._features = torch.zeros(rows, WAITING, width, dtype=dtype, device=device)
+        self._tokens = torch.zeros(rows, WAITING, dtype=torch.int64, device=device)
         self._columns = torch.arange(WAITING, device=device)
 
     def start(self, rows: list[int]) -> None:
@@ -144,15 +148,18 @@ class EntryState:
         self._tokens[rows[line], place] = tokens[line, column]
         self._waiting[rows] += counts
 
-    def take(self, rows: Tensor) -> Waiting:
-        """The waiting entries of these rows, which stop waiting."""
+    def most_waiting(self, rows: Tensor) -> int:
+        """Of any of these rows."""
+        return int(self._waiting[rows].max())  # planned transfer
+
+    def take(self, rows: Tensor, most: int) -> Waiting:
+        """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""
         counts = self._waiting[rows]
-        most = max(1, int(counts.max()))  # planned transfer
         column = self._columns[:most] - (most - counts[:, None])  # [batch, most], negative for padding
         present = column >= 0
         column = column.clamp(min=0)
         positions = torch.where(present, self._end[rows, None] - counts[:, None] + column, -1)
         slots = self._slots[rows[:, None], positions.clamp(min=0)].masked_fill(~present, NULL_SLOT)
-        self._waiting[rows] = 0
+        self._waiting.index_fill_(0, rows, 0)
         lines = rows[:, None]
         return Waiting(self._features[lines, column], self._tokens[lines, column], positions, slots)

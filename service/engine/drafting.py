@@ -155,10 +155,12 @@ class DraftStage:
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
         rows = self._tensor([s.table_row for s in drafting])
+        temperatures = [s.sampling.params.temperature for s in drafting]
         noise = Noise(
             seeds=self._tensor([s.sampling.params.seed for s in drafting]),
-            temperatures=torch.tensor([s.sampling.params.temperature for s in drafting], device=self._device),
+            temperatures=torch.tensor(temperatures, device=self._device),
             positions=self._tensor([len(s.tokens) - 1 for s in drafting]),
+            warm=any(temperatures),
         )
         deepest = self._tensor([s.num_remaining - 1 for s in drafting])
         return _cut_below(self._drafter.grow(rows, noise), deepest)
