@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcomes, Read
+from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
 from drafters.specblock.calibration import Calibration
 from drafters.specblock.captured import Capture, CapturedBlocks
 from drafters.specblock.fates import Fates
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import ROOM, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.specblock.stopping import Stopping
 from drafters.tree import Candidates
+from kernels.tree_attention import NULL_SLOT
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
 
@@ -75,6 +77,7 @@ class SpecBlockDrafter:
         )
         self._captured = None if capture is None else self._replays(capture, max_sequences)
         self._stopping = Stopping()
+        self._backlog = Backlog(max_sequences)
         self._useful_from = [0] * max_sequences
 
     @property
@@ -89,6 +92,7 @@ class SpecBlockDrafter:
         self._recorder.start(contexts)
         rows = [context.row for context in contexts]
         self._state.start(rows)
+        self._backlog.clear(rows)
         for context in contexts:
             self._useful_from[context.row] = len(context.tokens) - self._window
             if context.cached is not None:
@@ -106,17 +110,19 @@ class SpecBlockDrafter:
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
             return
+        self._make_room(Known((read.row,), (read.start,)), ROOM, positions.device)
         rows = torch.tensor([read.row], device=positions.device)
         counts = torch.full_like(rows, positions.shape[0])
-        self._make_room(rows, torch.full_like(counts, WAITING))
         self._state.append(rows, positions[:1], counts, read.slots[None, kept])
         waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], read.slots[None, kept])
-        self._blocks.ingest(rows, waiting, self._width(rows))
+        self._blocks.ingest(rows, waiting, self._width(read.start + read.tokens.shape[0]))
 
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._stopping.begin(rows.shape[0])
-        growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), noise.warm)
+        known = noise.known or Known.asked(rows, noise.positions)
+        sizes = Sizes(max(1, self._backlog.take(known)), self._width(max(known.roots)), noise.warm)
+        growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
         self.num_blocks += rows.shape[0]
         for _ in range(1, self._blocks.shape.blocks):
             promise = growing.promise
@@ -134,9 +140,11 @@ class SpecBlockDrafter:
         if self._blocks.shape.blocks > 1:
             self._stopping.settle(int(further), int(committed.counts.sum()))  # planned transfer
         if not committed.worth_running:
-            self._pool.forget(committed.slots[_taken(committed)])
+            self._pool.forget(_taken(committed))
             return
-        self._make_room(committed.rows, committed.counts)
+        known, most = committed.known or Known.asked(committed.rows, committed.positions), committed.slots.shape[1]
+        self._make_room(known, most, committed.rows.device)
+        self._backlog.add(known, most)
         taken = self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
         self._pool.forget(taken)
         self._state.wait(committed.rows, committed.counts, committed.features, committed.tokens)
@@ -154,23 +162,21 @@ class SpecBlockDrafter:
     def trainable(self) -> nn.Module | None:
         return self._model
 
-    def _begin(self, keys: Keys, warm: bool) -> Growing:
-        sizes = Sizes(max(1, self._state.most_waiting(keys.rows)), self._width(keys.rows), warm)
+    def _begin(self, keys: Keys, sizes: Sizes) -> Growing:
         replayed = None if self._captured is None else self._captured.begin(keys, sizes)
         return replayed or AsItIs(self._blocks, keys, sizes)
 
-    def _width(self, rows: Tensor) -> int:
-        """Of a window that holds all that is known of these rows and can be seen."""
-        known = min(self._state.longest(rows), self._window)
-        return max(1, -(-known // _WINDOW_STEP)) * _WINDOW_STEP
+    def _width(self, known: int) -> int:
+        """Of a window that holds so many positions, or those of them that can be seen."""
+        return max(1, -(-min(known, self._window) // _WINDOW_STEP)) * _WINDOW_STEP
 
-    def _make_room(self, rows: Tensor, counts: Tensor) -> None:
-        """Run what waits where the next entries would not fit beside it: nobody drafted for a while."""
-        full = self._state.num_waiting(rows) + counts > WAITING
-        if bool(full.any()):  # planned transfer
-            crowded = rows[full]
-            waiting = self._state.take(crowded, WAITING)
-            self._blocks.ingest(crowded, waiting, self._width(crowded))
+    def _make_room(self, known: Known, most: int, device: torch.device) -> None:
+        """Run what waits where so many more would not fit beside it: nobody drafted for a while."""
+        crowded = self._backlog.crowded(known, ROOM - most)
+        if crowded.rows:
+            rows = torch.tensor(crowded.rows, device=device)
+            waiting = self._state.take(rows, self._backlog.take(crowded))
+            self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
 
     @torch.inference_mode()
     def _replays(self, capture: Capture, max_sequences: int) -> CapturedBlocks:
@@ -179,8 +185,9 @@ class SpecBlockDrafter:
 
 
 def _taken(committed: Committed) -> Tensor:
-    """Which of its slots hold a position. # -> [batch, depth + 1] bool"""
-    return torch.arange(committed.slots.shape[1], device=committed.slots.device) < committed.counts[:, None]
+    """Its slots that hold a position, NULL_SLOT for the others. # -> [batch, depth + 1] int64"""
+    offsets = torch.arange(committed.slots.shape[1], device=committed.slots.device)
+    return committed.slots.where(offsets < committed.counts[:, None], NULL_SLOT)
 
 
 def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:

@@ -3,7 +3,7 @@ stored and what is still to be run.
 
 An entry needs a position's target features and the token after it. Those that a step has committed wait here until
 the next forward, which runs them before it drafts (fresh entries with true features: section 3.1).
-Legend: rows = sequences of the engine's table, batch = some of them, waiting = most entries that can wait.
+Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ from kernels.tree_attention import NULL_SLOT
 
 WAITING = MAX_DEPTH + 1
 """Entries one step can commit: the root and every accepted node."""
+
+ROOM = 2 * WAITING
+"""Entries that can wait: how many a step commits is not known to the host when it must find room for them."""
 
 
 class EntryPool:
@@ -81,20 +84,21 @@ class Waiting:
 class EntryState:
     """Per row: slots and number of known positions, and the entries that wait for the next forward.
 
-    Behind the rows of sequences stands one of nobody's, which pads batches: nothing is known or waits there.
+    Behind the rows of sequences stands one of nobody's, which pads batches: nothing is known or waits there. Behind the
+    columns of a row stands one that takes what is written by padding and is never read.
     """
 
     def __init__(
         self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         rows = max_sequences + 1
-        self._slots = torch.full((rows, max_length), NULL_SLOT, dtype=torch.int64, device=device)
+        self._slots = torch.full((rows, max_length + 1), NULL_SLOT, dtype=torch.int64, device=device)
         self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
         self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
         self._waiting = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._features = torch.zeros(rows, WAITING, width, dtype=dtype, device=device)
-        self._tokens = torch.zeros(rows, WAITING, dtype=torch.int64, device=device)
-        self._columns = torch.arange(WAITING, device=device)
+        self._features = torch.zeros(rows, ROOM + 1, width, dtype=dtype, device=device)
+        self._tokens = torch.zeros(rows, ROOM + 1, dtype=torch.int64, device=device)
+        self._columns = torch.arange(ROOM, device=device)
 
     def start(self, rows: list[int]) -> None:
         """Forget everything about these rows."""
@@ -117,23 +121,20 @@ class EntryState:
         positions = torch.where(positions >= self._first[rows, None], positions, -1)
         return positions, self._slots[rows[:, None], positions.clamp(min=0)]
 
-    def longest(self, rows: Tensor) -> int:
-        """Most positions known of any of these rows."""
-        return int((self._end[rows] - self._first[rows]).max())  # planned transfer
-
     def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """Positions start..start + counts - 1 are committed; returns their slots, without padding.
+        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding.
 
-        rows, start, counts [batch]; slots [batch, count] -> [total] int64
+        rows, start, counts [batch]; slots [batch, count] -> [batch, count] int64
         """
         offsets = torch.arange(slots.shape[1], device=rows.device)
-        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
-        taken = slots[line, column]
-        self._slots[rows[line], start[line] + column] = taken
-        begins = self._end[rows] != start  # nothing is known of what stands before
-        self._first[rows] = torch.where(begins, start, self._first[rows])
-        self._waiting[rows] = torch.where(begins, 0, self._waiting[rows])
-        self._end[rows] = start + counts
+        is_taken = offsets < counts[:, None]
+        taken = slots.where(is_taken, NULL_SLOT)
+        unread = self._slots.shape[1] - 1
+        self._slots[rows[:, None], (start[:, None] + offsets).where(is_taken, unread)] = taken
+        follows = self._end[rows] == start  # otherwise nothing is known of what stands before
+        self._first.index_copy_(0, rows, self._first[rows].where(follows, start))
+        self._waiting.index_copy_(0, rows, self._waiting[rows] * follows)
+        self._end.index_copy_(0, rows, start + counts)
         return taken
 
     def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
@@ -142,15 +143,10 @@ class EntryState:
         rows, counts [batch]; features [batch, count, width]; tokens [batch, count], each position's next token
         """
         offsets = torch.arange(tokens.shape[1], device=rows.device)
-        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
-        place = self._waiting[rows][line] + column
-        self._features[rows[line], place] = features[line, column].to(self._features.dtype)
-        self._tokens[rows[line], place] = tokens[line, column]
-        self._waiting[rows] += counts
-
-    def most_waiting(self, rows: Tensor) -> int:
-        """Of any of these rows."""
-        return int(self._waiting[rows].max())  # planned transfer
+        place = (self._waiting[rows, None] + offsets).where(offsets < counts[:, None], ROOM)
+        self._features[rows[:, None], place] = features.to(self._features.dtype)
+        self._tokens[rows[:, None], place] = tokens
+        self._waiting.index_add_(0, rows, counts)
 
     def take(self, rows: Tensor, most: int) -> Waiting:
         """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""

@@ -18,16 +18,11 @@ torch.set_num_threads(1)
 
 PLAIN, DRAFTED = 80, 335  # launches
 READS_OF_A_DRAFTED_STEP = [
-    "drafters.specblock.pool:most_waiting int",
-    "drafters.specblock.pool:longest int",
     "drafters.specblock.drafter:grow float",
     "service.engine.budget:_capped int",
     "service.engine.drafting:build tolist",
     "drafters.specblock.drafter:commit int",
     "drafters.specblock.drafter:commit int",
-    "drafters.specblock.drafter:_make_room bool",
-    "drafters.specblock.pool:append nonzero",
-    "drafters.specblock.pool:wait nonzero",
     "service.engine.emit:of tolist",
 ]
 
