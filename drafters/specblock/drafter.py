@@ -4,10 +4,12 @@ Legend: batch, rows = sequences of the engine's table, depth = longest accepted 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from drafters import late
 from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcomes, Read
 from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
@@ -76,7 +78,11 @@ class SpecBlockDrafter:
             shape=shape,
         )
         self._captured = None if capture is None else self._replays(capture, max_sequences)
-        self._stopping = Stopping()
+        self._stopping = Stopping(late.clock_of(device))
+        further = range(1, shape.blocks)
+        self._promises = [late.readings_of(device) for _ in further]
+        self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
+        self._outcomes = late.readings_of(device)
         self._backlog = Backlog(max_sequences)
         self._useful_from = [0] * max_sequences
 
@@ -124,9 +130,10 @@ class SpecBlockDrafter:
         sizes = Sizes(max(1, self._backlog.take(known)), self._width(max(known.roots)), noise.warm)
         growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
         self.num_blocks += rows.shape[0]
-        for _ in range(1, self._blocks.shape.blocks):
+        for number in range(self._blocks.shape.blocks - 1):
             promise = growing.promise
-            if not self._stopping.further(float(promise.sum())):  # planned transfer
+            self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._hear, number))
+            if not self._stopping.further(self._promised[number] * rows.shape[0]):
                 break
             growing.grow()
             self.num_blocks += promise.numel()
@@ -138,7 +145,7 @@ class SpecBlockDrafter:
         self._recorder.commit(committed)
         further = self._fates.learn(committed.rows, committed.tokens, committed.counts)
         if self._blocks.shape.blocks > 1:
-            self._stopping.settle(int(further), int(committed.counts.sum()))  # planned transfer
+            self._outcomes.read(torch.stack([further, committed.counts.sum()]), self._stopping.end())
         if not committed.worth_running:
             self._pool.forget(_taken(committed))
             return
@@ -161,6 +168,9 @@ class SpecBlockDrafter:
 
     def trainable(self) -> nn.Module | None:
         return self._model
+
+    def _hear(self, number: int, promised: Sequence[float]) -> None:
+        (self._promised[number],) = promised
 
     def _begin(self, keys: Keys, sizes: Sizes) -> Growing:
         replayed = None if self._captured is None else self._captured.begin(keys, sizes)

@@ -12,19 +12,11 @@ from service.engine.engine import Engine
 from tests.service.engine.harness import greedy, request
 from tests.service.engine.host_reads import HostReads
 from tests.service.engine.launches import Launches
-from tests.service.engine.test_host_reads import ON_THE_HOST
+from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS, TREE_SIZES
 
 torch.set_num_threads(1)
 
 PLAIN, DRAFTED = 80, 335  # launches
-READS_OF_A_DRAFTED_STEP = [
-    "drafters.specblock.drafter:grow float",
-    "service.engine.budget:_capped int",
-    "service.engine.drafting:build tolist",
-    "drafters.specblock.drafter:commit int",
-    "drafters.specblock.drafter:commit int",
-    "service.engine.emit:of tolist",
-]
 
 
 def replayed(folder: Path) -> Assembly:
@@ -52,8 +44,8 @@ def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     launches.stand_for_a_device(monkeypatch)
     assembly = replayed(tmp_path)
     plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
-    assert plain_reads == ["service.engine.emit:of tolist"]
+    assert plain_reads == [TOKENS]
     assert 40 < launches.count <= PLAIN
-    assert step_in_the_middle(assembly.engine(), launches) == READS_OF_A_DRAFTED_STEP
+    assert step_in_the_middle(assembly.engine(), launches) == [TREE_SIZES, TOKENS]
     print("COUNT", launches.count)
     assert 2 * PLAIN < launches.count <= DRAFTED
