@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as nested
 
-from drafters.specblock.blocks import Block, Blocks, Ground, Growing, Keys, Sizes
-from drafters.specblock.pool import WAITING
+from drafters.specblock.blocks import AsItIs, Block, Blocks, Ground, Growing, Keys, Sizes
+from drafters.specblock.pool import WAITING, Entries
 from drafters.tree import Candidates, DraftTree
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -86,25 +86,25 @@ class CapturedBlocks:
         self._blocks, self._capture, self._nobody = blocks, capture, nobody
         self._keys = torch.tensor([[nobody], [0], [0]], device=blocks.device).repeat(1, max_batch)  # rows, seeds, roots
         self._temperatures = torch.zeros(max_batch, device=blocks.device)
-        self._batches = [*(batch for batch in BATCHES if batch < max_batch), max_batch]
+        self._batches = _batches(max_batch)
         self._widths = [*(width for width in WIDTHS if width < window), window]
         self._first_places: Places[tuple[Ground, Block]] = Places()
         self._further_places: list[Places[Block]] = [Places() for _ in range(1, blocks.shape.blocks)]
         self._tree_places: list[Places[tuple[Tensor, ...]]] = [Places() for _ in range(blocks.shape.blocks)]
         self._replays: dict[tuple[int, int, bool], _Replays] = {}
         self._trees: dict[int, list[Replayed[tuple[Tensor, ...]]]] = {}  # by batch; of one block, of two, ...
-        for batch in reversed(self._batches):
+        for batch in self._batches:
             for width, warm in product(reversed(self._widths), (True, False)):
                 self._replays[batch, width, warm] = self._captured(batch, width, warm)
             self._trees[batch] = self._captured_trees(self._replays[batch, window, True])
 
-    def begin(self, keys: Keys, sizes: Sizes) -> Growing | None:
-        """Trees of these sequences; None where no shape holds them."""
+    def __call__(self, keys: Keys, sizes: Sizes) -> Growing:
+        """Trees of these sequences; as they are where no shape holds them."""
         batch = keys.rows.shape[0]
-        padded, width = _least(self._batches, batch), _least(self._widths, sizes.width)
+        padded, width = _least(self._batches[::-1], batch), _least(self._widths, sizes.width)
         count = _least(COUNTS, sizes.waiting)
         if padded is None or width is None or count is None:
-            return None
+            return AsItIs(self._blocks, keys, sizes)
         replays = self._replays[padded, width, sizes.warm]
         replays.keys.rows[batch:].fill_(self._nobody)
         for place, values in zip(replays.keys, keys, strict=True):
@@ -136,6 +136,32 @@ class CapturedBlocks:
         return Replayed(self._capture, function, places)
 
 
+class CapturedEntries:
+    """A function of committed entries, replayed by batch."""
+
+    def __init__(self, function: Callable[[Entries], Tensor], capture: Capture, padding: Entries) -> None:
+        """`padding` is as large as any batch; its tensors become the buffers."""
+        self._function, self._buffers = function, padding
+        self._nothing = [value.clone() for value in padding[:3]]  # rows, positions and counts of nobody's
+        places: Places[Tensor] = Places()
+        self._replays = {
+            batch: Replayed(capture, partial(function, Entries(*(value[:batch] for value in padding))), places)
+            for batch in _batches(padding.rows.shape[0])
+        }
+
+    def __call__(self, entries: Entries) -> Tensor:
+        """As the function itself, which is called where there are more of them than fit."""
+        batch, count = entries.tokens.shape
+        padded = _least(sorted(self._replays), batch)
+        if padded is None or count > self._buffers.tokens.shape[1]:
+            return self._function(entries)
+        for place, nothing in zip(self._buffers, self._nothing, strict=False):
+            place[batch:padded].copy_(nothing[batch:padded])
+        for place, values in zip(self._buffers, entries, strict=True):
+            place[tuple(map(slice, values.shape[:2]))].copy_(values)
+        return self._replays[padded]()
+
+
 class _Trees:
     """A batch of trees while it grows by replays, at the head of buffers that may hold more."""
 
@@ -154,6 +180,11 @@ class _Trees:
 
     def candidates(self) -> Candidates:
         return DraftTree(*(value[: self._batch] for value in self._trees[self._number]()))
+
+
+def _batches(most: int) -> list[int]:
+    """Of the shapes, the largest first."""
+    return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int | None:

@@ -14,11 +14,11 @@ from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcome
 from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.captured import Capture, CapturedBlocks
+from drafters.specblock.captured import Capture, CapturedBlocks, CapturedEntries
 from drafters.specblock.fates import Fates
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
-from drafters.specblock.pool import ROOM, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.specblock.stopping import Stopping
 from drafters.tree import Candidates
@@ -77,7 +77,10 @@ class SpecBlockDrafter:
             policy=policy,
             shape=shape,
         )
-        self._captured = None if capture is None else self._replays(capture, max_sequences)
+        self._begin: Callable[[Keys, Sizes], Growing] = partial(AsItIs, self._blocks)
+        self._take_in: Callable[[Entries], Tensor] = self._as_it_is
+        if capture is not None:
+            self._begin, self._take_in = self._captured(capture, max_sequences)
         self._stopping = Stopping(late.clock_of(device))
         further = range(1, shape.blocks)
         self._promises = [late.readings_of(device) for _ in further]
@@ -140,21 +143,21 @@ class SpecBlockDrafter:
             self._stopping.drafted()
         return growing.candidates()
 
+    @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         assert committed.features is not None, "the target taps no features for this drafter"
         self._recorder.commit(committed)
-        further = self._fates.learn(committed.rows, committed.tokens, committed.counts)
+        rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
+        if committed.worth_running:
+            known = committed.known or Known.asked(rows, positions)
+            self._make_room(known, slots.shape[1], rows.device)
+            self._backlog.add(known, slots.shape[1])
+            came = self._take_in(Entries(rows, positions, counts, slots, committed.features, committed.tokens))
+        else:
+            self._pool.forget(_taken(slots, counts))
+            came = self._fates.learn(rows, committed.tokens, counts)
         if self._blocks.shape.blocks > 1:
-            self._outcomes.read(torch.stack([further, committed.counts.sum()]), self._stopping.end())
-        if not committed.worth_running:
-            self._pool.forget(_taken(committed))
-            return
-        known, most = committed.known or Known.asked(committed.rows, committed.positions), committed.slots.shape[1]
-        self._make_room(known, most, committed.rows.device)
-        self._backlog.add(known, most)
-        taken = self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
-        self._pool.forget(taken)
-        self._state.wait(committed.rows, committed.counts, committed.features, committed.tokens)
+            self._outcomes.read(came, self._stopping.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._fates.forget(list(rows))
@@ -172,9 +175,12 @@ class SpecBlockDrafter:
     def _hear(self, number: int, promised: Sequence[float]) -> None:
         (self._promised[number],) = promised
 
-    def _begin(self, keys: Keys, sizes: Sizes) -> Growing:
-        replayed = None if self._captured is None else self._captured.begin(keys, sizes)
-        return replayed or AsItIs(self._blocks, keys, sizes)
+    def _as_it_is(self, entries: Entries) -> Tensor:
+        """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `Fates.learn`"""
+        came = self._fates.learn(entries.rows, entries.tokens, entries.counts)
+        self._pool.forget(self._state.append(entries.rows, entries.positions, entries.counts, entries.slots))
+        self._state.wait(entries.rows, entries.counts, entries.features, entries.tokens)
+        return came
 
     def _width(self, known: int) -> int:
         """Of a window that holds so many positions, or those of them that can be seen."""
@@ -189,15 +195,17 @@ class SpecBlockDrafter:
             self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
 
     @torch.inference_mode()
-    def _replays(self, capture: Capture, max_sequences: int) -> CapturedBlocks:
+    def _captured(self, capture: Capture, max_sequences: int) -> tuple[CapturedBlocks, CapturedEntries]:
         window = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
-        return CapturedBlocks(self._blocks, capture, max_batch=max_sequences, window=window, nobody=max_sequences)
+        return (
+            CapturedBlocks(self._blocks, capture, max_batch=max_sequences, window=window, nobody=self._state.nobody),
+            CapturedEntries(self._as_it_is, capture, self._state.padding(max_sequences)),
+        )
 
 
-def _taken(committed: Committed) -> Tensor:
-    """Its slots that hold a position, NULL_SLOT for the others. # -> [batch, depth + 1] int64"""
-    offsets = torch.arange(committed.slots.shape[1], device=committed.slots.device)
-    return committed.slots.where(offsets < committed.counts[:, None], NULL_SLOT)
+def _taken(slots: Tensor, counts: Tensor) -> Tensor:
+    """Those that hold a position, NULL_SLOT for the others. # slots [batch, depth + 1], counts [batch] -> like slots"""
+    return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
 
 
 def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:

@@ -43,9 +43,10 @@ class Fates:
             table[:, : tree.width].index_copy_(0, rows, values)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Calibrate by what was committed; says how many accepted tokens came from blocks after a tree's first.
+        """Calibrate by what was committed; says how many accepted tokens came from blocks after a tree's first, and
+        how many tokens there are.
 
-        rows, counts [batch]; tokens [batch, depth + 1] -> []
+        rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
         """
         hashes, parents, buckets = self._hashes[rows], self._parents[rows], self._buckets[rows]
         true = merging.came_true(hashes, tokens, counts)
@@ -53,4 +54,4 @@ class Fates:
         self._calibration.observe(buckets, self._foretold[rows], true, tried)
         further = (buckets >= self._calibration.first_further) & (self._depths[rows] < counts[:, None])
         self._hashes.index_fill_(0, rows, merging.NO_HASH)
-        return (true & tried & further).sum()
+        return torch.stack([(true & tried & further).sum(), counts.sum()])

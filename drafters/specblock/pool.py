@@ -7,6 +7,7 @@ Legend: rows = sequences of the engine's table, batch = some of them, room = mos
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +82,17 @@ class Waiting:
     slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
 
 
+class Entries(NamedTuple):
+    """What a step has committed of each sequence: entries to run, once there is a forward."""
+
+    rows: Tensor  # [batch] int64
+    positions: Tensor  # [batch] int64, of the first
+    counts: Tensor  # [batch] int64
+    slots: Tensor  # [batch, count] int64, padded with any
+    features: Tensor  # [batch, count, taps * hidden]
+    tokens: Tensor  # [batch, count] int64, the token after each position
+
+
 class EntryState:
     """Per row: slots and number of known positions, and the entries that wait for the next forward.
 
@@ -91,7 +103,7 @@ class EntryState:
     def __init__(
         self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        rows = max_sequences + 1
+        self.nobody, rows = max_sequences, max_sequences + 1
         self._slots = torch.full((rows, max_length + 1), NULL_SLOT, dtype=torch.int64, device=device)
         self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
         self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
@@ -122,10 +134,8 @@ class EntryState:
         return positions, self._slots[rows[:, None], positions.clamp(min=0)]
 
     def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding.
-
-        rows, start, counts [batch]; slots [batch, count] -> [batch, count] int64
-        """
+        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding. Fields as of
+        `Entries`. # -> [batch, count] int64"""
         offsets = torch.arange(slots.shape[1], device=rows.device)
         is_taken = offsets < counts[:, None]
         taken = slots.where(is_taken, NULL_SLOT)
@@ -138,15 +148,19 @@ class EntryState:
         return taken
 
     def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
-        """Queue the entries of the positions just appended; there must be room for them.
-
-        rows, counts [batch]; features [batch, count, width]; tokens [batch, count], each position's next token
-        """
+        """Queue the entries of the positions just appended; there must be room for them. Fields as of `Entries`."""
         offsets = torch.arange(tokens.shape[1], device=rows.device)
         place = (self._waiting[rows, None] + offsets).where(offsets < counts[:, None], ROOM)
         self._features[rows[:, None], place] = features.to(self._features.dtype)
         self._tokens[rows[:, None], place] = tokens
         self._waiting.index_add_(0, rows, counts)
+
+    def padding(self, batch: int) -> Entries:
+        """Entries of nobody's, as many as a step can commit."""
+        features = self._features.new_zeros(batch, WAITING, self._features.shape[2])
+        tokens = self._tokens.new_zeros(batch, WAITING)
+        start = tokens.new_zeros(batch)
+        return Entries(start + self.nobody, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens)
 
     def take(self, rows: Tensor, most: int) -> Waiting:
         """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""
