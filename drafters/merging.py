@@ -6,6 +6,7 @@ Legend: batch, nodes as in drafters/tree.py; raw = nodes before merging, parents
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ NO_HASH = 0
 _DOUBLINGS = (MAX_DEPTH - 1).bit_length()
 
 
-def _depth_factors() -> Tensor:
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """By depth. # -> [MAX_DEPTH + 1] int64"""
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(-(2**62), 2**62, (MAX_DEPTH + 1,), generator=generator) | 1
-
-
-_FACTORS = _depth_factors()
+    return (torch.randint(-(2**62), 2**62, (MAX_DEPTH + 1,), generator=generator) | 1).to(device)
 
 
 def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
 
     Different paths collide with odds of about 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64
     """
-    own = (tokens + 1) * _FACTORS.to(tokens.device)[depths]
+    own = (tokens + 1) * _factors(tokens.device)[depths]
     # The root becomes the last column: it adds nothing and is its own parent.
     nodes = tokens.shape[1]
     sums, jump = pad(own, (0, 1)), pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)
@@ -52,7 +52,7 @@ def prefix_hashes(tokens: Tensor) -> Tensor:
     tokens [batch, count] -> [batch, at most MAX_DEPTH] int64
     """
     tokens = tokens[:, :MAX_DEPTH]
-    factors = _FACTORS.to(tokens.device)[1 : tokens.shape[1] + 1]
+    factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
     return ((tokens + 1) * factors).cumsum(1)
 
 

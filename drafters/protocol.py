@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -24,12 +25,28 @@ class DraftContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What the host knows of a batch without asking the device."""
+
+    rows: tuple[int, ...]
+    roots: tuple[int, ...]  # absolute positions
+
+    @staticmethod
+    def asked(rows: Tensor, roots: Tensor) -> "Known":
+        """Ask the device, for those who keep their books there. # both [batch] int64"""
+        both: list[list[int]] = torch.stack([rows, roots]).tolist()  # planned transfer: not while serving
+        return Known(tuple(both[0]), tuple(both[1]))
+
+
+@dataclass(frozen=True, slots=True)
 class Noise:
     """The key of the sampling noise per sequence, so that a drafter can rank by the scores the target will use."""
 
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
+    warm: bool = True  # whether any temperature is above 0; True where nobody knows
+    known: Known | None = None  # of rows and roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,7 @@ class Committed:
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
     tops: TargetTops | None = None  # there if the drafter's `target_top` asks for them
     worth_running: bool = True  # as for `Read`
+    known: Known | None = None  # of rows and roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +123,7 @@ class Drafter(Protocol):
         ...
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        """Candidates for each sequence, named by row. # rows [batch] int64"""
+        """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
         ...
 
     def read(self, read: Read) -> None:

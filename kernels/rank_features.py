@@ -28,6 +28,6 @@ def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
     top = scores.topk(TOP, dim=-1)
     total = scores.logsumexp(-1, keepdim=True)
     logs = top.values - total  # [..., TOP]
-    gaps = logs[..., :1] - logs[..., list(GAPS)]
+    gaps = logs[..., :1] - torch.stack([logs[..., rank] for rank in GAPS], dim=-1)
     entropy = total - (scores.softmax(-1) * scores).sum(-1, keepdim=True)
     return torch.cat([logs, gaps, logs[..., :1].exp(), entropy], dim=-1), top.indices

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from drafters import merging
+from drafters import late, merging
 from drafters.merged.sleep import Sleep
 from drafters.merged.worth import Worth
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
@@ -35,7 +35,9 @@ class MergedDrafter:
         self._cheap = cheap
         self._costly = costly
         self._max_nodes = max_nodes
-        self._worth = worth or Worth()
+        self._worth = worth or Worth(late.clock_of(device))
+        self._promises, self._outcomes = late.readings_of(device), late.readings_of(device)
+        self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
         self._sleep = Sleep()
         self._has_grown = self._asked = False
         shape = (2, max_sequences, 2 * max_nodes)
@@ -74,8 +76,8 @@ class MergedDrafter:
         self._has_grown = True
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
-        promised = float(cheap.survival.sum()) / max(1, rows.shape[0])  # planned transfer
-        if not self._worth.ask(promised, rows.shape[0]):
+        self._promises.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._hear)
+        if not self._worth.ask(self._promised, rows.shape[0]):
             return cheap
         self._asked = True
         costly = self._costly.grow(rows, noise)
@@ -106,6 +108,9 @@ class MergedDrafter:
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
         self._hashes[source, rows, : tree.width] = merging.node_hashes(tree)
 
+    def _hear(self, promised: Sequence[float]) -> None:
+        (self._promised,) = promised
+
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
         wanted = merging.prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
@@ -115,5 +120,7 @@ class MergedDrafter:
         alone = right[1] & ~right[0]
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
-        self._worth.settle(int(alone.sum()), int(committed.counts.sum()))  # planned transfer
+        hear = self._worth.end()
+        if hear is not None:
+            self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), hear)
         self._hashes[:, committed.rows] = merging.NO_HASH

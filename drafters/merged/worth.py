@@ -6,10 +6,12 @@ speed only.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
+from drafters.late import Clock, Hear, Moment
 from drafters.purse import Purse, PursesBySize
 
 _EDGES = (0.3, 1.0, 2.5)  # tokens per sequence that the cheaper drafters promise
@@ -21,14 +23,14 @@ class _Asked:
     """A question whose worth is not known yet."""
 
     purse: Purse
-    at: float
-    seconds: float = 0.0
+    at: Moment
+    answered: Moment
 
 
 class Worth:
     """Books of one drafter, by promise of the others and by load."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
         self._purses: defaultdict[int, PursesBySize] = defaultdict(lambda: PursesBySize(allowance=_ALLOWANCE))
         self._open: _Asked | None = None
@@ -40,7 +42,8 @@ class Worth:
         purse = self._purses[sum(promised >= edge for edge in _EDGES)].of(batch)
         if purse.is_open:
             self.num_asked += 1
-            self._open = _Asked(purse, self._clock())
+            now = self._clock()
+            self._open = _Asked(purse, now, now)
             return True
         purse.rest()
         self.num_passed_over += 1
@@ -50,14 +53,17 @@ class Worth:
     def answered(self) -> None:
         """The drafter has answered."""
         if self._open is not None:
-            self._open.seconds = self._clock() - self._open.at
+            self._open.answered = self._clock()
 
-    def settle(self, extra: int, emitted: int) -> None:
-        """The step has ended: `extra` of its `emitted` tokens were accepted on this drafter's word alone."""
-        if self._open is None:
-            return
+    def end(self) -> Hear | None:
+        """The step has ended. What is returned wants to hear, sooner or later, how many of its emitted tokens were
+        accepted on this drafter's word alone, and how many there were; None where it was not asked."""
         asked, self._open = self._open, None
-        whole = self._clock() - asked.at
-        without = whole - asked.seconds
-        if without > 0.0:
-            asked.purse.settle((extra * whole / max(1, emitted) - asked.seconds) / without)
+        return None if asked is None else partial(_settle, asked, self._clock())
+
+
+def _settle(asked: _Asked, ended: Moment, known: Sequence[float]) -> None:
+    extra, emitted = known
+    whole, seconds = ended - asked.at, asked.answered - asked.at
+    if whole > seconds:
+        asked.purse.settle((extra * whole / max(1, emitted) - seconds) / (whole - seconds))

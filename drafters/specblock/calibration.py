@@ -19,7 +19,10 @@ _CLASSES = len(CLASS_NAMES)  # those that can be drafted
 
 
 class Calibration:
-    """Correction factors of conditional probabilities: (prior + came true) / (prior + foretold)."""
+    """Correction factors of conditional probabilities: (prior + came true) / (prior + foretold).
+
+    Its tensors stay where they are: captured computations read and write them there.
+    """
 
     def __init__(self, block_size: int, *, device: torch.device | str) -> None:
         buckets = 2 * block_size * _CLASSES
@@ -45,7 +48,7 @@ class Calibration:
         flat = buckets.flatten()
         self._true.mul_(_DECAY).index_add_(0, flat, (true & tried).float().flatten())
         self._foretold.mul_(_DECAY).index_add_(0, flat, (foretold * tried).flatten())
-        self._factors = ((_PRIOR + self._true) / (_PRIOR + self._foretold)).clamp(*_LIMITS)
+        torch.clamp((_PRIOR + self._true) / (_PRIOR + self._foretold), *_LIMITS, out=self._factors)
 
     def outcomes(self) -> RankOutcomes:
         """By class of the rank: recent tokens foretold, and those that came true."""

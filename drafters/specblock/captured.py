@@ -1,22 +1,23 @@
-"""Block forwards of a few fixed shapes, captured when the drafter is built and replayed on static buffers.
+"""The blocks of draft trees in a few fixed shapes, captured when the drafter is built and replayed on static buffers.
 
-A batch, its waiting entries and its window are padded with what nobody sees. Forwards that fit no shape, and those of
-prompts, run as they are. Knows neither trees nor how capturing works.
-Legend: batch, count = waiting entries, width = window positions, starts, block = K.
+A batch is padded with rows of nobody's, its waiting entries and its window with what nobody sees. Trees that fit no
+shape grow as they are. Knows neither what a block is nor how capturing works.
+Legend: batch, waiting, width as in blocks.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as nested
 
-from drafters.specblock.growth import Origin, Picked
-from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.pool import WAITING, EntryPool, Waiting
-from drafters.specblock.serving import BlockForward, LiveRows, Reach, TreeForward, Window
-from kernels.tree_attention import NULL_SLOT
+from drafters.specblock.blocks import AsItIs, Block, Blocks, Ground, Growing, Keys, Sizes
+from drafters.specblock.pool import WAITING, Entries
+from drafters.tree import Candidates, DraftTree
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Makes a computation on tensors that stay where they are repeatable; runs it at least once."""
@@ -24,198 +25,168 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 BATCHES = (1, 2, 4, 8, 16, 32)
 COUNTS = (4, WAITING)
 WIDTHS = (128, 256, 512)
-_NOWHERE = -1
+Result = TypeVar("Result")
 
 
-class Replayed:
-    """A function of tensors in one shape: arguments are copied into buffers, and results stand in others."""
+class Places(Generic[Result]):
+    """Where the results of one function stand in all its shapes: the leading part of those of the largest, which must
+    be asked for first."""
 
-    def __init__(
-        self, capture: Capture, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Tensor]
-    ) -> None:
-        self._arguments = [argument.clone() for argument in arguments]
-        self.results = [torch.zeros_like(result) for result in function(*self._arguments)]
+    def __init__(self) -> None:
+        self._largest: list[Tensor] = []
+
+    def of(self, results: Result) -> Result:
+        """Places for results like these. # tensors, also nested in tuples"""
+        tensors, structure = nested.tree_flatten(results)
+        self._largest = self._largest or [torch.zeros_like(tensor) for tensor in tensors]
+        fitted = [place[tuple(map(slice, tensor.shape))] for place, tensor in zip(self._largest, tensors, strict=True)]
+        places: Result = nested.tree_unflatten(fitted, structure)
+        return places
+
+
+class Replayed(Generic[Result]):
+    """A function of tensors that stay where they are, and so do its results."""
+
+    def __init__(self, capture: Capture, function: Callable[[], Result], places: Places[Result]) -> None:
+        self.results = places.of(function())
+        standing = nested.tree_leaves(self.results)
 
         def compute() -> None:
-            for place, result in zip(self.results, function(*self._arguments), strict=True):
+            for place, result in zip(standing, nested.tree_leaves(function()), strict=True):
                 place.copy_(result)
 
         self._replay = capture(compute)
 
-    def __call__(self, *arguments: Tensor) -> list[Tensor]:
-        """Results are overwritten by the next call."""
-        for place, argument in zip(self._arguments, arguments, strict=True):
-            place.copy_(argument)
+    def __call__(self) -> Result:
+        """Results are overwritten by the next call, in whatever shape."""
         self._replay()
         return self.results
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a capture of a tree's forwards is made for."""
+class _Replays:
+    """The blocks of trees in one batch, width and warmth."""
 
-    batch: int
-    count: int
-    width: int
+    keys: Keys
+    first: dict[int, Replayed[tuple[Ground, Block]]]  # by how many entries can wait
+    further: list[Replayed[Block]]
+
+    @property
+    def grown(self) -> tuple[Ground, list[Block]]:
+        """Where all results stand."""
+        ground, block = self.first[COUNTS[0]].results
+        return ground, [block, *(replayed.results for replayed in self.further)]
 
 
-class CapturedForwards:
-    """Makes the forwards of one tree after the other; `starts` blocks begin in each forward after the first."""
+class CapturedBlocks:
+    """Begins trees in the smallest shapes that hold them."""
 
-    def __init__(
-        self,
-        model: SpecBlock,
-        embed: Embed,
-        pool: EntryPool,
-        capture: Capture,
-        *,
-        max_batch: int,
-        window: int,
-        blocks: int,
-        starts: int,
-    ) -> None:
-        self._model, self._embed, self._pool = model, embed, pool
-        batches = [*(batch for batch in BATCHES if batch < max_batch), max_batch]
-        widths = [*(width for width in WIDTHS if width < window), window]
-        self._trees = {
-            shape: _CapturedTree(model, embed, pool, capture, shape, blocks=blocks, starts=starts)
-            for shape in (Shape(*sizes) for sizes in product(batches, COUNTS, widths))
+    def __init__(self, blocks: Blocks, capture: Capture, *, max_batch: int, window: int, nobody: int) -> None:
+        """`window` is the widest there is, `nobody` the row that pads batches."""
+        self._blocks, self._capture, self._nobody = blocks, capture, nobody
+        self._keys = torch.tensor([[nobody], [0], [0]], device=blocks.device).repeat(1, max_batch)  # rows, seeds, roots
+        self._temperatures = torch.zeros(max_batch, device=blocks.device)
+        self._batches = _batches(max_batch)
+        self._widths = [*(width for width in WIDTHS if width < window), window]
+        self._first_places: Places[tuple[Ground, Block]] = Places()
+        self._further_places: list[Places[Block]] = [Places() for _ in range(1, blocks.shape.blocks)]
+        self._tree_places: list[Places[tuple[Tensor, ...]]] = [Places() for _ in range(blocks.shape.blocks)]
+        self._replays: dict[tuple[int, int, bool], _Replays] = {}
+        self._trees: dict[int, list[Replayed[tuple[Tensor, ...]]]] = {}  # by batch; of one block, of two, ...
+        for batch in self._batches:
+            for width, warm in product(reversed(self._widths), (True, False)):
+                self._replays[batch, width, warm] = self._captured(batch, width, warm)
+            self._trees[batch] = self._captured_trees(self._replays[batch, window, True])
+
+    def __call__(self, keys: Keys, sizes: Sizes) -> Growing:
+        """Trees of these sequences; as they are where no shape holds them."""
+        batch = keys.rows.shape[0]
+        padded, width = _least(self._batches[::-1], batch), _least(self._widths, sizes.width)
+        count = _least(COUNTS, sizes.waiting)
+        if padded is None or width is None or count is None:
+            return AsItIs(self._blocks, keys, sizes)
+        replays = self._replays[padded, width, sizes.warm]
+        replays.keys.rows[batch:].fill_(self._nobody)
+        for place, values in zip(replays.keys, keys, strict=True):
+            place[:batch].copy_(values)
+        return _Trees(replays, self._trees[padded], count, batch)
+
+    def _captured(self, batch: int, width: int, warm: bool) -> _Replays:
+        rows, seeds, roots = self._keys[:, :batch]
+        keys = Keys(rows, seeds, self._temperatures[:batch], roots)
+        first = {
+            count: self._replayed(partial(self._blocks.begin, keys, Sizes(count, width, warm)), self._first_places)
+            for count in COUNTS
+        }
+        replays = _Replays(keys, first, [])
+        for places in self._further_places:
+            follow = partial(self._blocks.follow, keys, *replays.grown)
+            replays.further.append(self._replayed(follow, places))
+        return replays
+
+    def _captured_trees(self, replays: _Replays) -> list[Replayed[tuple[Tensor, ...]]]:
+        """They depend on neither width nor warmth, and results of all of these stand in the same places."""
+        ground, grown = replays.grown
+        return [
+            self._replayed(partial(self._blocks.tree, replays.keys, ground, grown[: number + 1]), places)
+            for number, places in enumerate(self._tree_places)
+        ]
+
+    def _replayed(self, function: Callable[[], Result], places: Places[Result]) -> Replayed[Result]:
+        return Replayed(self._capture, function, places)
+
+
+class CapturedEntries:
+    """A function of committed entries, replayed by batch."""
+
+    def __init__(self, function: Callable[[Entries], Tensor], capture: Capture, padding: Entries) -> None:
+        """`padding` is as large as any batch; its tensors become the buffers."""
+        self._function, self._buffers = function, padding
+        self._nothing = [value.clone() for value in padding[:3]]  # rows, positions and counts of nobody's
+        places: Places[Tensor] = Places()
+        self._replays = {
+            batch: Replayed(capture, partial(function, Entries(*(value[:batch] for value in padding))), places)
+            for batch in _batches(padding.rows.shape[0])
         }
 
-    def __call__(self, positions: Tensor, slots: Tensor) -> TreeForward:
-        """The forwards of a tree that sees these positions, in these slots. # both [batch, width]"""
-
-        def as_it_is() -> TreeForward:
-            return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
-
-        return _Fitted(self._trees, positions, slots, as_it_is)
-
-
-class _Fitted:
-    """One tree's forwards: replayed where they fit a shape, which shows with the first."""
-
-    def __init__(
-        self,
-        trees: dict[Shape, "_CapturedTree"],
-        positions: Tensor,
-        slots: Tensor,
-        as_it_is: Callable[[], TreeForward],
-    ) -> None:
-        self._trees = trees
-        self._positions, self._slots = positions, slots
-        self._as_it_is = as_it_is
-        self._begun: _CapturedTree | TreeForward | None = None
-
-    def ingest(self, waiting: Waiting) -> None:
-        self._as_it_is().ingest(waiting)
-
-    def first(self, waiting: Waiting) -> Tensor:
-        batch, count = waiting.tokens.shape
-        shape = next(self._fitting(batch, count, self._positions.shape[1]), None)
-        if shape is None:
-            self._begun = forward = self._as_it_is()
-            return forward.first(waiting)
-        self._begun = tree = self._trees[shape]
-        return tree.begin(waiting, self._positions, self._slots)
-
-    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
-        assert self._begun is not None, "a tree begins with its first forward"
-        return self._begun.next(states, picked, reach, roots)
-
-    def _fitting(self, batch: int, count: int, width: int) -> Iterator[Shape]:
-        return (s for s in self._trees if s.batch >= batch and s.count >= count and s.width >= width)
+    def __call__(self, entries: Entries) -> Tensor:
+        """As the function itself, which is called where there are more of them than fit."""
+        batch, count = entries.tokens.shape
+        padded = _least(sorted(self._replays), batch)
+        if padded is None or count > self._buffers.tokens.shape[1]:
+            return self._function(entries)
+        for place, nothing in zip(self._buffers, self._nothing, strict=False):
+            place[batch:padded].copy_(nothing[batch:padded])
+        for place, values in zip(self._buffers, entries, strict=True):
+            place[tuple(map(slice, values.shape[:2]))].copy_(values)
+        return self._replays[padded]()
 
 
-class _CapturedTree:
-    """The forwards of trees of one shape, the first and those that follow it."""
+class _Trees:
+    """A batch of trees while it grows by replays, at the head of buffers that may hold more."""
 
-    def __init__(
-        self,
-        model: SpecBlock,
-        embed: Embed,
-        pool: EntryPool,
-        capture: Capture,
-        shape: Shape,
-        *,
-        blocks: int,
-        starts: int,
-    ) -> None:
-        self._model, self._embed, self._pool, self._shape = model, embed, pool, shape
-        self._batch = 0
-        self._seen = _no_window(shape, pool)
-        first = Replayed(capture, self._first, [*_no_entries(shape, model), *self._seen])
-        self._forwards = [first]
-        for _ in range(1, blocks):
-            self._forwards.append(self._following(capture, self._forwards[-1], starts))
+    def __init__(self, replays: _Replays, trees: list[Replayed[tuple[Tensor, ...]]], count: int, batch: int) -> None:
+        self._replays, self._trees, self._batch = replays, trees, batch
+        _, self._block = replays.first[count]()
         self._number = 0
 
-    def begin(self, waiting: Waiting, positions: Tensor, slots: Tensor) -> Tensor:
-        """The first forward. # positions, slots [batch, width] -> [batch, block, hidden]"""
-        self._batch, self._number = waiting.tokens.shape[0], 0
-        shape = self._shape
-        self._seen = [
-            _fitted(positions, shape.batch, shape.width, _NOWHERE),
-            _fitted(slots, shape.batch, shape.width, NULL_SLOT),
-        ]
-        entries = (
-            _fitted(waiting.features, shape.batch, shape.count, 0),
-            _fitted(waiting.tokens, shape.batch, shape.count, 0),
-            _fitted(waiting.positions, shape.batch, shape.count, _NOWHERE),
-            _fitted(waiting.slots, shape.batch, shape.count, NULL_SLOT),
-        )
-        return self._forwards[0](*entries, *self._seen)[0][: self._batch]
+    @property
+    def promise(self) -> Tensor:
+        return self._block.further[0].picked.origin.survival[: self._batch]
 
-    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
-        """As `TreeForward.next`; the states and rows of the forward before are still in their buffers."""
-        before, missing = self._forwards[self._number], self._shape.batch - states.shape[0]
+    def grow(self) -> None:
+        self._block = self._replays.further[self._number]()
         self._number += 1
-        chosen = (picked.tokens, picked.start, picked.position, picked.origin.depth, reach.path, reach.limits, roots)
-        padded = [torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for value in chosen]
-        return self._forwards[self._number](*padded, *self._seen, *before.results)[0][: self._batch]
 
-    def _first(self, *values: Tensor) -> list[Tensor]:
-        features, tokens, positions, slots, *seen = values
-        forward = self._forward(seen, LiveRows(self._model.config.num_layers))
-        return [forward.first(Waiting(features, tokens, positions, slots)), *forward.live.tensors()]
-
-    def _next(self, *values: Tensor) -> list[Tensor]:
-        tokens, start, position, depth, path, limits, roots, *rest = values
-        seen, states, live = rest[:2], rest[2], rest[3:]
-        forward = self._forward(seen, LiveRows.of(live))
-        picked = Picked(Origin(start, depth, torch.ones_like(depth, dtype=torch.float32)), tokens, start, position)
-        blocks = states if states.ndim == 4 else states[:, None]
-        return [forward.next(blocks, picked, Reach(path, limits, 0), roots), *forward.live.tensors()]
-
-    def _following(self, capture: Capture, before: Replayed, starts: int) -> Replayed:
-        """The forward behind `before`, tried with its first nodes."""
-        states, live = before.results[0], before.results[1]
-        nodes = states.new_zeros(self._shape.batch, starts, dtype=torch.int64)
-        path = nodes.new_zeros(*nodes.shape, live.shape[2], dtype=torch.bool)
-        chosen = (nodes, nodes, nodes, nodes + 1, path, nodes, nodes[:, 0])
-        return Replayed(capture, self._next, [*chosen, *self._seen, *before.results])
-
-    def _forward(self, seen: Sequence[Tensor], live: LiveRows) -> BlockForward:
-        window = Window.of(seen[0], seen[1], self._pool)
-        return BlockForward(self._model, self._embed, self._pool, window, live)
+    def candidates(self) -> Candidates:
+        return DraftTree(*(value[: self._batch] for value in self._trees[self._number]()))
 
 
-def _no_entries(shape: Shape, model: SpecBlock) -> list[Tensor]:
-    """Features, tokens, positions and slots of padding alone."""
-    config, device = model.config, model.d2t.device
-    tokens = torch.zeros(shape.batch, shape.count, dtype=torch.int64, device=device)
-    width = len(config.tap_layers) * config.hidden_size
-    features = torch.zeros(shape.batch, shape.count, width, dtype=model.dtype, device=device)
-    return [features, tokens, tokens + _NOWHERE, tokens + NULL_SLOT]
+def _batches(most: int) -> list[int]:
+    """Of the shapes, the largest first."""
+    return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
 
 
-def _no_window(shape: Shape, pool: EntryPool) -> list[Tensor]:
-    """Positions and slots of padding alone."""
-    nothing = torch.zeros(shape.batch, shape.width, dtype=torch.int64, device=pool.storage.device)
-    return [nothing + _NOWHERE, nothing + NULL_SLOT]
-
-
-def _fitted(values: Tensor, batch: int, columns: int, filler: int) -> Tensor:
-    """Padded below, and to the left: the newest stand right. # [batch, columns, ...] -> larger"""
-    padded = values.new_full((batch, columns, *values.shape[2:]), filler)
-    padded[: values.shape[0], columns - values.shape[1] :] = values
-    return padded
+def _least(sizes: Sequence[int], wanted: int) -> int | None:
+    """The smallest that holds so many. # sizes ascending"""
+    return next((size for size in sizes if size >= wanted), None)

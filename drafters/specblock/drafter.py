@@ -1,52 +1,30 @@
 """The SpecBlock drafter behind the drafter protocol: entries in, draft trees out, calibration by what came true.
 
-Legend: batch, rows = sequences of the engine's table, starts, block = K, rank = features.TOP, nodes.
+Legend: batch, rows = sequences of the engine's table, depth = longest accepted path.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from drafters import merging
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
+from drafters import late
+from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcomes, Read
+from drafters.specblock.backlog import Backlog
+from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.captured import Capture, CapturedForwards
-from drafters.specblock.growth import Lattice, Origin
-from drafters.specblock.heads import TreeNoise, propose
+from drafters.specblock.captured import Capture, CapturedBlocks, CapturedEntries
+from drafters.specblock.fates import Fates
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
-from drafters.specblock.serving import BlockForward, Reach, TreeForward, Window
 from drafters.specblock.stopping import Stopping
-from drafters.tree import ROOT, Candidates, DraftTree
+from drafters.tree import Candidates
 from kernels.tree_attention import NULL_SLOT
 
-_NOWHERE = -1
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
-_MIN_SURVIVAL = 0.02
-"""Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """How large trees may grow."""
-
-    max_nodes: int
-    blocks: int = 2  # M, forwards per tree
-    starts: int = 4  # blocks begun at once after the first forward
-
-
-@dataclass(frozen=True, slots=True)
-class _Grown:
-    """One forward's nodes and what they will teach."""
-
-    lattice: Lattice
-    foretold: Tensor  # [batch, starts, block, rank], conditional probabilities before correction
-    buckets: Tensor  # [batch, starts, block, rank] int64
-    logprobs: Tensor  # [batch, starts, block, draft_vocab]
 
 
 class SpecBlockDrafter:
@@ -70,19 +48,15 @@ class SpecBlockDrafter:
         version: Callable[[], int] = lambda: 0,
         capture: Capture | None = None,
     ) -> None:
-        """`version` says which weights `model` holds now; `recorder` hears what may be learnt; with `capture` forwards
+        """`version` says which weights `model` holds now; `recorder` hears what may be learnt; with `capture` trees
         are replayed."""
         config = model.config
         self.tap_layers = config.tap_layers
         self._recorder: Recorder = recorder or NoRecorder()
         self._version = version
         self._model = model
-        self._embed = embed
-        self._shape = shape
-        self._policy = policy
         self._window = config.trained_length
         self._pool = _entry_pool(model, num_slots, device)
-        self._forwards = self._as_it_is if capture is None else self._captured(capture, max_sequences)
         self._state = EntryState(
             max_sequences=max_sequences,
             max_length=max_length,
@@ -91,14 +65,29 @@ class SpecBlockDrafter:
             device=device,
         )
         self._calibration = Calibration(config.block_size, device=device)
-        self._stopping = Stopping()
+        self._fates = Fates(self._calibration, max_sequences=max_sequences, max_nodes=shape.max_nodes, device=device)
+        self._blocks = Blocks(
+            model,
+            embed,
+            pool=self._pool,
+            state=self._state,
+            calibration=self._calibration,
+            fates=self._fates,
+            recorder=self._recorder,
+            policy=policy,
+            shape=shape,
+        )
+        self._begin: Callable[[Keys, Sizes], Growing] = partial(AsItIs, self._blocks)
+        self._take_in: Callable[[Entries], Tensor] = self._as_it_is
+        if capture is not None:
+            self._begin, self._take_in = self._captured(capture, max_sequences)
+        self._stopping = Stopping(late.clock_of(device))
+        further = range(1, shape.blocks)
+        self._promises = [late.readings_of(device) for _ in further]
+        self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
+        self._outcomes = late.readings_of(device)
+        self._backlog = Backlog(max_sequences)
         self._useful_from = [0] * max_sequences
-        nodes = (max_sequences, shape.max_nodes)
-        self._hashes = torch.full(nodes, merging.NO_HASH, dtype=torch.int64, device=device)
-        self._parents = torch.full_like(self._hashes, ROOT)
-        self._buckets = torch.zeros_like(self._hashes)
-        self._depths = torch.zeros_like(self._hashes)
-        self._foretold = torch.zeros(nodes, device=device)
 
     @property
     def version(self) -> int:
@@ -112,11 +101,12 @@ class SpecBlockDrafter:
         self._recorder.start(contexts)
         rows = [context.row for context in contexts]
         self._state.start(rows)
+        self._backlog.clear(rows)
         for context in contexts:
             self._useful_from[context.row] = len(context.tokens) - self._window
             if context.cached is not None:
                 self._state.adopt(context.row, context.cached)
-        self._hashes[rows] = merging.NO_HASH
+        self._fates.forget(rows)
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
@@ -129,49 +119,48 @@ class SpecBlockDrafter:
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
             return
+        self._make_room(Known((read.row,), (read.start,)), ROOM, positions.device)
         rows = torch.tensor([read.row], device=positions.device)
         counts = torch.full_like(rows, positions.shape[0])
-        self._make_room(rows, torch.full_like(counts, WAITING))
         self._state.append(rows, positions[:1], counts, read.slots[None, kept])
         waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], read.slots[None, kept])
-        self._forward(rows, waiting).ingest(waiting)
+        self._blocks.ingest(rows, waiting, self._width(read.start + read.tokens.shape[0]))
 
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._stopping.begin(rows.shape[0])
-        anchored = self._state.num_waiting(rows) > 0  # a text whose last token alone is still to be read has no anchor
-        waiting = self._state.take(rows)
-        forward = self._forward(rows, waiting)
-        block_size = self._model.config.block_size
-        perturbation = TreeNoise(noise, self._shape.blocks * block_size, self._model.d2t)
-        states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
-        reach = Reach.of_first(waiting.positions[:, -1], self._pool.entries)
-        grown = [self._grow_block(states, Origin.root(rows.shape[0], rows.device), perturbation, [])]
-        self._recorder.grown(rows, noise.positions.where(anchored, _NOWHERE), states[:, 0], grown[0].logprobs[:, 0])
-        for _ in range(1, self._shape.blocks):
-            picked = grown[-1].lattice.pick(self._shape.starts)
-            if not self._stopping.further(float(picked.origin.survival.sum())):  # planned transfer
+        known = noise.known or Known.asked(rows, noise.positions)
+        sizes = Sizes(max(1, self._backlog.take(known)), self._width(max(known.roots)), noise.warm)
+        growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
+        self.num_blocks += rows.shape[0]
+        for number in range(self._blocks.shape.blocks - 1):
+            promise = growing.promise
+            self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._hear, number))
+            if not self._stopping.further(self._promised[number] * rows.shape[0]):
                 break
-            reach = reach.onward(picked, block_size)
-            states = forward.next(states, picked, reach, noise.positions)
-            grown.append(self._grow_block(states, picked.origin, perturbation, grown))
+            growing.grow()
+            self.num_blocks += promise.numel()
             self._stopping.drafted()
-        return self._merged(rows, grown, anchored)
+        return growing.candidates()
 
+    @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         assert committed.features is not None, "the target taps no features for this drafter"
         self._recorder.commit(committed)
-        self._learn(committed)
-        if not committed.worth_running:
-            self._pool.forget(committed.slots[_taken(committed)])
-            return
-        self._make_room(committed.rows, committed.counts)
-        taken = self._state.append(committed.rows, committed.positions, committed.counts, committed.slots)
-        self._pool.forget(taken)
-        self._state.wait(committed.rows, committed.counts, committed.features, committed.tokens)
+        rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
+        if committed.worth_running:
+            known = committed.known or Known.asked(rows, positions)
+            self._make_room(known, slots.shape[1], rows.device)
+            self._backlog.add(known, slots.shape[1])
+            came = self._take_in(Entries(rows, positions, counts, slots, committed.features, committed.tokens))
+        else:
+            self._pool.forget(_taken(slots, counts))
+            came = self._fates.learn(rows, committed.tokens, counts)
+        if self._blocks.shape.blocks > 1:
+            self._outcomes.read(came, self._stopping.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._hashes[list(rows)] = merging.NO_HASH
+        self._fates.forget(list(rows))
         return [0] * len(rows)
 
     def credits(self) -> Mapping[str, int]:
@@ -183,86 +172,40 @@ class SpecBlockDrafter:
     def trainable(self) -> nn.Module | None:
         return self._model
 
-    def _grow_block(self, states: Tensor, origin: Origin, noise: TreeNoise, before: list[_Grown]) -> _Grown:
-        """The nodes of one forward's blocks. # states [batch, starts, block, hidden]"""
-        self.num_blocks += states.shape[0] * states.shape[1]
-        block = torch.arange(states.shape[2], device=states.device)
-        proposal = propose(self._model, states, origin.depth[..., None] + 1 + block, noise)
-        foretold = self._policy(proposal.odds)
-        corrected = self._calibration.correct(foretold, len(before))
-        first_number = sum(part.lattice.num_nodes for part in before)
-        buckets = self._calibration.buckets(len(before)).expand(foretold.shape)
-        lattice = Lattice(origin, proposal.tokens, corrected, first_number)
-        return _Grown(lattice, foretold, buckets, proposal.logprobs)
+    def _hear(self, number: int, promised: Sequence[float]) -> None:
+        (self._promised[number],) = promised
 
-    def _merged(self, rows: Tensor, grown: list[_Grown], anchored: Tensor) -> Candidates:
-        """One tree of all blocks' nodes; keeps what is needed to learn from it. # anchored [batch] bool"""
-        raw = _side_by_side([part.lattice.candidates() for part in grown])
-        likely = replace(raw, survival=raw.survival * ((raw.survival >= _MIN_SURVIVAL) & anchored[:, None]))
-        tree, chosen = merging.merge(likely, self._shape.max_nodes)
-        width = slice(tree.width)
-        self._hashes[rows, width] = merging.node_hashes(tree)
-        self._parents[rows, width] = tree.parents
-        self._depths[rows, width] = tree.depths
-        self._foretold[rows, width] = torch.cat([p.foretold.flatten(1) for p in grown], 1).gather(1, chosen)
-        self._buckets[rows, width] = torch.cat([p.buckets.flatten(1) for p in grown], 1).gather(1, chosen)
-        return tree
+    def _as_it_is(self, entries: Entries) -> Tensor:
+        """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `Fates.learn`"""
+        came = self._fates.learn(entries.rows, entries.tokens, entries.counts)
+        self._pool.forget(self._state.append(entries.rows, entries.positions, entries.counts, entries.slots))
+        self._state.wait(entries.rows, entries.counts, entries.features, entries.tokens)
+        return came
 
-    def _learn(self, committed: Committed) -> None:
-        rows = committed.rows
-        hashes, parents = self._hashes[rows], self._parents[rows]
-        true = merging.came_true(hashes, committed.tokens, committed.counts)
-        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
-        self._calibration.observe(self._buckets[rows], self._foretold[rows], true, tried)
-        if self._shape.blocks > 1:
-            self._settle(committed, true & tried)
-        self._hashes[rows] = merging.NO_HASH
+    def _width(self, known: int) -> int:
+        """Of a window that holds so many positions, or those of them that can be seen."""
+        return max(1, -(-min(known, self._window) // _WINDOW_STEP)) * _WINDOW_STEP
 
-    def _settle(self, committed: Committed, true: Tensor) -> None:
-        """Tell the stopping rule what further blocks brought. # true [batch, nodes]"""
-        rows, accepted = committed.rows, committed.counts[:, None] - 1
-        further = self._buckets[rows] >= self._calibration.first_further
-        came = (true & further & (self._depths[rows] <= accepted)).sum()
-        self._stopping.settle(int(came), int(committed.counts.sum()))  # planned transfer
-
-    def _make_room(self, rows: Tensor, counts: Tensor) -> None:
-        """Run what waits where the next entries would not fit beside it: nobody drafted for a while."""
-        full = self._state.num_waiting(rows) + counts > WAITING
-        if bool(full.any()):  # planned transfer
-            crowded = rows[full]
-            waiting = self._state.take(crowded)
-            self._forward(crowded, waiting).ingest(waiting)
-
-    def _forward(self, rows: Tensor, waiting: Waiting) -> TreeForward:
-        """A forward that will run these entries and can read all that are known by then."""
-        self._pool.hold(waiting.slots)
-        known = min(self._state.longest(rows), self._window)
-        width = max(1, -(-known // _WINDOW_STEP)) * _WINDOW_STEP
-        positions, slots = self._state.window(rows, width)
-        readable = self._pool.holds(slots)
-        positions, slots = positions.where(readable, _NOWHERE), slots.where(readable, NULL_SLOT)
-        return self._forwards(positions, slots)
+    def _make_room(self, known: Known, most: int, device: torch.device) -> None:
+        """Run what waits where so many more would not fit beside it: nobody drafted for a while."""
+        crowded = self._backlog.crowded(known, ROOM - most)
+        if crowded.rows:
+            rows = torch.tensor(crowded.rows, device=device)
+            waiting = self._state.take(rows, self._backlog.take(crowded))
+            self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
 
     @torch.inference_mode()
-    def _captured(self, capture: Capture, max_sequences: int) -> Callable[[Tensor, Tensor], TreeForward]:
-        return CapturedForwards(
-            self._model,
-            self._embed,
-            self._pool,
-            capture,
-            max_batch=max_sequences,
-            window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
-            blocks=self._shape.blocks,
-            starts=self._shape.starts,
+    def _captured(self, capture: Capture, max_sequences: int) -> tuple[CapturedBlocks, CapturedEntries]:
+        window = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
+        return (
+            CapturedBlocks(self._blocks, capture, max_batch=max_sequences, window=window, nobody=self._state.nobody),
+            CapturedEntries(self._as_it_is, capture, self._state.padding(max_sequences)),
         )
 
-    def _as_it_is(self, positions: Tensor, slots: Tensor) -> TreeForward:
-        return BlockForward(self._model, self._embed, self._pool, Window.of(positions, slots, self._pool))
 
-
-def _taken(committed: Committed) -> Tensor:
-    """Which of its slots hold a position. # -> [batch, depth + 1] bool"""
-    return torch.arange(committed.slots.shape[1], device=committed.slots.device) < committed.counts[:, None]
+def _taken(slots: Tensor, counts: Tensor) -> Tensor:
+    """Those that hold a position, NULL_SLOT for the others. # slots [batch, depth + 1], counts [batch] -> like slots"""
+    return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
 
 
 def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:
@@ -274,15 +217,4 @@ def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) ->
         head_dim=model.head_dim,
         dtype=model.dtype,
         device=device,
-    )
-
-
-def _side_by_side(trees: list[Candidates]) -> Candidates:
-    """Nodes of all forwards; their parents already count across forwards."""
-    return DraftTree(
-        tokens=torch.cat([tree.tokens for tree in trees], dim=1),
-        parents=torch.cat([tree.parents for tree in trees], dim=1),
-        depths=torch.cat([tree.depths for tree in trees], dim=1),
-        survival=torch.cat([tree.survival for tree in trees], dim=1),
-        num_nodes=torch.stack([tree.num_nodes for tree in trees]).sum(0),
     )

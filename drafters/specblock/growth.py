@@ -5,7 +5,7 @@ nodes most likely to be reached and not yet continued. All tensors, no node is a
 Legend: batch, starts = blocks begun at once, block = K, rank = features.TOP, nodes = starts * block * rank.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The nodes (or roots) at which one forward's blocks begin, all [batch, starts]."""
 
     node: Tensor  # int64, number among all nodes grown so far, ROOT for the root
@@ -28,8 +27,7 @@ class Origin:
         return Origin(zeros + ROOT, zeros, zeros + 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Picked:
+class Picked(NamedTuple):
     """Nodes chosen as starts of the next forward, all [batch, starts]."""
 
     origin: Origin

@@ -6,6 +6,7 @@ Legend: batch, starts, block = K, draft_vocab, rank = features.TOP.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,26 +27,30 @@ class Proposal:
     logprobs: Tensor  # [batch, starts, block, draft_vocab] float32, without the sampling noise
 
 
-class TreeNoise:
+class TreeNoise(NamedTuple):
     """The sampling noise of the next positions of each sequence, restricted to tokens that can be drafted."""
 
-    def __init__(self, noise: Noise, depth: int, d2t: Tensor) -> None:
-        self._temperatures = noise.temperatures[:, None, None, None]
-        self.active = bool((noise.temperatures > 0).any())  # planned transfer
-        if self.active:
-            positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
-            seeds = noise.seeds[:, None].expand_as(positions)
-            gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t)
-            warm = (noise.temperatures > 0)[:, None, None]
-            self._gumbel = gumbel.view(*positions.shape, -1) * warm  # [batch, depth, draft_vocab]
+    temperatures: Tensor  # [batch] float32
+    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 where the temperature is; of depth 0 where nobody samples
+
+    @staticmethod
+    def of(noise: Noise, depth: int, d2t: Tensor) -> "TreeNoise":
+        """The noise of so many positions behind the roots."""
+        if not noise.warm:
+            return TreeNoise(noise.temperatures, noise.temperatures.new_zeros(len(noise.temperatures), 0, len(d2t)))
+        positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
+        seeds = noise.seeds[:, None].expand_as(positions)
+        gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t).view(*positions.shape, -1)
+        return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
 
     def scores(self, logprobs: Tensor, depths: Tensor) -> Tensor:
         """log q, or log q / T + g. # logprobs [batch, starts, block, draft_vocab], depths [batch, starts, block]"""
-        if not self.active:
+        known = self.gumbel.shape[1]
+        if not known:
             return logprobs
         lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
-        scores = logprobs / torch.where(self._temperatures > 0, self._temperatures, 1.0)
-        return scores + self._gumbel[lines, (depths - 1).clamp(max=self._gumbel.shape[1] - 1)]
+        scores = logprobs / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None, None, None]
+        return scores + self.gumbel[lines, (depths - 1).clamp(max=known - 1)]
 
 
 def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:

@@ -11,10 +11,12 @@ Legend: ... = any leading shape, block = K positions, rank = features.TOP ranks.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.features import CLASS_OF_RANK, TOP
 
 _CEILING = 0.98
@@ -40,18 +42,27 @@ _LEAST_GAIN = 0.05
 
 def best_first(odds: BlockOdds) -> Tensor:
     """Class probabilities spread over the ranks of each class by draft probability (design: candidates)."""
-    classes = torch.tensor(CLASS_OF_RANK, device=odds.draft.device)
-    members = torch.nn.functional.one_hot(classes, odds.classes.shape[-1]).to(odds.draft.dtype)  # [rank, 4]
+    members = _members(odds.draft.device)
     mass = (odds.draft @ members).clamp(min=1e-9)  # [..., block, 4]
     spread: Tensor = odds.draft * ((odds.classes / mass) @ members.T)
     return spread.clamp(max=_CEILING)
 
 
+@cache
+def _members(device: torch.device) -> Tensor:
+    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
+    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), RANK_CLASSES).float()
+
+
 def ranked(widths: tuple[int, ...]) -> Policy:
     """Keep as many ranks as the likeliest class says; a width of 0 ends the block there."""
 
+    @cache
+    def table(device: torch.device) -> Tensor:
+        return torch.tensor(widths, device=device)
+
     def policy(odds: BlockOdds) -> Tensor:
-        width = torch.tensor(widths, device=odds.draft.device)[odds.classes.argmax(-1)]
+        width = table(odds.draft.device)[odds.classes.argmax(-1)]
         return best_first(odds) * (torch.arange(TOP, device=odds.draft.device) < width[..., None])
 
     return policy

@@ -3,10 +3,11 @@ stored and what is still to be run.
 
 An entry needs a position's target features and the token after it. Those that a step has committed wait here until
 the next forward, which runs them before it drafts (fresh entries with true features: section 3.1).
-Legend: rows = sequences of the engine's table, batch = some of them, waiting = most entries that can wait.
+Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from kernels.tree_attention import NULL_SLOT
 
 WAITING = MAX_DEPTH + 1
 """Entries one step can commit: the root and every accepted node."""
+
+ROOM = 2 * WAITING
+"""Entries that can wait: how many a step commits is not known to the host when it must find room for them."""
 
 
 class EntryPool:
@@ -43,11 +47,11 @@ class EntryPool:
 
     def forget(self, slots: Tensor) -> None:
         """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
-        self._held[slots] = False
+        self._held.index_fill_(0, slots.flatten(), False)
 
     def hold(self, slots: Tensor) -> None:
         """Their entries are run in the forward that follows at once. # [...] int64"""
-        self._held[slots] = True
+        self._held.index_fill_(0, slots.flatten(), True)
 
     def holds(self, slots: Tensor) -> Tensor:
         """Whose entries can be read. # [...] int64 -> [...] bool"""
@@ -79,19 +83,35 @@ class Waiting:
     slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
 
 
+class Entries(NamedTuple):
+    """What a step has committed of each sequence: entries to run, once there is a forward."""
+
+    rows: Tensor  # [batch] int64
+    positions: Tensor  # [batch] int64, of the first
+    counts: Tensor  # [batch] int64
+    slots: Tensor  # [batch, count] int64, padded with any
+    features: Tensor  # [batch, count, taps * hidden]
+    tokens: Tensor  # [batch, count] int64, the token after each position
+
+
 class EntryState:
-    """Per row: slots and number of known positions, and the entries that wait for the next forward."""
+    """Per row: slots and number of known positions, and the entries that wait for the next forward.
+
+    Behind the rows of sequences stands one of nobody's, which pads batches: nothing is known or waits there. Behind the
+    columns of a row stands one that takes what is written by padding and is never read.
+    """
 
     def __init__(
         self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self._slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
-        self._first = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # first position with an entry
-        self._end = torch.zeros(max_sequences, dtype=torch.int64, device=device)  # one past the newest position
-        self._waiting = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self._features = torch.zeros(max_sequences, WAITING, width, dtype=dtype, device=device)
-        self._tokens = torch.zeros(max_sequences, WAITING, dtype=torch.int64, device=device)
-        self._columns = torch.arange(WAITING, device=device)
+        self.nobody, rows = max_sequences, max_sequences + 1
+        self._slots = torch.full((rows, max_length + 1), NULL_SLOT, dtype=torch.int64, device=device)
+        self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
+        self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
+        self._waiting = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._features = torch.zeros(rows, ROOM + 1, width, dtype=dtype, device=device)
+        self._tokens = torch.zeros(rows, ROOM + 1, dtype=torch.int64, device=device)
+        self._columns = torch.arange(ROOM, device=device)
 
     def start(self, rows: list[int]) -> None:
         """Forget everything about these rows."""
@@ -114,46 +134,43 @@ class EntryState:
         positions = torch.where(positions >= self._first[rows, None], positions, -1)
         return positions, self._slots[rows[:, None], positions.clamp(min=0)]
 
-    def longest(self, rows: Tensor) -> int:
-        """Most positions known of any of these rows."""
-        return int((self._end[rows] - self._first[rows]).max())  # planned transfer
-
     def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """Positions start..start + counts - 1 are committed; returns their slots, without padding.
-
-        rows, start, counts [batch]; slots [batch, count] -> [total] int64
-        """
+        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding. Fields as of
+        `Entries`. # -> [batch, count] int64"""
         offsets = torch.arange(slots.shape[1], device=rows.device)
-        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
-        taken = slots[line, column]
-        self._slots[rows[line], start[line] + column] = taken
-        begins = self._end[rows] != start  # nothing is known of what stands before
-        self._first[rows] = torch.where(begins, start, self._first[rows])
-        self._waiting[rows] = torch.where(begins, 0, self._waiting[rows])
-        self._end[rows] = start + counts
+        is_taken = offsets < counts[:, None]
+        taken = slots.where(is_taken, NULL_SLOT)
+        unread = self._slots.shape[1] - 1
+        self._slots[rows[:, None], (start[:, None] + offsets).where(is_taken, unread)] = taken
+        follows = self._end[rows] == start  # otherwise nothing is known of what stands before
+        self._first.index_copy_(0, rows, self._first[rows].where(follows, start))
+        self._waiting.index_copy_(0, rows, self._waiting[rows] * follows)
+        self._end.index_copy_(0, rows, start + counts)
         return taken
 
     def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
-        """Queue the entries of the positions just appended; there must be room for them.
-
-        rows, counts [batch]; features [batch, count, width]; tokens [batch, count], each position's next token
-        """
+        """Queue the entries of the positions just appended; there must be room for them. Fields as of `Entries`."""
         offsets = torch.arange(tokens.shape[1], device=rows.device)
-        line, column = (offsets < counts[:, None]).nonzero(as_tuple=True)
-        place = self._waiting[rows][line] + column
-        self._features[rows[line], place] = features[line, column].to(self._features.dtype)
-        self._tokens[rows[line], place] = tokens[line, column]
-        self._waiting[rows] += counts
+        place = (self._waiting[rows, None] + offsets).where(offsets < counts[:, None], ROOM)
+        self._features[rows[:, None], place] = features.to(self._features.dtype)
+        self._tokens[rows[:, None], place] = tokens
+        self._waiting.index_add_(0, rows, counts)
 
-    def take(self, rows: Tensor) -> Waiting:
-        """The waiting entries of these rows, which stop waiting."""
+    def padding(self, batch: int) -> Entries:
+        """Entries of nobody's, as many as a step can commit."""
+        features = self._features.new_zeros(batch, WAITING, self._features.shape[2])
+        tokens = self._tokens.new_zeros(batch, WAITING)
+        start = tokens.new_zeros(batch)
+        return Entries(start + self.nobody, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens)
+
+    def take(self, rows: Tensor, most: int) -> Waiting:
+        """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""
         counts = self._waiting[rows]
-        most = max(1, int(counts.max()))  # planned transfer
         column = self._columns[:most] - (most - counts[:, None])  # [batch, most], negative for padding
         present = column >= 0
         column = column.clamp(min=0)
         positions = torch.where(present, self._end[rows, None] - counts[:, None] + column, -1)
         slots = self._slots[rows[:, None], positions.clamp(min=0)].masked_fill(~present, NULL_SLOT)
-        self._waiting[rows] = 0
+        self._waiting.index_fill_(0, rows, 0)
         lines = rows[:, None]
         return Waiting(self._features[lines, column], self._tokens[lines, column], positions, slots)

@@ -54,7 +54,10 @@ class NoRecorder:
 
 
 class BlockRecorder:
-    """Keeps each row's last first block until the next step says what became of its positions."""
+    """Keeps each row's last first block until the next step says what became of its positions.
+
+    Behind the rows of sequences stands one of nobody's, which pads batches.
+    """
 
     def __init__(
         self,
@@ -70,9 +73,9 @@ class BlockRecorder:
         self.target_top = target_top
         self._tables = tables
         self._t2d = t2d
-        shape = (max_sequences, block_size)
+        shape = (max_sequences + 1, block_size)
         draft_vocab = int(t2d.max()) + 1
-        self._roots = torch.full((max_sequences,), _NEVER, dtype=torch.int64, device=t2d.device)
+        self._roots = torch.full(shape[:1], _NEVER, dtype=torch.int64, device=t2d.device)
         self._states = torch.zeros(*shape, hidden, dtype=tables.dtype, device=t2d.device)
         self._logprobs = torch.zeros(*shape, draft_vocab, device=t2d.device)
 
@@ -84,7 +87,7 @@ class BlockRecorder:
         self._tables.read(read)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
-        self._roots[rows] = roots
+        self._roots.index_copy_(0, rows, roots)
         self._states.index_copy_(0, rows, states.to(self._states.dtype))
         self._logprobs.index_copy_(0, rows, logprobs)
 

@@ -8,7 +8,7 @@ entry must not exceed to be seen.
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class _AllStored(Exception):
 _HIDDEN = -1e30  # finite: a padding row that sees nothing must not become NaN, for its keys land in the null slot
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Pool entries that a batch's rows may see."""
 
     places: Tensor  # [batch, seen] int64
@@ -144,26 +143,6 @@ class Reach:
         )
 
 
-class TreeForward(Protocol):
-    """The forwards of one draft tree. States may be overwritten by those of the next tree."""
-
-    def first(self, waiting: Waiting) -> Tensor:
-        """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
-        ...
-
-    def ingest(self, waiting: Waiting) -> None:
-        """Run entries only, without drafting."""
-        ...
-
-    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
-        """Run a block at each picked node of the last forward, whose states are given.
-
-        states [batch, starts before, block, hidden]; roots [batch], the root's absolute position
-        -> [batch, starts, block, hidden]
-        """
-        ...
-
-
 class BlockForward:
     """The forwards of one draft tree, each kernel by a call of its own. It keeps the tree's live rows."""
 
@@ -178,15 +157,22 @@ class BlockForward:
         self.live = live or LiveRows(model.config.num_layers)
 
     def first(self, waiting: Waiting) -> Tensor:
+        """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
         entries = self._pool.entries
         states = self._run(waiting, own=self._size - entries)
         return states[:, -self._size :]
 
     def ingest(self, waiting: Waiting) -> None:
+        """Run entries only, without drafting."""
         with contextlib.suppress(_AllStored):
             self._run(waiting, own=0, stores_only=True)
 
     def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
+        """Run a block at each picked node of the last forward, whose states are given.
+
+        states [batch, starts before, block, hidden]; roots [batch], the root's absolute position
+        -> [batch, starts, block, hidden]
+        """
         batch, number = picked.tokens.shape
         lines = torch.arange(batch, device=roots.device)[:, None]
         context = states[lines, picked.start, picked.position]

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafters import merging
 from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
+from drafters.specblock.blocks import TreeShape
+from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.policies import best_first
 from drafters.training.corpus import Batch, Example
@@ -128,7 +129,7 @@ class _Texts:
 
     def noise(self) -> Noise:
         zeros = torch.zeros_like(self.rows)
-        return Noise(seeds=zeros, temperatures=zeros.float(), positions=self._roots[self.rows])
+        return Noise(seeds=zeros, temperatures=zeros.float(), positions=self._roots[self.rows], warm=False)
 
     def commit(self, drafter: SpecBlockDrafter, tree: Candidates) -> Tensor:
         """Accept what continues the texts, move on, leave texts that end. # -> emitted tokens [batch]"""

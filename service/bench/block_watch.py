@@ -52,7 +52,7 @@ class BlockWatch:
         forwards, self._forwards = self._forwards, []
         batch = noise.seeds.shape[0]
         size = self._model.config.block_size
-        tree_noise = TreeNoise(noise, len(forwards) * size, self._model.d2t)
+        tree_noise = TreeNoise.of(noise, len(forwards) * size, self._model.d2t)
         starts: list[list[TokenPath]] = [[()] for _ in range(batch)]
         blocks: list[list[BlockRecord]] = [[] for _ in range(batch)]
         for number, forward in enumerate(forwards):

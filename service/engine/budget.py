@@ -129,7 +129,7 @@ class CostBudget:
 def _capped(candidates: Candidates, limits: Tensor, load: Load, nodes: int) -> Budget:
     """So many nodes for everybody, or an equal share of the slots there are."""
     keep = torch.minimum(limits, candidates.num_nodes).clamp(max=nodes)
-    if int(keep.sum()) <= load.max_nodes:
+    if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
         return Budget(keep, "fixed")
     return Budget(keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots")
 

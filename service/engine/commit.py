@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, Read
+from drafters.protocol import Committed, Known, Read
 from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
 from service.engine.rows import Chain, ForwardRows, flatten
@@ -34,11 +34,18 @@ def lay_out(
 
 
 def commit(
-    rows: ForwardRows, verified: Verified, output: TargetOutput, table: SlotTable, *, target_top: int
+    rows: ForwardRows,
+    verified: Verified,
+    output: TargetOutput,
+    table: SlotTable,
+    *,
+    target_top: int,
+    known: Known | None = None,
 ) -> tuple[Committed, Tensor]:
     """Write accepted nodes into the slot table; says what became permanent, and which slots nobody needs any more.
 
-    The latter are [nodes of all sequences], those that are free first, as many as nodes were not accepted.
+    `known` is what the host knows of the completing sequences. The slots are [nodes of all sequences], those that are
+    free first, as many as nodes were not accepted.
     """
     tree, result = verified.tree, verified.result
     table_rows, roots = rows.attention.table_rows[rows.completing], rows.attention.chain_end[rows.completing]
@@ -59,6 +66,7 @@ def commit(
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
         tops=target_tops(output.logits, verified.path_logits, counts, target_top),
+        known=known,
     )
     return committed, freed
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from drafters.protocol import DraftContext, Drafter, Noise, Read
+from drafters.protocol import DraftContext, Drafter, Known, Noise, Read
 from service.engine.cost import FloatArray
 
 _TEXT_TOKENS = 64
@@ -98,9 +98,9 @@ def _tell(drafter: Drafter, batch: int, tokens: torch.Tensor, features: torch.Te
 
 def _seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
     rows = torch.arange(batch, device=device)
-    noise = Noise(
-        seeds=rows, temperatures=torch.zeros(batch, device=device), positions=torch.full_like(rows, _TEXT_TOKENS - 1)
-    )
+    cold, roots = torch.zeros(batch, device=device), torch.full_like(rows, _TEXT_TOKENS - 1)
+    known = Known(tuple(range(batch)), (_TEXT_TOKENS - 1,) * batch)
+    noise = Noise(seeds=rows, temperatures=cold, positions=roots, warm=False, known=known)
     start = time.perf_counter()
     float(drafter.grow(rows, noise).survival.sum())  # planned transfer: waits for the device, before serving
     return time.perf_counter() - start

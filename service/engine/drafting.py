@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.protocol import DraftContext, Drafter, Noise
+from drafters.protocol import DraftContext, Drafter, Known, Noise
 from drafters.recalibration import Claims, Recalibration
 from drafters.select import select_nodes
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -154,14 +154,17 @@ class DraftStage:
             self._recalibration.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
-        rows = self._tensor([s.table_row for s in drafting])
+        known = Known(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))
+        temperatures = [s.sampling.params.temperature for s in drafting]
         noise = Noise(
             seeds=self._tensor([s.sampling.params.seed for s in drafting]),
-            temperatures=torch.tensor([s.sampling.params.temperature for s in drafting], device=self._device),
-            positions=self._tensor([len(s.tokens) - 1 for s in drafting]),
+            temperatures=torch.tensor(temperatures, device=self._device),
+            positions=self._tensor(known.roots),
+            warm=any(temperatures),
+            known=known,
         )
         deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        return _cut_below(self._drafter.grow(rows, noise), deepest)
+        return _cut_below(self._drafter.grow(self._tensor(known.rows), noise), deepest)
 
     def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:
         """Most nodes of each sequence: by configuration, by its own wish, by what is worth verifying. # -> [batch]"""

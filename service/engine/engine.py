@@ -127,7 +127,9 @@ class Engine:
         clock.lap("verify")
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits)
-        committed, freed = commit(rows, verified, output, self.table, target_top=self.drafter.target_top)
+        committed, freed = commit(
+            rows, verified, output, self.table, target_top=self.drafter.target_top, known=batch.known
+        )
         self._teach(batch, rows, output.features, committed)
         told = Told.of(committed, verified, batch.of_completing(budget.nodes))
         drafted, accepted = budget.nodes, told.accepted

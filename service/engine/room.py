@@ -20,6 +20,7 @@ from service.engine.target import Target
 from service.engine.weights import LoadedModel
 
 _SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask of each, in fp32
+_SCORED_BLOCKS = 16  # four begun at once, as log-probabilities, with noise, sorted, and the tree's noise itself
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
 
 
@@ -66,7 +67,8 @@ def needs_of(
         kept = ROWS[-1] * target.vocab_size * target.model.dtype.itemsize
         needs.append(Need("captured forwards", _measured(target, ROWS[-1]) + kept, "set graphs to off"))
     if captures and network is not None:
-        needs.append(Need("the drafter's captured forwards", _window_bytes(limits, network), "lower max_sequences"))
+        growth = _window_bytes(limits, network) + _proposal_bytes(limits, network)
+        needs.append(Need("the drafter's captured forwards", growth, "lower max_sequences"))
     if network is not None and learning is not None:
         needs += _learning_needs(limits, network, learning)
     return tuple(needs)
@@ -76,6 +78,12 @@ def _window_bytes(limits: EngineLimits, network: SpecBlock) -> int:
     """Keys and values of every sequence's window in fp32, gathered, and joined with those of the tree."""
     window = limits.max_sequences * network.config.trained_length
     return 2 * 2 * window * network.kv_heads * network.head_dim * 4
+
+
+def _proposal_bytes(limits: EngineLimits, network: SpecBlock) -> int:
+    """Scores of the blocks begun at once and the noise behind the roots, in fp32."""
+    positions = limits.max_sequences * network.config.block_size
+    return positions * _SCORED_BLOCKS * network.config.draft_vocab_size * 4
 
 
 def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning) -> list[Need]:

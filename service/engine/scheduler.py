@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafters.protocol import Known
 from kernels.tree_attention import MAX_NODES
 from service.engine.admission import Forecast
 from service.engine.fairness import Accounts
@@ -69,6 +70,13 @@ class Batch:
     @property
     def completing(self) -> list[Sequence]:
         return [item.sequence for item in self.items if item.completes]
+
+    @property
+    def known(self) -> Known:
+        """Rows and roots of the completing sequences."""
+        chains = [chain for chain in self.chains if chain.completes]
+        ends = (chain.start + len(chain.tokens) - 1 for chain in chains)
+        return Known(tuple(chain.table_row for chain in chains), tuple(ends))
 
     def of_completing(self, values: Items[int]) -> list[int]:
         """The completing items' part of one value per item."""

@@ -24,7 +24,9 @@ def play(
             clock.now += cost
             worth.answered()
             clock.now += 1.0
-            worth.settle(extra, 1 + extra)
+            hear = worth.end()
+            assert hear is not None
+            hear([extra, 1 + extra])
     return asked
 
 
@@ -67,5 +69,5 @@ def test_books_are_kept_by_load() -> None:
 
 def test_a_step_nobody_asked_in_settles_nothing() -> None:
     worth = Worth(Clock())
-    worth.settle(5, 6)
+    assert worth.end() is None
     assert worth.num_asked == 0

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.specblock.drafter import SpecBlockDrafter, TreeShape
+from drafters.specblock.blocks import TreeShape
+from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.policies import best_first
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding

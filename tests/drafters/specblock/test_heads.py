@@ -84,7 +84,7 @@ def test_at_temperature_zero_noise_plays_no_part() -> None:
     model = tiny_drafter()
     logits = torch.randn(2, 1, 4, DRAFT_VOCAB)
     depths = torch.arange(1, 5).expand(2, 1, 4)
-    scores = TreeNoise(noise(0.0), 8, model.d2t).scores(logits.log_softmax(-1), depths)
+    scores = TreeNoise.of(noise(0.0), 8, model.d2t).scores(logits.log_softmax(-1), depths)
     assert torch.equal(scores, logits.log_softmax(-1))
 
 
@@ -96,7 +96,7 @@ def test_a_drafter_that_knows_the_target_proposes_what_the_noise_will_select() -
     depths = torch.tensor([[[1, 2, 3, 4]], [[3, 4, 5, 6]]])
     for temperature in (0.5, 1.0, 1.4):
         keys = noise(temperature)
-        scores = TreeNoise(keys, 8, model.d2t).scores(logits.log_softmax(-1), depths)
+        scores = TreeNoise.of(keys, 8, model.d2t).scores(logits.log_softmax(-1), depths)
         proposed = model.d2t[scores.argmax(-1)]
         everything = torch.full((2, 1, 4, VOCAB_SIZE), -torch.inf)
         everything[..., model.d2t] = logits
@@ -114,9 +114,9 @@ def test_sequences_of_a_batch_keep_their_own_temperature() -> None:
     depths = torch.arange(1, 5).expand(2, 1, 4)
     mixed = noise(1.0)
     mixed.temperatures[0] = 0.0
-    both = propose(model, states, depths, TreeNoise(mixed, 8, model.d2t))
-    cold = propose(model, states, depths, TreeNoise(noise(0.0), 8, model.d2t))
-    warm = propose(model, states, depths, TreeNoise(noise(1.0), 8, model.d2t))
+    both = propose(model, states, depths, TreeNoise.of(mixed, 8, model.d2t))
+    cold = propose(model, states, depths, TreeNoise.of(noise(0.0), 8, model.d2t))
+    warm = propose(model, states, depths, TreeNoise.of(noise(1.0), 8, model.d2t))
     assert both.tokens[0].equal(cold.tokens[0])
     assert both.tokens[1].equal(warm.tokens[1])
     assert not warm.tokens[1].equal(cold.tokens[1])

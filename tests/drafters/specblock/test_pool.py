@@ -41,7 +41,7 @@ def test_waiting_entries_come_right_aligned() -> None:
     commit(entries, 0, 0, 2)
     commit(entries, 0, 2, 1)
     commit(entries, 1, 0, 1)
-    waiting = entries.take(rows(1, 0))
+    waiting = entries.take(rows(1, 0), 3)
     assert waiting.positions.tolist() == [[-1, -1, 0], [0, 1, 2]]
     assert waiting.tokens[1].tolist() == [200, 201, 202]
     assert waiting.tokens[0, 2] == 200
@@ -53,7 +53,21 @@ def test_waiting_entries_come_right_aligned() -> None:
 def test_as_many_can_wait_as_one_step_commits() -> None:
     entries = state()
     commit(entries, 1, 0, WAITING)
-    assert entries.take(rows(1)).positions.tolist() == [list(range(WAITING))]
+    assert entries.take(rows(1), WAITING).positions.tolist() == [list(range(WAITING))]
+
+
+def test_padding_reaches_nobody() -> None:
+    entries = state()
+    slots, tokens = torch.tensor([[100, 7, 8], [200, 201, 202]]), torch.tensor([[1, -1, -1], [2, 3, 4]])
+    counts = torch.tensor([1, 3])
+    taken = entries.append(rows(0, 2), torch.tensor([0, 4]), counts, slots)
+    entries.wait(rows(0, 2), counts, torch.zeros(2, 3, WIDTH), tokens)
+    assert taken.tolist() == [[100, NULL_SLOT, NULL_SLOT], [200, 201, 202]]
+    commit(entries, 0, 1, 2)
+    waiting = entries.take(rows(0, 2), 3)
+    assert waiting.tokens.tolist() == [[1, 201, 202], [2, 3, 4]]
+    assert waiting.positions.tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert waiting.slots.tolist() == [[100, 101, 102], [200, 201, 202]]
 
 
 def test_a_text_read_from_its_middle_begins_there() -> None:
@@ -61,7 +75,6 @@ def test_a_text_read_from_its_middle_begins_there() -> None:
     commit(entries, 0, 30, 3)
     positions, _ = entries.window(rows(0), 6)
     assert positions.tolist() == [[-1, -1, -1, 30, 31, 32]]
-    assert entries.longest(rows(0)) == 3
 
 
 def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
@@ -71,7 +84,7 @@ def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
     commit(entries, 0, 0, 4)
     positions, _ = entries.window(rows(0), 4)
     assert positions.tolist() == [[0, 1, 2, 3]]
-    assert entries.take(rows(0)).positions.tolist() == [[0, 1, 2, 3]]
+    assert entries.take(rows(0), 4).positions.tolist() == [[0, 1, 2, 3]]
 
 
 def test_entries_of_a_slot_lie_side_by_side() -> None:

@@ -69,7 +69,7 @@ class Serving:
         return BlockForward(self.model, self.text.embed, self.pool, Window.of(positions, slots, self.pool))
 
     def first(self) -> tuple[BlockForward, Tensor, Reach]:
-        waiting = self.state.take(ROWS)
+        waiting = self.state.take(ROWS, 8)
         forward = self.forward()
         return forward, forward.first(waiting), Reach.of_first(waiting.positions[:, -1], self.pool.entries)
 
@@ -97,7 +97,7 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     text = Text(model)
     serving = Serving(model, text)
     serving.commit([5, 7])
-    serving.forward().ingest(serving.state.take(ROWS))
+    serving.forward().ingest(serving.state.take(ROWS, 8))
     serving.commit([1, 1])
     serving.first()
     serving.commit([3, 1])

@@ -24,7 +24,8 @@ def play(stopping: Stopping, clock: Clock, steps: int, *, promise: float, gained
             stopping.drafted()
             drafted += 1
         clock.now += 1.0
-        stopping.settle(gained if further else 0, 2 + (gained if further else 0))
+        came = gained if further else 0
+        stopping.end()([came, 2 + came])
     return drafted
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drafters.late import Late
 from kernels.ops import REFERENCE
 from service.engine.graphs import Rerun
 
@@ -45,12 +46,13 @@ class Launches(TorchDispatchMode):
         return counted
 
     def stand_for_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Count replays and our ops as what they are there; to be called before an engine is built."""
+        """Count replays and our ops as what they are there, read as late; to be called before an engine is built."""
         capture = Rerun.capture
         monkeypatch.setattr(Rerun, "capture", lambda graphs, compute: self.as_many(1, capture(graphs, compute)))
         ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
         table = replace(REFERENCE, **ops)
         monkeypatch.setattr("kernels.ops._table", lambda device_type: table)
+        monkeypatch.setattr("drafters.late.readings_of", lambda device: Late())
 
     @contextmanager
     def _hush(self) -> Iterator[None]:

@@ -1,10 +1,12 @@
 """Steps on a device that is only claimed: nothing is made in the wrong place, and the text is that of the CPU."""
 
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 import torch
 
+from drafters import late
 from drafters.registry import TrainedWeights
 from drafters.specblock.captured import Capture
 from kernels import ops
@@ -61,6 +63,7 @@ def weights_elsewhere(capture: Capture | None) -> TrainedWeights:
 def _references_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded_tiny("llama")  # weights are read here
     monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
+    monkeypatch.setattr(late, "clock_of", lambda device: perf_counter)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["as it is", "replayed"])

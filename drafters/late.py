@@ -1,0 +1,90 @@
+"""Numbers and times of a device for books that must not make the host wait: known one step late, and at once on a CPU.
+
+What decides by them is a matter of speed only.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Hear = Callable[[Sequence[float]], None]
+
+
+class Moment(Protocol):
+    """A point in time; those before it may be subtracted once it has been heard of."""
+
+    def __sub__(self, earlier: Any, /) -> float:
+        """Seconds since."""
+        ...
+
+
+Clock = Callable[[], Moment]
+
+
+class Readings(Protocol):
+    """Numbers that somebody wants to hear, one request per step."""
+
+    def read(self, values: Tensor, hear: Hear) -> None:
+        """Have `hear` told these values, now or at the next request. # values [count]"""
+        ...
+
+
+class AtOnce:
+    """Of a CPU, where nothing needs to be waited for."""
+
+    def read(self, values: Tensor, hear: Hear) -> None:
+        hear(values.tolist())  # planned transfer: none, it is here
+
+
+class Late:
+    """Tells what the request before asked for: a step waits for its tokens, so by then it has arrived."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Tensor, torch.cuda.Event | None, Hear] | None = None
+
+    def read(self, values: Tensor, hear: Hear) -> None:
+        self._tell()
+        on_the_way = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        self._asked = on_the_way, _reached(values), hear
+
+    def _tell(self) -> None:
+        if self._asked is None:
+            return
+        values, arrived, hear = self._asked
+        if arrived is not None:
+            arrived.synchronize()  # planned transfer: has arrived long since
+        hear(values.tolist())  # planned transfer: none, it is here
+
+
+class DeviceMoment:
+    """When the device gets to what this stream is asked for next."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def __sub__(self, earlier: "DeviceMoment", /) -> float:
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
+
+
+def readings_of(device: torch.device | str) -> Readings:
+    """Readings of tensors on this device."""
+    return AtOnce() if torch.device(device).type == "cpu" else Late()
+
+
+def clock_of(device: torch.device | str) -> Clock:
+    """The time at which this device does what it is asked for."""
+    return perf_counter if torch.device(device).type == "cpu" else DeviceMoment
+
+
+def _reached(values: Tensor) -> torch.cuda.Event | None:
+    """When everything that a device has been asked for up to here is done; None where there is none."""
+    if not values.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,40 @@
+"""Numbers that need not be known in the step they belong to."""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafters.late import AtOnce, Late, Readings, readings_of
+
+
+def heard(readings: Readings, steps: int) -> list[list[float]]:
+    """What has been told by the end of each step, of which each one asks for its own number."""
+    told: list[float] = []
+
+    def hear(values: Sequence[float]) -> None:
+        told.extend(values)
+
+    found = []
+    for number in range(steps):
+        readings.read(torch.tensor([number]), hear)
+        found.append(list(told))
+    return found
+
+
+def test_a_cpu_answers_at_once() -> None:
+    assert isinstance(readings_of("cpu"), AtOnce)
+    assert heard(readings_of("cpu"), 3) == [[0], [0, 1], [0, 1, 2]]
+
+
+def test_a_device_answers_a_step_late() -> None:
+    assert isinstance(readings_of("cuda:1"), Late)
+    assert heard(readings_of("cuda"), 3) == [[], [0], [0, 1]]
+
+
+def test_what_is_told_is_what_was_asked_for() -> None:
+    told: list[float] = []
+    values, readings = torch.tensor([3.0]), Late()
+    for _ in range(2):
+        readings.read(values, told.extend)
+        values.zero_()
+    assert told == [3.0]
