@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
-from drafters.late import AtOnce, Late, Readings, readings_of
+from drafters.late import AtOnce, Late, Readings, clock_of, readings_of
 
 
 def heard(readings: Readings, steps: int) -> list[list[float]]:
@@ -38,3 +39,24 @@ def test_what_is_told_is_what_was_asked_for() -> None:
         readings.read(values, told.extend)
         values.zero_()
     assert told == [3.0]
+
+
+def test_seconds_of_a_cpu() -> None:
+    clock = clock_of("cpu")
+    began = clock()
+    assert clock() - began >= 0
+
+
+@pytest.mark.gpu
+def test_seconds_and_numbers_of_a_device_come_without_waiting() -> None:
+    clock, readings = clock_of("cuda"), readings_of("cuda")
+    told: list[float] = []
+    began = clock()
+    torch.cuda._sleep(100_000_000)  # cycles
+    values = torch.full((1,), 7.0, device="cuda")
+    ended = clock()
+    readings.read(values, told.extend)
+    assert not told
+    readings.read(values + 1, told.extend)
+    assert told == [7.0]
+    assert ended - began > 0.01

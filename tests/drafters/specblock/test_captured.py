@@ -14,13 +14,27 @@ from drafters.specblock.blocks import TreeShape
 from drafters.specblock.captured import Places, Replayed
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.policies import best_first
+from drafters.specblock.recording import NoRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
 LENGTH, TEXTS = 150, 3
 TOLERANCE = 1e-5
+
+
+class Said(NoRecorder):
+    """Keeps each row's last first block, and that of nobody's row."""
+
+    def __init__(self, block: int, hidden: int) -> None:
+        self.roots = torch.zeros(TEXTS + 1, dtype=torch.int64)
+        self.states = torch.zeros(TEXTS + 1, block, hidden)
+        self.logprobs = torch.zeros(TEXTS + 1, block, DRAFT_VOCAB)
+
+    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
+        for table, values in ((self.roots, roots), (self.states, states), (self.logprobs, logprobs)):
+            table.index_copy_(0, rows, values)
 
 
 class Texts:
@@ -34,6 +48,7 @@ class Texts:
         self.tokens = torch.randint(VOCAB_SIZE, (TEXTS, LENGTH + 1), generator=generator)
         self.features = torch.randn(TEXTS, LENGTH, width, generator=generator)
         self.slots = torch.randperm(TEXTS * LENGTH, generator=generator).view(TEXTS, LENGTH) + 1
+        self.said = Said(4, model.config.hidden_size)
         self.drafter = SpecBlockDrafter(
             model,
             tiny_embedding(model.config.hidden_size),
@@ -43,6 +58,7 @@ class Texts:
             max_sequences=TEXTS,
             max_length=LENGTH,
             device="cpu",
+            recorder=self.said,
             capture=capture,
         )
 
@@ -114,12 +130,17 @@ def test_the_same_trees(blocks: int) -> None:
 
         return replay
 
-    expected, found = Texts(None, blocks).story(), Texts(again, blocks).story()
+    as_they_are, replayed = Texts(None, blocks), Texts(again, blocks)
+    expected, found = as_they_are.story(), replayed.story()
     assert calls >= len(found)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
+    assert replayed.said.roots[:TEXTS].tolist() == [24, 98, 64]
+    for name in ("states", "logprobs"):
+        said, again_said = (getattr(texts.said, name)[:TEXTS] for texts in (as_they_are, replayed))
+        torch.testing.assert_close(said, again_said, atol=1e-4, rtol=0)
 
 
 def test_a_function_whose_results_stay_where_they_are() -> None:
