@@ -24,6 +24,12 @@ PROMPTS = varied_prompts()[:4]
 POLICY = FixedBudget(12)
 
 
+@pytest.fixture(autouse=True)
+def _every_block_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a further block pays is a matter of seconds, which are never the same twice."""
+    monkeypatch.setattr("drafters.specblock.stopping._TRIAL", 1_000_000)
+
+
 def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list[Run]:
     measure = Measure(temperature, 24, concurrency, seed=5)
     firsts = range(0, len(PROMPTS), concurrency)
