@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed
+from drafters.protocol import Committed, Known
 from service.assembly import Assembly
 from service.bench.lossless import LosslessResult, check
 from service.bench.lossless_cases import Case, Extras, Way
@@ -54,9 +54,15 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     true_commit = commit_module.commit
 
     def commit(
-        rows: ForwardRows, verified: Verified, output: TargetOutput, table: SlotTable, *, target_top: int
+        rows: ForwardRows,
+        verified: Verified,
+        output: TargetOutput,
+        table: SlotTable,
+        *,
+        target_top: int,
+        known: Known | None,
     ) -> tuple[Committed, Tensor]:
-        committed, freed = true_commit(rows, verified, output, table, target_top=target_top)
+        committed, freed = true_commit(rows, verified, output, table, target_top=target_top, known=known)
         accepted = verified.result.num_accepted
         if freed.any() and accepted.any():
             victim = int(accepted.argmax())

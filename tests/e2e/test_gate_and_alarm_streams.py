@@ -198,7 +198,7 @@ def twin_of(known: Practised, built: Built) -> dict[str, Tensor]:
         perturb(weights, 0.02, seed)
         return weights
 
-    return min(map(twin, range(6)), key=lambda weights: abs(fmean(scores_of(known, built, weights)) - good))
+    return min(map(twin, range(16)), key=lambda weights: abs(fmean(scores_of(known, built, weights)) - good))
 
 
 def bare_rule(stream: Sequence[QueryFeedback]) -> int:
