@@ -52,7 +52,7 @@ def test_what_all_are_asked_becomes_weights_that_all_serve(running: Fleet) -> No
 def test_an_operator_of_a_follower_is_sent_to_the_leader(running: Fleet) -> None:
     answer = running.replicas[0].command("rollback")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_leading")
-    assert running.agree()
+    running.wait(running.agree, RECOVERY_SECONDS)  # weights may be on their way
 
 
 def test_a_forged_version_is_refused_and_replaced(running: Fleet) -> None:
