@@ -5,10 +5,10 @@ lost it all is tried again whenever a small share of the time that passed has pa
 never having tried is bounded for any run: the allowance, and that share of the time.
 """
 
-ALLOWANCE = 3.0
+ALLOWANCE = 2.0
 DOUBTFUL = 0.2
 """The share of an allowance that is left where the same did not pay for half as many sequences."""
-LIMIT = 8.0
+LIMIT = 5.0
 SHARE = 0.01
 
 

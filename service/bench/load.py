@@ -23,19 +23,29 @@ class Arrivals(Protocol):
         """How many requests should have been sent by now."""
         ...
 
+    def is_steady(self, finished: int, total: int) -> bool:
+        """Whether what is served now is the load in question, after so many of all requests."""
+        ...
+
     def since(self, number: int, elapsed_seconds: float) -> float:
         """From when on the request of that number waits, when it is sent now."""
         ...
 
 
 class ClosedLoop:
-    """So many clients, each of which asks again as soon as it is answered."""
+    """So many clients, each of which asks again as soon as it is answered.
+
+    At first everybody asks at once, in the end clients leave one after the other: neither is the load in question.
+    """
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
         return finished + self._concurrency
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
         return elapsed_seconds
@@ -50,6 +60,9 @@ class PoissonArrivals:
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
         return sum(at <= elapsed_seconds for at in self._times)
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        return True
 
     def since(self, number: int, elapsed_seconds: float) -> float:
         return self._times[number]
@@ -81,12 +94,21 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The part of a run in which the load was steady."""
+
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRun:
     """All requests of a run, in their order, and the steps that served them."""
 
     served: tuple[Served, ...]
     steps: tuple[StepStats, ...]
     seconds: float
+    steady: Span
 
 
 class Drive:
@@ -107,6 +129,7 @@ class Drive:
         self._clock = clock
         self._sleep = sleep
         self._seconds = 0.0  # before the present slice
+        self._steady = Span(0.0, 0)
         self.num_finished = 0
         self._served: dict[str, Served] = {}
         self._steps: list[StepStats] = []
@@ -120,12 +143,15 @@ class Drive:
         start, end = self._clock() - self._seconds, self._seconds + seconds
         while not self.is_over and self._seconds < end:
             self._send(self._clock() - start)
-            self._step(start)
+            is_steady = self._arrivals.is_steady(self.num_finished, len(self._requests))
+            tokens, before = self._step(start), self._seconds
             self._seconds = self._clock() - start
+            if is_steady:
+                self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
 
     def result(self) -> LoadRun:
         """What was served until now."""
-        return LoadRun(tuple(self._served.values()), tuple(self._steps), self._seconds)
+        return LoadRun(tuple(self._served.values()), tuple(self._steps), self._seconds, self._steady)
 
     def _send(self, elapsed: float) -> None:
         """Hand over what is due by now."""
@@ -135,10 +161,11 @@ class Drive:
             self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
             self._engine.add(replace(request, arrival_seconds=time.monotonic()))
 
-    def _step(self, start: float) -> None:
+    def _step(self, start: float) -> int:
+        """One step of the engine; returns how many tokens it emitted."""
         if self._engine.idle:
             self._sleep(0.001)
-            return
+            return 0
         report = self._engine.step()
         now = self._clock() - start
         for output in report.outputs:
@@ -146,6 +173,7 @@ class Drive:
             self.num_finished += output.finish_reason is not None
         if report.stats is not None:
             self._steps.append(report.stats)
+        return sum(len(output.token_ids) for output in report.outputs)
 
 
 def drive(engine: Engine, requests: Sequence[GenerationRequest], arrivals: Arrivals) -> LoadRun:

@@ -1,5 +1,6 @@
 """What `adaptree bench load` does around the measurement: load, take turns, show progress, print, draw, write."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,11 @@ from service.engine.sequence import GenerationRequest
 from service.errors import StartupError
 
 _WARM_UP_TOKENS = 8
-_ROUNDS = 3
-"""Requests of each client at least: fewer would measure how a load begins and ends."""
+_ROUNDS = 4
+"""Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
+_SPREAD = 0.5
+"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next
+prompts be read together, for ever."""
 _SLICE_SECONDS = 2.0
 """After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
@@ -47,6 +51,11 @@ class LoadPlan:
     @property
     def arrival(self) -> str:
         return "closed" if self.rate_per_second is None else "poisson"
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer."""
+        return self.max_tokens + int(_SPREAD * self.max_tokens)
 
     def requests_at(self, concurrency: int) -> int:
         return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
@@ -77,16 +86,17 @@ def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
     most = max(map(plan.requests_at, plan.concurrency))
     sets = [read_prompts(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
     mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
-    refuse_too_long(mixed, plan.max_tokens, assembly.limits.max_model_len, "the prompts")
+    refuse_too_long(mixed, plan.most_tokens, assembly.limits.max_model_len, "the prompts")
     return [mixed[number % len(mixed)] for number in range(most)]
 
 
 def _measure_all(
     assembly: Assembly, names: Sequence[str], prompts: Sequence[Sequence[int]], plan: LoadPlan
 ) -> list[LoadRow]:
-    longest = max(map(len, prompts)) + plan.max_tokens
+    longest = max(map(len, prompts)) + plan.most_tokens
     engines = _engines(assembly, names, longest=longest, most_sequences=max(plan.concurrency))
-    requests = requests_from(prompts, 0, Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed))
+    measure = Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed)
+    requests = _of_all_lengths(requests_from(prompts, 0, measure), plan)
     _warm_up(engines, requests)
     rows: list[LoadRow] = []
     with progress_bar() as progress:
@@ -100,6 +110,13 @@ def _measure_all(
             )
             rows += [_row(name, runs, concurrency, plan) for name in names]
     return rows
+
+
+def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> list[GenerationRequest]:
+    """The same, with answers of all lengths around the one that is planned."""
+    rng, most = random.Random(plan.seed), plan.most_tokens
+    fewest = max(1, 2 * plan.max_tokens - most)
+    return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(fewest, most))) for one in requests]
 
 
 def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_sequences: int) -> dict[str, Engine]:
@@ -176,8 +193,9 @@ def _table(rows: Sequence[LoadRow]) -> Table:
         ends = following is None or following.concurrency != row.concurrency
         table.add_row(str(row.concurrency), row.policy, *_cells(row), end_section=ends)
     table.caption = (
-        "goodput: tokens per second of requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds "
-        "per further token; budget: nodes per sequence and step; undrafted: share of steps without nodes"
+        "tokens/s: from when all clients were answered once until the first has nothing left to ask; goodput: those of "
+        "requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds per further token; budget: "
+        "nodes per sequence and step; undrafted: share of steps without nodes"
     )
     return table
 

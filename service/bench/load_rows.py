@@ -39,7 +39,7 @@ class LoadRow:
     requests: int
     tokens: int
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float  # while the load is steady
     goodput_tokens_per_second: float
     ttft_p50_seconds: float
     ttft_p95_seconds: float
@@ -72,6 +72,8 @@ def row_of(
     """A policy's run as one row; `reference` is another policy's run of the same requests."""
     served, steps, seconds = run.served, run.steps, run.seconds
     tokens = sum(len(request.token_ids) for request in served)
+    well_served = sum(len(request.token_ids) for request in served if slo.is_met_by(request))
+    speed = run.steady.tokens / run.steady.seconds
     gaps = [gap for request in served for gap in request.gaps_seconds]
     firsts = [request.first_token_seconds for request in served]
     accepted = [count for request in served for count in request.accepted_per_step]
@@ -85,8 +87,8 @@ def row_of(
         requests=len(served),
         tokens=tokens,
         seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        goodput_tokens_per_second=sum(len(request.token_ids) for request in served if slo.is_met_by(request)) / seconds,
+        tokens_per_second=speed,
+        goodput_tokens_per_second=speed * well_served / tokens,
         ttft_p50_seconds=percentile(firsts, 50),
         ttft_p95_seconds=percentile(firsts, 95),
         ttft_p99_seconds=percentile(firsts, 99),

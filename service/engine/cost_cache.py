@@ -54,10 +54,15 @@ class Costs:
     drafts: DraftCosts
 
 
-def cached_or_measured(folder: Path, key: CostKey, measure: Callable[[], Costs]) -> Costs:
+def cached_or_measured(
+    folder: Path, key: CostKey, measure: Callable[[], Costs], is_out_of_date: Callable[[Costs], bool] = lambda _: False
+) -> Costs:
     """The costs of this key from the folder, or else measured now and kept there."""
     file = folder / key.file_name
     costs = read(file, key)
+    if costs is not None and is_out_of_date(costs):
+        logger.warning("steps are faster than the costs in %s say: measuring again", file)
+        costs = None
     if costs is None:
         costs = measure()
         write(file, key, costs)

@@ -1,7 +1,9 @@
 """Measured cost corrected while serving: how much slower or faster the machine is now than the table says, by rows.
 
 A start-up table is right about shapes and wrong about the day: clocks change, neighbours come and go. Factors are kept
-at powers of two of rows and interpolated, so that the corrected curve has no jumps that a budget could fall for.
+at every half power of two of rows and interpolated, so that the corrected curve has no jumps that a budget could fall
+for. Each is corrected by what was run beside it: were an error at 16 rows taken for one at 8, a plain step of eight
+sequences would seem to take longer than it does, and drafting to gain.
 """
 
 import math
@@ -10,12 +12,12 @@ import numpy as np
 
 from service.engine.cost import CostTable, FloatArray
 
-_POINTS = np.arange(12.0)  # factors at 1, 2, 4, ... 2048 rows
-_GLOBAL_RATE = 0.05  # of an error, to all factors
-_LOCAL_RATE = 0.15  # to those beside the rows that were run
-_OCTAVES = 0.6  # how far that reaches
+_PER_OCTAVE = 2
+_POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # factors at 1, 1.4, 2, 2.8, 4, ... 2048 rows
+_RATE = 0.2  # of an error, to the factors between which the rows lie, once several errors are known
+_DRIFT = 0.01  # to those that are known by rows of their own
 _ERROR_RATE = 0.05
-_LARGEST_SURPRISE = 0.5  # natural logarithm: one hiccup must not move a factor by more than a tenth
+_LARGEST_SURPRISE = 0.5  # natural logarithm: once a factor is known, one hiccup does not move it by more than a tenth
 
 
 class OnlineCosts:
@@ -24,6 +26,7 @@ class OnlineCosts:
     def __init__(self, table: CostTable) -> None:
         self._table = table
         self._log_factors = np.zeros_like(_POINTS)
+        self._num_seen = np.zeros_like(_POINTS)  # rows that were run beside each point
         self._error = 0.0
         self._observed = 0
 
@@ -47,9 +50,18 @@ class OnlineCosts:
             return predicted
         self._note_error(abs(predicted / seconds - 1.0))
         surprise = min(max(math.log(seconds / predicted), -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
-        distance = (_POINTS - math.log2(max(rows, 1))) / _OCTAVES
-        self._log_factors += surprise * (_GLOBAL_RATE + _LOCAL_RATE * np.exp(-0.5 * distance**2))
+        self._correct(rows, surprise)
         return predicted
+
+    def _correct(self, rows: int, surprise: float) -> None:
+        """Move the prediction for so many rows: to what was seen when it is the first time, by `_RATE` of the error
+        in the end. Points of which nothing is known follow whatever is run."""
+        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - math.log2(max(rows, 1))))
+        self._num_seen += near
+        rate = max(_RATE, 1.0 / max(1.0, float(near @ self._num_seen)))
+        own = near / max(float(near @ near), 0.5)
+        everywhere = np.where(self._num_seen >= 0.5, _DRIFT, rate)
+        self._log_factors += surprise * np.maximum(rate * own, everywhere)
 
     def _note_error(self, error: float) -> None:
         self._observed += 1

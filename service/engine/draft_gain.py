@@ -1,7 +1,8 @@
 """What drafting has gained or cost at each load, and so whether to draft at all.
 
-Every step is compared with what a plain one of the same sequences takes; gains and losses go into a purse per size of
-batch (`drafters/purse.py`), so that a drafter that does not pay costs a share of 1 % at most, whatever it claims.
+Every step is compared with what a plain one of the same sequences takes, in which the drafter would not even have to
+follow the texts; gains and losses go into a purse per size of batch (`drafters/purse.py`), so that a drafter that does
+not pay costs a share of 1 % at most, whatever it claims.
 """
 
 from collections import defaultdict
@@ -14,14 +15,20 @@ from service.engine.cost_online import OnlineCosts
 from service.engine.draft_cost import DraftCosts, OnlineDraftCosts
 from service.engine.load import Load, StepOutcome
 
-_FIRST_REFERENCE = 8
-_REFERENCE_EVERY = 128
-"""Steps with nodes in a row before some without, rarer and rarer: what drafting gains is measured against what a plain
-step takes."""
+_FIRST_REFERENCES = 2
+_FIRST_PAUSE = 8
+_LONGEST_PAUSE = 128
+"""A size of batch begins with plain steps, and has others after so many steps with nodes, more and more of them: what
+drafting gains is measured against what a plain step takes."""
+_BESIDE_PROMPTS = 0.25
+"""What a plain step counts that reads prompts too, for it says little of one that does not."""
 _REFERENCES = 4
 _CLEAR = 0.25
 """A plain step among others is slower than one of many in a row (caches hold the drafter), by a tenth on CPUs. It takes
 several to know what plain decoding would take, unless drafting gains more plain steps per step than this."""
+_UNSEEN = 0.05
+"""Plain steps that a step with drafts costs beside what the clocks around its stages say, as measured with eight
+sequences: caches that its rows leave cold, and prompts that are read in more and smaller parts."""
 _LARGEST_SURPRISE = 1.5  # times what was expected: a hiccup is nobody's fault
 _RATE = 0.05
 
@@ -64,21 +71,22 @@ class DraftGain:
 
     def _judge(self, book: "_Book", outcome: StepOutcome) -> None:
         """Enter what drafting gained or cost in this step, in plain steps."""
-        book.count(outcome.num_nodes)
+        load = outcome.load
+        book.count(outcome.num_nodes, reads=load.num_rows > load.num_drafting)
+        plain = self.plain_seconds(load)
         if not outcome.drafted:
             book.note_plain(outcome.other_seconds)
-            self._purses.of(outcome.load.num_drafting).rest()
+            self._purses.of(load.num_drafting).rest()
             return
-        load = outcome.load
-        plain = self.plain_seconds(load)
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
         foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
         # What it took, whatever had been expected of so many rows.
         verify = min(outcome.verify_seconds, _LARGEST_SURPRISE * float(foretold[1]))
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        spent = drafting + verify - float(foretold[0]) + book.note_drafted(outcome.other_seconds)
+        following = outcome.follow_seconds + book.note_drafted(outcome.other_seconds)
+        spent = drafting + verify - float(foretold[0]) + following
         gained = outcome.accepted_tokens / load.num_drafting * plain
-        gain = (gained - spent) / plain
+        gain = (gained - spent) / plain - _UNSEEN
         book.note_gain(gain)
         self._purses.of(load.num_drafting).settle(gain)
 
@@ -87,25 +95,23 @@ class _Book:
     """What is known of one size of batch."""
 
     def __init__(self) -> None:
-        self.references_due = 0
+        self.references_due = float(_FIRST_REFERENCES)
         self.plain_other_seconds = 0.0
         self._steps_with_nodes = 0
-        self._reference_after = _FIRST_REFERENCE
+        self._pause = _FIRST_PAUSE
         self._drafted_other_seconds = 0.0
         self._gain = 0.0
 
-    def count(self, num_nodes: int) -> None:
-        """One more step, with so many nodes."""
-        if num_nodes:
-            self._steps_with_nodes += 1
-            if self._steps_with_nodes >= self._reference_after:
-                self.references_due = 1 if self._gain > _CLEAR else _REFERENCES
-        elif self.references_due > 1:
-            self.references_due -= 1
-        elif self._steps_with_nodes:
-            self.references_due = 0
+    def count(self, num_nodes: int, *, reads: bool) -> None:
+        """One more step, with so many nodes, that reads prompts or not."""
+        if not num_nodes:
+            self.references_due = max(0.0, self.references_due - (_BESIDE_PROMPTS if reads else 1.0))
+            return
+        self._steps_with_nodes += 1
+        if self._steps_with_nodes >= self._pause:
+            self.references_due = 1.0 if self._gain > _CLEAR else float(_REFERENCES)
             self._steps_with_nodes = 0
-            self._reference_after = min(_REFERENCE_EVERY, 2 * self._reference_after)
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
 
     def note_gain(self, gain: float) -> None:
         """A step with drafts gained so many plain ones."""

@@ -119,6 +119,7 @@ class DraftStage:
         # Launches return at once on a device; what waits for it is the transfer of emitted tokens, timed with the rest.
         is_waited_for = self._device.type == "cpu"
         late = 0.0 if is_waited_for else stats.other_seconds
+        follow = stats.follow_seconds if is_waited_for else 0.0
         return StepOutcome(
             load=draft.load,
             drafted=draft.claims is not None,
@@ -126,7 +127,8 @@ class DraftStage:
             accepted_tokens=stats.accepted_tokens,
             draft_seconds=stats.draft_seconds,
             verify_seconds=stats.verify_seconds + late,
-            other_seconds=stats.other_seconds - late,
+            follow_seconds=follow,
+            other_seconds=stats.other_seconds - late - follow,
         )
 
     def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:

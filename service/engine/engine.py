@@ -130,7 +130,9 @@ class Engine:
         committed, freed = commit(
             rows, verified, output, self.table, target_top=self.drafter.target_top, known=batch.known
         )
+        clock.lap("other")
         self._teach(batch, rows, output.features, committed)
+        clock.lap("follow")
         told = Told.of(committed, verified, batch.of_completing(budget.nodes))
         drafted, accepted = budget.nodes, told.accepted
         self.slots.free(freed[: sum(drafted) - sum(accepted)])
@@ -207,7 +209,8 @@ class Engine:
             budget_reason=budget.reason,
             draft_seconds=clock.seconds["draft"],
             verify_seconds=clock.seconds["verify"],
-            other_seconds=clock.seconds["other"],
+            other_seconds=clock.seconds["other"] + clock.seconds["follow"],
+            follow_seconds=clock.seconds["follow"],
             preemptions=self.scheduler.take_preemptions(),
             itl_seconds=emission.gaps,
             verify_rows=sum(item.num_rows for item in batch.items) + sum(drafted),
@@ -247,7 +250,7 @@ class _Clock:
     """Seconds of a step's phases."""
 
     def __init__(self) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
+        self.seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:

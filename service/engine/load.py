@@ -27,4 +27,5 @@ class StepOutcome:
     accepted_tokens: int
     draft_seconds: float
     verify_seconds: float
+    follow_seconds: float  # what the drafter took to take in prompts and answers, drafted or not
     other_seconds: float

@@ -34,6 +34,7 @@ class StepStats:
     verify_seconds: float
     other_seconds: float
     preemptions: int
+    follow_seconds: float = 0.0  # of the other ones: what the drafter took to take in prompts and answers
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
     predicted_verify_seconds: float | None = None  # by the cost table as corrected; None where none is used
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes

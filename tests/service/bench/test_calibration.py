@@ -21,7 +21,7 @@ from service.bench.calibration_figures import (
     rows_of,
     summary_of,
 )
-from service.bench.load import LoadRun, Served
+from service.bench.load import LoadRun, Served, Span
 from service.bench.shift_stream import shifted
 from service.bench.speed import Measure
 from service.cli import app
@@ -89,7 +89,7 @@ def test_survival_is_judged_at_the_first_reading_after_enough_nodes() -> None:
 def played(phase: int, concurrency: int, *steps: StepStats) -> PlayedLeg:
     served = Served(0.0, token_ids=[1, 2, 3])
     leg = legs_of(stream_of_halves(2), (concurrency,), MEASURE)[phase]
-    return PlayedLeg(leg, LoadRun((served,), steps, 2.0))
+    return PlayedLeg(leg, LoadRun((served,), steps, 2.0, Span(2.0, len(served.token_ids))))
 
 
 def test_nodes_are_counted_anew_from_the_change() -> None:

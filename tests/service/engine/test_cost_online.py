@@ -32,6 +32,21 @@ def test_a_slower_machine_is_noticed_everywhere_and_first_where_it_is_seen() -> 
     assert abs(seconds(costs, 2.0) / 3.0 - 1.0) < 0.01
 
 
+def test_the_first_time_that_rows_are_run_says_most() -> None:
+    costs = OnlineCosts(TABLE)
+    costs.learn(2, 1.0, 1, 2.0)
+    assert abs(seconds(costs, 2.0) / 2.0 - 1.0) < 0.01
+
+
+def test_an_error_of_many_rows_is_not_taken_for_one_of_few() -> None:
+    costs = OnlineCosts(TABLE)
+    costs.learn(2, 1.0, 1, 1.5)
+    for _ in range(60):
+        costs.learn(16, 1.0, 1, 6.0)
+    assert abs(seconds(costs, 16.0) / 6.0 - 1.0) < 0.01
+    assert abs(seconds(costs, 2.0) / 1.5 - 1.0) < 0.05
+
+
 def test_the_error_falls_as_it_learns() -> None:
     costs = OnlineCosts(TABLE)
     costs.learn(16, 1.0, 1, 6.0)
@@ -44,6 +59,8 @@ def test_the_error_falls_as_it_learns() -> None:
 
 def test_one_hiccup_moves_little() -> None:
     costs = OnlineCosts(TABLE)
+    for _ in range(5):
+        costs.learn(2, 1.0, 1, 1.5)
     costs.learn(2, 1.0, 1, 500.0)
     assert seconds(costs, 2.0) < 1.5 * 1.11
 

@@ -40,12 +40,15 @@ class World:
     """Chains of DEPTH nodes for each of `batch` sequences, a node accepted with probability `truth` given its parent,
     whatever the drafter `claims`. Time passes as the formulas say."""
 
-    def __init__(self, batch: int, claims: float, *, error: float = 1.0, noise: float = 0.0) -> None:
+    def __init__(
+        self, batch: int, claims: float, *, error: float = 1.0, noise: float = 0.0, follow_seconds: float = 0.0
+    ) -> None:
         drafts = DraftCosts(blocks=np.ones(1), batches=np.ones(1), seconds=np.array([[DRAFT_SECONDS]]))
         self.policy = CostBudget(table(error), drafts)
         self.recalibration = Recalibration()
         self.rng = random.Random(0)
         self.batch, self.claims, self.noise = batch, claims, noise
+        self.follow_seconds = follow_seconds
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
 
     @property
@@ -66,9 +69,9 @@ class World:
         if drafted:
             keep, accepted = self._draft(load, truth)
         verify = true_seconds(self.batch + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-        draft = DRAFT_SECONDS * drafted
+        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * drafted
         self.tokens += self.batch + accepted
-        self.seconds += verify + draft + OTHER_SECONDS
+        self.seconds += verify + draft + follow + OTHER_SECONDS
         self.drafted_steps += drafted
         self.policy.learn(
             StepOutcome(
@@ -78,6 +81,7 @@ class World:
                 accepted_tokens=accepted,
                 draft_seconds=draft,
                 verify_seconds=verify,
+                follow_seconds=follow,
                 other_seconds=OTHER_SECONDS,
             )
         )
@@ -121,6 +125,14 @@ def test_a_drafter_that_costs_more_than_it_brings_stands_down(batch: int) -> Non
     assert world.drafted_steps < 0.3 * 2_200
 
 
+@pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (0.4, False)])
+def test_what_following_the_texts_takes_counts(follow_seconds: float, pays: bool) -> None:
+    world = World(8, 0.6, noise=0.1, follow_seconds=follow_seconds)
+    world.speed(300, lambda: 0.5)
+    assert world.speed(2_000, lambda: 0.5) >= (1.1 if pays else 0.98) * world.plain_speed
+    assert (world.drafted_steps > 2_000) == pays
+
+
 def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
     world = World(1, 0.9)
     world.speed(50, lambda: 1.0)
@@ -158,6 +170,7 @@ def test_costs_are_predicted_closely_after_a_while() -> None:
             accepted_tokens=0,
             draft_seconds=0.0,
             verify_seconds=true_seconds(4),
+            follow_seconds=0.0,
             other_seconds=OTHER_SECONDS,
         )
     )
