@@ -7,7 +7,7 @@ never having tried is bounded for any run: the allowance, and that share of the 
 
 ALLOWANCE = 2.0
 DOUBTFUL = 0.2
-"""The share of an allowance that is left where the same did not pay for half as many sequences."""
+"""What is left of allowance and share where the same does not clearly pay for half as many sequences."""
 LIMIT = 5.0
 SHARE = 0.01
 
@@ -30,9 +30,14 @@ class Purse:
         """Whether it may go on."""
         return self._balance > 0.0
 
-    def rest(self) -> None:
-        """A step went by without it."""
-        self._balance = min(self._limit, self._balance + self._share)
+    @property
+    def is_full(self) -> bool:
+        """Whether it has clearly gained of late."""
+        return self._balance > self._limit / 2
+
+    def rest(self, doubt: float = 1.0) -> None:
+        """A step went by without it; such a share of the usual pays off debts."""
+        self._balance = min(self._limit, self._balance + doubt * self._share)
 
     def settle(self, gain: float) -> None:
         """A step went by with it, which gained so many plain steps, or lost them where it is negative."""
@@ -40,8 +45,11 @@ class Purse:
 
 
 class PursesBySize:
-    """One purse for each size of batch, in powers of two. What did not pay for few sequences begins with little for
-    more of them: rows that are verified cost more the more there are, and gain no more."""
+    """One purse for each size of batch, in powers of two.
+
+    What does not clearly pay for few sequences begins with little for more of them, and is tried again less often: rows
+    that are verified cost more the more there are, and gain no more.
+    """
 
     def __init__(self, *, allowance: float = ALLOWANCE) -> None:
         self._allowance = allowance
@@ -50,7 +58,13 @@ class PursesBySize:
     def of(self, num_sequences: int) -> Purse:
         size = num_sequences.bit_length()
         if size not in self._purses:
-            smaller = self._purses.get(size - 1)
-            is_doubtful = smaller is not None and not smaller.is_open
-            self._purses[size] = Purse(allowance=self._allowance * (DOUBTFUL if is_doubtful else 1.0))
+            self._purses[size] = Purse(allowance=self._allowance * self._doubt(size))
         return self._purses[size]
+
+    def rest(self, num_sequences: int) -> None:
+        """A step of so many went by without it."""
+        self.of(num_sequences).rest(self._doubt(num_sequences.bit_length()))
+
+    def _doubt(self, size: int) -> float:
+        smaller = self._purses.get(size - 1)
+        return DOUBTFUL if smaller is not None and not smaller.is_full else 1.0

@@ -48,6 +48,7 @@ class LookupDrafter:
         self._buckets = torch.full_like(self._proposed[:, :-1], ABSENT)
         self._strengths = torch.zeros(max_sequences, _MAX_MATCHES, dtype=torch.int64, device=device)
         self._foretold = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -60,6 +61,7 @@ class LookupDrafter:
         self._foretold[rows] = 0
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self._has_proposed = True
         matches = self._matcher.find(rows)
         if self._history.has_predictions:
             self._follow_prediction(rows, matches)
@@ -75,7 +77,9 @@ class LookupDrafter:
         """Prompts are known from `start`."""
 
     def commit(self, committed: Committed) -> None:
-        self._learn(committed)
+        if self._has_proposed:
+            self._learn(committed)
+            self._has_proposed = False
         self._history.append(committed.rows, committed.tokens, committed.counts)
 
     def finish(self, rows: Sequence[int]) -> list[int]:

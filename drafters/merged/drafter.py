@@ -36,13 +36,14 @@ class MergedDrafter:
         self._costly = costly
         self._max_nodes = max_nodes
         self._worth = worth or Worth(late.clock_of(device))
-        self._promises, self._outcomes = late.readings_of(device), late.readings_of(device)
+        self._promises, self._outcomes, self._totals = (late.readings_of(device) for _ in range(3))
         self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
         self._sleep = Sleep()
         self._has_grown = self._asked = False
         shape = (2, max_sequences, 2 * max_nodes)
         self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
+        self._known_credits = {cheap.name: 0, costly.name: 0}
 
     @property
     def version(self) -> int:
@@ -61,8 +62,7 @@ class MergedDrafter:
         return self._costly.num_blocks
 
     def credits(self) -> dict[str, int]:
-        cheap, costly, _ = self._credits.tolist()  # planned transfer
-        return {self._cheap.name: cheap, self._costly.name: costly}
+        return self._known_credits
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._cheap.start(contexts)
@@ -111,6 +111,10 @@ class MergedDrafter:
     def _hear(self, promised: Sequence[float]) -> None:
         (self._promised,) = promised
 
+    def _hear_credits(self, credits: Sequence[float]) -> None:
+        cheap, costly, _ = map(int, credits)
+        self._known_credits = {self._cheap.name: cheap, self._costly.name: costly}
+
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
         wanted = merging.prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
@@ -120,6 +124,7 @@ class MergedDrafter:
         alone = right[1] & ~right[0]
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
+        self._totals.read(self._credits, self._hear_credits)
         hear = self._worth.end()
         if hear is not None:
             self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), hear)

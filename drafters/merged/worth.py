@@ -39,13 +39,14 @@ class Worth:
 
     def ask(self, promised: float, batch: int = 1) -> bool:
         """Whether to ask the drafter for so many sequences, when the others promise so many tokens for each."""
-        purse = self._purses[sum(promised >= edge for edge in _EDGES)].of(batch)
+        purses = self._purses[sum(promised >= edge for edge in _EDGES)]
+        purse = purses.of(batch)
         if purse.is_open:
             self.num_asked += 1
             now = self._clock()
             self._open = _Asked(purse, now, now)
             return True
-        purse.rest()
+        purses.rest(batch)
         self.num_passed_over += 1
         self._open = None
         return False

@@ -87,6 +87,7 @@ class SpecBlockDrafter:
         self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
         self._outcomes = late.readings_of(device)
         self._backlog = Backlog(max_sequences)
+        self._has_grown = False  # since the last commit
         self._useful_from = [0] * max_sequences
 
     @property
@@ -128,6 +129,7 @@ class SpecBlockDrafter:
 
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        self._has_grown = True
         self._stopping.begin(rows.shape[0])
         known = noise.known or Known.asked(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(known)), self._width(max(known.roots)), noise.warm)
@@ -155,7 +157,9 @@ class SpecBlockDrafter:
             came = self._take_in(Entries(rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(_taken(slots, counts))
-            came = self._fates.learn(rows, committed.tokens, counts)
+            # Of a step without trees nothing is to be learnt, and sleeping must be cheap.
+            came = self._fates.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
+        self._has_grown = False
         if self._blocks.shape.blocks > 1:
             self._outcomes.read(came, self._stopping.end())
 

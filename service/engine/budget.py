@@ -9,8 +9,8 @@ S(N) the sum of the first N, B drafting sequences and R rows that run in any cas
 T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,14 @@ class Budget:
     num_keep: Tensor  # [batch] int64, nodes per sequence
     reason: str  # one of REASONS
     nodes: tuple[int, ...] = ()  # of each line of the step's trees, known to the host once they are built
+
+    def told(self, nodes: Sequence[int], candidates: Candidates) -> "Budget":
+        """The same with each line's nodes; where costs allow none at all, it says whether there were any to allow."""
+        reason = self.reason
+        if reason == "cost" and not any(nodes):
+            there_were = bool((candidates.survival > 0).any())  # planned transfer: of a step without trees
+            reason = "does_not_pay" if there_were else "no_candidates"
+        return replace(self, nodes=tuple(nodes), reason=reason)
 
 
 class BudgetPolicy(Protocol):
@@ -107,13 +115,12 @@ class CostBudget:
         worth, owners = worth[: load.max_nodes], owners[: load.max_nodes]
         certain = float(batch) if load.weights is None else load.weights.sum()
         expected = certain + torch.cat([worth.new_zeros(1), worth.cumsum(0)])  # [N + 1]
-        best = int((expected / self._seconds(load, expected)).argmax())
-        if best == 0:
-            return Budget(torch.zeros_like(limits), _reason_for_none(worth))
-        if 1 < batch < best:
-            owners = _best_of_each_first(owners, batch)
-        chosen, num_keep = owners[:best], torch.zeros_like(limits)
-        return Budget(num_keep.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).to(limits.dtype)), "cost")
+        best = (expected / self._seconds(load, expected)).argmax()
+        if batch > 1:
+            owners = torch.where(best > batch, _best_of_each_first(owners, batch), owners)
+        is_chosen = (torch.arange(owners.shape[0], device=owners.device) < best) & (owners >= 0)
+        num_keep = torch.zeros_like(limits).scatter_add_(0, owners.clamp(min=0), is_chosen.to(limits.dtype))
+        return Budget(num_keep, "cost")
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return self._gain.learn(outcome)
@@ -132,10 +139,6 @@ def _capped(candidates: Candidates, limits: Tensor, load: Load, nodes: int) -> B
     if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
         return Budget(keep, "fixed")
     return Budget(keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots")
-
-
-def _reason_for_none(worth: Tensor) -> str:
-    return "does_not_pay" if bool((worth > 0).any()) else "no_candidates"
 
 
 def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from drafters.tree import MAX_NODES, ROOT
 from kernels.tree_attention import AttentionRows
+from service.engine.choosing import CapturedChoosing
 from service.engine.graphs import Graphs
 from service.engine.rows import ForwardRows
 from service.engine.slots import SlotTable
@@ -123,6 +124,7 @@ class CapturedForward:
             device=target.device,
         )
         self._logits, self._features = self._outputs(target, most_rows)
+        self._choosing = CapturedChoosing(graphs, self._logits, {shape.rows for shape in self._shapes})
         self._replays = {
             shape: graphs.capture(self._computation(target, shape)) for shape in reversed(self._shapes)
         }  # the largest first: the others find their memory in the shared pool
@@ -134,7 +136,7 @@ class CapturedForward:
         self._buffers.fill(shape, rows, table)
         self._replays[shape]()
         features = None if self._features is None else self._features[shape.rows - rows.num_rows : shape.rows]
-        return TargetOutput(self._logits[: rows.logit_rows.shape[0]], features)
+        return TargetOutput(self._logits[: rows.logit_rows.shape[0]], features, self._choosing)
 
     def shape_of(self, rows: ForwardRows, table: SlotTable) -> Shape | None:
         """The smallest shape that holds a step, by rows and then by sequences."""

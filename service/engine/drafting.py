@@ -84,7 +84,7 @@ class DraftStage:
         tree, kept = select_nodes(candidates, num_keep, max(nodes))
         self._draft = _Draft(load, claims.take(kept))
         nodes += [0] * (len(batch.items) - len(nodes))
-        return _pad_lines(tree, len(batch.items)), replace(budget, nodes=tuple(nodes))
+        return _pad_lines(tree, len(batch.items)), budget.told(nodes, candidates)
 
     def learn(self, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted.

@@ -126,7 +126,7 @@ class Engine:
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing = batch.completing
-        verified = self._verify_stage.verify(completing, rows, tree, output.logits)
+        verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.choosing)
         committed, freed = commit(
             rows, verified, output, self.table, target_top=self.drafter.target_top, known=batch.known
         )

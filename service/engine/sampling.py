@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels import ops
 from kernels.filters import keep_top_k, likeliest, narrow_to_nucleus
 from kernels.ops import gumbel_noise
-from kernels.sample import Choice, choose_likeliest
+from kernels.sample import Choice
+from service.engine.choosing import ASKED, Choosing
 from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.sequence import SamplingParams
 
@@ -84,11 +84,12 @@ Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place."""
 
 
-_Choose = Callable[[Tensor, SamplingRows], Choice]
+_Choose = Callable[[Tensor, Tensor, Tensor, Choosing], Choice]
+"""Of scores [rows, vocab], each row's sequence and position [rows]."""
 
 
-def _likeliest(scores: Tensor, rows: SamplingRows) -> Choice:
-    return choose_likeliest(scores)
+def _likeliest(scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
+    return choosing.likeliest(scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
     scores = logits.to(torch.float32, copy=True) if stages else logits
     for stage in stages:
         stage.apply(scores, rows)
-    return rows.table.choose(scores, rows)
+    return rows.table.choose(scores, rows.sequence_idx, rows.positions, ASKED)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
@@ -231,17 +232,13 @@ class _Draw:
 
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32, 0 = the likeliest token
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor], Choice]
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "_Draw":
-        device = states[0].device
-        temperatures = _floats([s.params.temperature for s in states], device)
-        return _Draw(_seeds(states), temperatures, ops.on(device).sample)
+        return _Draw(_seeds(states), _floats([s.params.temperature for s in states], states[0].device))
 
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> Choice:
-        idx = rows.sequence_idx
-        return self.sample(scores, self.seeds[idx], rows.positions, self.temperatures[idx])
+    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
+        return choosing.sample(scores, self.seeds[sequence_idx], positions, self.temperatures[sequence_idx])
 
 
 @dataclass(frozen=True, slots=True)

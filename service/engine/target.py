@@ -15,6 +15,7 @@ from kernels import ops
 from kernels.exact_rows import exact_row_multiple
 from kernels.tree_attention import WIDTH, Attention, AttentionRows
 from service.engine import linear
+from service.engine.choosing import ASKED, Choosing
 from service.engine.kv_pool import KVPool
 from service.engine.rows import ForwardRows
 from service.engine.slots import SlotTable
@@ -47,6 +48,7 @@ class TargetOutput:
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
+    choosing: Choosing = ASKED  # how to choose tokens of these logits as they are
 
 
 Forward = Callable[[ForwardRows, SlotTable], TargetOutput]

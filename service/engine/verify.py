@@ -9,7 +9,8 @@ from torch import Tensor
 from drafters.ancestors import path_tokens
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
-from kernels.sample import Choice, choose_likeliest
+from kernels.sample import Choice
+from service.engine.choosing import ASKED, Choosing
 from service.engine.generation import Sequence
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
@@ -41,22 +42,33 @@ class VerifyStage:
         self._batch: tuple[Sequence, ...] = ()
         self._table = SamplingTable(())
 
-    def verify(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Verified:
+    def verify(
+        self,
+        completing: Items[Sequence],
+        rows: ForwardRows,
+        tree: DraftTree,
+        logits: Tensor,
+        choosing: Choosing = ASKED,
+    ) -> Verified:
         """Verify the completing sequences; `tree` holds one line per sequence of the forward.
 
-        logits [logits, vocab], one per entry of `rows.logit_rows`
+        logits [logits, vocab], one per entry of `rows.logit_rows`; `choosing` is the way to choose of them as they are
         """
         if tree.width == 0:
             tree = DraftTree.empty(len(completing), logits.device)
-            return _plain(tree, self._choose(completing, rows, tree, logits))
+            return _plain(tree, self._choose(completing, rows, tree, logits, choosing))
         tree = tree.take(rows.completing)
-        return _walked(rows, tree, self._choose(completing, rows, tree, logits))
+        return _walked(rows, tree, self._choose(completing, rows, tree, logits, choosing))
 
-    def _choose(self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor) -> Choice:
+    def _choose(
+        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, choosing: Choosing
+    ) -> Choice:
         table = self._table_of(completing)
         if table.is_plain:
-            return choose_likeliest(logits)
-        return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
+            return choosing.likeliest(logits)
+        if table.stages:
+            return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
+        return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, choosing)
 
     def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
         batch = tuple(completing)

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from drafters.purse import ALLOWANCE, DOUBTFUL, LIMIT, SHARE, Purse, PursesBySize
 
 
@@ -48,10 +50,24 @@ def test_luck_alone_rarely_stops_a_winner() -> None:
     assert play(Purse(), gains)[1] > 3_500
 
 
-def test_what_did_not_pay_for_few_begins_with_little_for_more() -> None:
+def test_what_did_not_clearly_pay_for_few_begins_with_little_for_more() -> None:
     purses = PursesBySize()
-    assert purses.of(4) is purses.of(7) is not purses.of(8)
-    assert purses.of(8).balance == ALLOWANCE
-    play(purses.of(8), [-0.5] * 50)
-    assert purses.of(16).balance == DOUBTFUL * ALLOWANCE
+    assert purses.of(4) is purses.of(7)
+    assert purses.of(4).balance == ALLOWANCE
+    assert purses.of(8).balance == DOUBTFUL * ALLOWANCE  # nothing has been gained with four yet
+    play(purses.of(8), [0.5] * 50)
+    assert purses.of(16).balance == ALLOWANCE
     assert purses.of(2).balance == ALLOWANCE  # what did not pay for many says nothing of few
+
+
+def test_what_does_not_pay_for_few_is_tried_for_more_less_often() -> None:
+    purses = PursesBySize()
+    for size in (8, 16):
+        play(purses.of(size), [-2 * ALLOWANCE])
+    assert not purses.of(8).is_open
+    before = purses.of(16).balance
+    purses.rest(16)
+    assert purses.of(16).balance - before == pytest.approx(DOUBTFUL * SHARE)
+    before = purses.of(8).balance
+    purses.rest(8)
+    assert purses.of(8).balance - before == pytest.approx(SHARE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafters.tree import Candidates, DraftTree
-from service.engine.budget import REASONS, Budget, BudgetPolicy, CostBudget, FixedBudget, Load, PerBatchSizeBudget
+from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, PerBatchSizeBudget
 from service.engine.cost import CostTable
 
 torch.set_num_threads(1)
@@ -80,14 +80,9 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
         assert rate(chosen, batch, costs, load) == pytest.approx(best, rel=1e-5)
     assert all(count <= min(most, len(line)) for count, most, line in zip(keep, limits, survival, strict=True))
     assert sum(keep) <= load.max_nodes
-    assert_reason(budget, survival, limits, load)
-
-
-def assert_reason(budget: Budget, survival: list[list[float]], limits: list[int], load: Load) -> None:
-    possible = load.max_nodes and any(min(most, len(line)) for most, line in zip(limits, survival, strict=True))
-    expected = "cost" if budget.num_keep.any() else "does_not_pay" if possible else "no_candidates"
-    assert budget.reason == expected
-    assert budget.reason in REASONS
+    told = budget.told(keep, candidates_of(survival))
+    assert told.reason == ("cost" if any(keep) else "does_not_pay" if any(survival) else "no_candidates")
+    assert told.nodes == tuple(keep)
 
 
 def flat(seconds_per_row: float) -> CostTable:
@@ -99,7 +94,8 @@ def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
     limits = torch.tensor([9, 9])
     assert CostBudget(flat(0.0)).choose(candidates_of(survival), limits, load_of(2)).num_keep.tolist() == [3, 1]
     dear = CostBudget(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
-    assert (dear.num_keep.tolist(), dear.reason) == ([0, 0], "does_not_pay")
+    assert dear.num_keep.tolist() == [0, 0]
+    assert dear.told([0, 0], candidates_of(survival)).reason == "does_not_pay"
 
 
 def test_the_budget_falls_with_load() -> None:

@@ -8,6 +8,7 @@ import torch
 from drafters.tree import ROOT, DraftTree
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
+from service.engine.choosing import ASKED
 from service.engine.commit import lay_out
 from service.engine.graphs import Rerun
 from service.engine.rows import Chain, ForwardRows
@@ -110,6 +111,40 @@ def test_shapes_hold_all_sequences_and_are_padded_as_forwards_are() -> None:
     assert {shape.sequences for shape in shapes} == {1, 2, 4, 6}
     assert [shape.rows for shape in shapes if shape.sequences == 1] == [8]
     assert [shape.rows for shape in shapes if shape.sequences == 6] == [8, 16, 24]
+
+
+@pytest.mark.parametrize("lines", [[0], [1, 3, 2]])
+def test_replayed_choices_are_those_that_are_asked_for(lines: list[int]) -> None:
+    both = Both("llama")
+    for seed in range(3):
+        plain, replayed, _ = both.step(lines, 5, seed)
+        rows = replayed.logits.shape[0]
+        seeds, positions = torch.arange(rows) + seed, torch.arange(rows) % 4
+        temperatures = torch.tensor([0.0, 0.7, 1.3])[torch.arange(rows) % 3]
+        for chosen, expected in (
+            (replayed.choosing.likeliest(replayed.logits), ASKED.likeliest(plain.logits)),
+            (
+                replayed.choosing.sample(replayed.logits, seeds, positions, temperatures),
+                ASKED.sample(plain.logits, seeds, positions, temperatures),
+            ),
+        ):
+            assert torch.equal(chosen.tokens, expected.tokens)
+            assert torch.equal(chosen.bad_rows, expected.bad_rows)
+
+
+def test_choices_outlive_the_next_one() -> None:
+    both = Both("llama")
+    first = (one := both.step([0, 1], 3, seed=0)[1]).choosing.likeliest(one.logits).tokens
+    before = first.clone()
+    (other := both.step([2, 3], 3, seed=1)[1]).choosing.likeliest(other.logits)
+    assert torch.equal(first, before)
+
+
+def test_a_broken_row_is_told_by_a_replayed_choice() -> None:
+    both = Both("llama")
+    both.replaying.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
+    _, replayed, _ = both.step([0, 1], 0, seed=1)
+    assert replayed.choosing.likeliest(replayed.logits).bad_rows.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,14 +1,20 @@
 """How often a step waits for the device: once for its tokens, and once more for the size of its trees."""
 
+import numpy as np
 import pytest
 import torch
 
-from service.engine.budget import FixedBudget
+from drafters.late import Late
+from drafters.merged.drafter import MergedDrafter
+from drafters.protocol import Drafter
+from drafters.random_tree.drafter import RandomTreeDrafter
+from service.engine.budget import CostBudget, FixedBudget
+from service.engine.cost import CostTable
 from service.engine.engine import Engine
 from service.engine.sequence import SamplingParams
-from tests.service.engine.harness import greedy, request, sampled, tiny_engine
+from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
 from tests.service.engine.host_reads import HostReads
-from tests.tiny_models import random_prompts
+from tests.tiny_models import VOCAB_SIZE, random_prompts
 
 torch.set_num_threads(1)
 
@@ -40,6 +46,24 @@ def test_a_plain_step_waits_once(params: SamplingParams) -> None:
 def test_a_step_with_trees_waits_for_their_sizes_too() -> None:
     reads = reads_of_a_step(tiny_engine(drafter="random", policy=FixedBudget(5)), greedy())
     assert reads == [TREE_SIZES, TOKENS]
+
+
+def two_drafters() -> Drafter:
+    sizes = {"max_sequences": LIMITS.max_sequences, "max_length": LIMITS.max_model_len}
+    cheap, costly = (RandomTreeDrafter(seed, VOCAB_SIZE, 8, 0.5, **sizes) for seed in range(2))
+    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=LIMITS.max_sequences, device="cpu")
+
+
+@pytest.mark.parametrize("num_drafters", [1, 2])
+def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
+    num_drafters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafters.late.readings_of", lambda device: Late())
+    free = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=np.array([1.0, 99.0]), seconds=np.ones((1, 1, 2)))
+    budget = CostBudget(free)
+    monkeypatch.setattr(budget, "refusal", lambda load: None)
+    drafter = two_drafters() if num_drafters == 2 else "random"
+    assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
 def test_reads_are_seen() -> None:
