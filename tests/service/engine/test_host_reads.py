@@ -49,8 +49,10 @@ def test_a_step_with_trees_waits_for_their_sizes_too() -> None:
 
 
 def two_drafters() -> Drafter:
-    sizes = {"max_sequences": LIMITS.max_sequences, "max_length": LIMITS.max_model_len}
-    cheap, costly = (RandomTreeDrafter(seed, VOCAB_SIZE, 8, 0.5, **sizes) for seed in range(2))
+    cheap, costly = (
+        RandomTreeDrafter(seed, VOCAB_SIZE, 8, 0.5, max_sequences=LIMITS.max_sequences, max_length=LIMITS.max_model_len)
+        for seed in range(2)
+    )
     return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=LIMITS.max_sequences, device="cpu")
 
 
