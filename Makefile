@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# Most tests keep to one thread; a file's tests stay together, for they share what takes long to build.
+TWO_AT_A_TIME := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install system serve test test-long check format bench clean
@@ -33,10 +35,10 @@ serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9
 	@$(BIN)/adaptree serve $(ARGS)
 
 test: $(STAMP) system ## the tests that take minutes at most
-	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not gpu" $(ARGS)
 
 test-long: $(STAMP) system ## the same and the slow ones
-	$(BIN)/pytest -m "not gpu" $(ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" $(ARGS)
 
 check: $(STAMP) ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

@@ -114,7 +114,7 @@ def _is_faster_now(target: Target, max_sequences: int, costs: Costs) -> bool:
     stage = Stage(target, lines=sequences, length=context)
     now = measure_grid(stage.run, [sequences], [context], [sequences], most_rows=lambda count: count)
     then = costs.verify.verify_seconds(np.array([float(sequences)]), context, sequences)
-    return bool(then[0] > _CLEARLY * now.seconds.item())
+    return bool(then[0] > _CLEARLY * now.seconds[0, 0, 0])
 
 
 class Stage:
