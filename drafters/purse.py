@@ -5,11 +5,12 @@ lost it all is tried again whenever a small share of the time that passed has pa
 never having tried is bounded for any run: the allowance, and that share of the time.
 """
 
-ALLOWANCE = 2.0
+ALLOWANCE = 3.0
 DOUBTFUL = 0.2
 """What is left of allowance and share where the same does not clearly pay for half as many sequences."""
-LIMIT = 5.0
+LIMIT = 8.0
 SHARE = 0.01
+_DOUBTED_FROM = 4  # bits, so 8 sequences: fewer gain so much that a noisy beginning must not decide for all
 
 
 class Purse:
@@ -66,5 +67,5 @@ class PursesBySize:
         self.of(num_sequences).rest(self._doubt(num_sequences.bit_length()))
 
     def _doubt(self, size: int) -> float:
-        smaller = self._purses.get(size - 1)
+        smaller = self._purses.get(size - 1) if size >= _DOUBTED_FROM else None
         return DOUBTFUL if smaller is not None and not smaller.is_full else 1.0
