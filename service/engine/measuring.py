@@ -79,7 +79,7 @@ def costs_at_start(
         sizes=f"{SEQUENCES} {CONTEXTS} {ROWS} {max_sequences} {max_model_len} {max_budget} {target.pool.num_slots}",
         version=f"{version} {torch.__version__}",
     )
-    return cached_or_measured(folder, key, measured, partial(_is_faster_now, target, max_sequences))
+    return cached_or_measured(folder, key, measured, partial(_is_faster_now, target))
 
 
 def sequence_points(max_sequences: int) -> list[int]:
@@ -106,11 +106,9 @@ def measure_costs(
     )
 
 
-def _is_faster_now(target: Target, max_sequences: int, costs: Costs) -> bool:
+def _is_faster_now(target: Target, costs: Costs) -> bool:
     """Whether a step takes clearly less than it did then: what was measured beside other work would hold for ever."""
-    sequences = sequence_points(max_sequences)[-1]
-    room = (target.pool.num_slots - 1 - MAX_NODES) // sequences - MAX_DEPTH - 1
-    context = max(1, min(CONTEXTS[0], room))
+    sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
     stage = Stage(target, lines=sequences, length=context)
     now = measure_grid(stage.run, [sequences], [context], [sequences], most_rows=lambda count: count)
     then = costs.verify.verify_seconds(np.array([float(sequences)]), context, sequences)
