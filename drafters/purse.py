@@ -6,11 +6,9 @@ never having tried is bounded for any run: the allowance, and that share of the 
 """
 
 ALLOWANCE = 3.0
-DOUBTFUL = 0.2
-"""What is left of allowance and share where the same does not clearly pay for half as many sequences."""
 LIMIT = 8.0
 SHARE = 0.01
-_DOUBTED_FROM = 4  # bits, so 8 sequences: fewer gain so much that a noisy beginning must not decide for all
+_WHOLE_FOR = 4  # sequences: what fewer gain is so uneven that a bad beginning must not decide
 
 
 class Purse:
@@ -31,14 +29,9 @@ class Purse:
         """Whether it may go on."""
         return self._balance > 0.0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it has clearly gained of late."""
-        return self._balance > self._limit / 2
-
-    def rest(self, doubt: float = 1.0) -> None:
-        """A step went by without it; such a share of the usual pays off debts."""
-        self._balance = min(self._limit, self._balance + doubt * self._share)
+    def rest(self) -> None:
+        """A step went by without it."""
+        self.settle(self._share)
 
     def settle(self, gain: float) -> None:
         """A step went by with it, which gained so many plain steps, or lost them where it is negative."""
@@ -48,8 +41,8 @@ class Purse:
 class PursesBySize:
     """One purse for each size of batch, in powers of two.
 
-    What does not clearly pay for few sequences begins with little for more of them, and is tried again less often: rows
-    that are verified cost more the more there are, and gain no more.
+    A step's gain is a mean over its sequences, whose variance falls as one over their number, and with it what it takes
+    to tell a gain from a loss: the more sequences, the smaller the purse.
     """
 
     def __init__(self, *, allowance: float = ALLOWANCE) -> None:
@@ -59,13 +52,6 @@ class PursesBySize:
     def of(self, num_sequences: int) -> Purse:
         size = num_sequences.bit_length()
         if size not in self._purses:
-            self._purses[size] = Purse(allowance=self._allowance * self._doubt(size))
+            part = min(1.0, _WHOLE_FOR / 2 ** (size - 1))
+            self._purses[size] = Purse(allowance=part * self._allowance, limit=part * LIMIT)
         return self._purses[size]
-
-    def rest(self, num_sequences: int) -> None:
-        """A step of so many went by without it."""
-        self.of(num_sequences).rest(self._doubt(num_sequences.bit_length()))
-
-    def _doubt(self, size: int) -> float:
-        smaller = self._purses.get(size - 1) if size >= _DOUBTED_FROM else None
-        return DOUBTFUL if smaller is not None and not smaller.is_full else 1.0

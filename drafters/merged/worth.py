@@ -39,14 +39,13 @@ class Worth:
 
     def ask(self, promised: float, batch: int = 1) -> bool:
         """Whether to ask the drafter for so many sequences, when the others promise so many tokens for each."""
-        purses = self._purses[sum(promised >= edge for edge in _EDGES)]
-        purse = purses.of(batch)
+        purse = self._purses[sum(promised >= edge for edge in _EDGES)].of(batch)
         if purse.is_open:
             self.num_asked += 1
             now = self._clock()
             self._open = _Asked(purse, now, now)
             return True
-        purses.rest(batch)
+        purse.rest()
         self.num_passed_over += 1
         self._open = None
         return False

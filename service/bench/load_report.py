@@ -25,7 +25,7 @@ from service.engine.sequence import GenerationRequest
 from service.errors import StartupError
 
 _WARM_UP_TOKENS = 8
-_ROUNDS = 4
+_ROUNDS = 8
 """Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
 _SPREAD = 0.5
 """Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next

@@ -76,7 +76,7 @@ class DraftGain:
         plain = self.plain_seconds(load)
         if not outcome.drafted:
             book.note_plain(outcome.other_seconds)
-            self._purses.rest(load.num_drafting)
+            self._purses.of(load.num_drafting).rest()
             return
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
         foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
