@@ -9,6 +9,7 @@ ALLOWANCE = 3.0
 LIMIT = 8.0
 SHARE = 0.01
 _WHOLE_FOR = 4  # sequences: what fewer gain is so uneven that a bad beginning must not decide
+_SMALLEST = 0.25  # of a whole one, so that what has lost for many is not forgotten for minutes
 
 
 class Purse:
@@ -42,7 +43,7 @@ class PursesBySize:
     """One purse for each size of batch, in powers of two.
 
     A step's gain is a mean over its sequences, whose variance falls as one over their number, and with it what it takes
-    to tell a gain from a loss: the more sequences, the smaller the purse.
+    to tell a gain from a loss: the more sequences, the smaller the purse and the share of the time that fills it.
     """
 
     def __init__(self, *, allowance: float = ALLOWANCE) -> None:
@@ -52,6 +53,6 @@ class PursesBySize:
     def of(self, num_sequences: int) -> Purse:
         size = num_sequences.bit_length()
         if size not in self._purses:
-            part = min(1.0, _WHOLE_FOR / 2 ** (size - 1))
-            self._purses[size] = Purse(allowance=part * self._allowance, limit=part * LIMIT)
+            part = max(_SMALLEST, min(1.0, _WHOLE_FOR / 2 ** (size - 1)))
+            self._purses[size] = Purse(allowance=part * self._allowance, limit=part * LIMIT, share=part * SHARE)
         return self._purses[size]

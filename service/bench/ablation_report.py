@@ -10,8 +10,9 @@ from service.assembly import assemble
 from service.bench.ablation import AblationRow, config_for, measure_variants, refuse_impossible, variants_of
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.speed import Measure
-from service.bench.speed_report import progress_bar, read_sets
+from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
+from service.progress import counting
 
 
 def run_ablation(
@@ -33,7 +34,7 @@ def run_ablation(
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
     variants = variants_of(assembly, ablations, weights)
     rows: list[AblationRow] = []
-    with progress_bar() as progress:
+    with counting() as progress:
         task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
         for measure in measures:
             progress.update(task, description=f"T = {measure.temperature:g}")

@@ -20,9 +20,10 @@ from service.bench.calibration_figures import (
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.shift_stream import shifted
 from service.bench.speed import Measure
-from service.bench.speed_report import progress_bar, read_sets
+from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
 from service.errors import StartupError
+from service.progress import counting
 
 _WARM_UP_TOKENS = 16
 _ERRORS = ("error", "p90")
@@ -57,7 +58,7 @@ def _measured(assembly: Assembly, legs: Sequence[Leg], most: int) -> list[Played
     limits = replace(assembly.limits, max_sequences=max(assembly.limits.max_sequences, most))
     play(assembly.engine(limits=limits), [_short(legs[0])])
     engine = assembly.engine(limits=limits)
-    with progress_bar() as progress:
+    with counting() as progress:
         task = progress.add_task("queries", total=sum(len(leg.requests) for leg in legs))
         return play(engine, legs, lambda done: progress.advance(task, done))
 

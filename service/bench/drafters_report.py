@@ -22,8 +22,9 @@ from service.bench.drafters_turns import engines_of, take_turns, warm_up
 from service.bench.generate import Run
 from service.bench.shift_stream import mixed
 from service.bench.speed import PLAIN, Measure
-from service.bench.speed_report import progress_bar, read_sets
+from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
+from service.progress import counting
 
 
 def run_drafters(
@@ -48,7 +49,7 @@ def _measured(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Mea
     # On other engines than those measured: what a budget makes of its first steps is part of the result.
     warm_up(engines_of(assembly, limits, measure.seed), prompts[0], measure)
     engines = engines_of(assembly, limits, measure.seed)
-    with progress_bar() as progress:
+    with counting() as progress:
         task = progress.add_task("texts", total=len(prompts))
         return take_turns(engines, prompts, measure, lambda done: progress.advance(task, done))
 

@@ -17,12 +17,12 @@ from service.bench.load_policies import engine_for, policy_names
 from service.bench.load_rows import LoadRow, Slo, row_of, summary_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.bench.speed import Measure, requests_from
-from service.bench.speed_report import progress_bar
 from service.bench.tree_paint import refuse_png_without_matplotlib
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.sequence import GenerationRequest
 from service.errors import StartupError
+from service.progress import counting
 
 _WARM_UP_TOKENS = 8
 _ROUNDS = 8
@@ -99,7 +99,7 @@ def _measure_all(
     requests = _of_all_lengths(requests_from(prompts, 0, measure), plan)
     _warm_up(engines, requests)
     rows: list[LoadRow] = []
-    with progress_bar() as progress:
+    with counting() as progress:
         task = progress.add_task("", total=len(names) * sum(map(plan.requests_at, plan.concurrency)))
         for concurrency in plan.concurrency:
             progress.update(task, description=f"concurrency {concurrency}")
@@ -120,7 +120,11 @@ def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> li
 
 
 def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_sequences: int) -> dict[str, Engine]:
-    """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on."""
+    """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on.
+
+    They keep no texts: every concurrency asks the same prompts again, and how many of them are still there would depend
+    on the room that a policy's trees need.
+    """
     share = (assembly.target.pool.num_slots - 1) // len(names)
     if share < longest + MAX_NODES + 1:
         raise StartupError(
@@ -132,6 +136,7 @@ def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_seq
         max_model_len=longest,
         max_sequences=max(assembly.limits.max_sequences, most_sequences),
         num_slots=share + 1,
+        prefix_cache=False,
     )
     return {
         name: engine_for(assembly, name, replace(limits, first_slot=limits.first_slot + place * share))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
@@ -14,6 +13,7 @@ from service.bench.lossless_cases import COMPANIES, EXTRAS, PREFILL_CHUNKS, TEMP
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
 from service.bench.prompts import read_prompts
 from service.config import ServiceConfig
+from service.progress import counting
 from service.tokenizer import ChatTokenizer
 
 _CHOICES: tuple[tuple[str, Sequence[object], Callable[[Case], object]], ...] = (
@@ -43,9 +43,8 @@ def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
 
 
 def _check(assembly: Assembly, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int) -> LosslessResult:
-    columns = (TextColumn("tokens compared"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=num_tokens)
+    with counting() as progress:
+        task = progress.add_task("tokens compared", total=num_tokens)
 
         def advance(result: CaseResult) -> None:
             progress.advance(task, result.tokens_compared)

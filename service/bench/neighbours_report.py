@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
@@ -13,6 +12,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.neighbours import NeighbourRow, Neighbours
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
+from service.progress import counting
 
 _TURNS = 2  # alone and beside, so often in turn, because a machine's speed drifts
 
@@ -42,7 +42,7 @@ def _measure(
     assembly: Assembly, prompts: Sequence[Sequence[int]], *, quiet: int, busy: int, answers: int, max_tokens: int
 ) -> list[NeighbourRow]:
     streams = [0, busy] * _TURNS
-    with Progress(console=Console(stderr=True)) as progress:
+    with counting() as progress:
         task = progress.add_task("answering", total=answers * len(streams))
         return [
             Neighbours(assembly.engine(), prompts, max_tokens=max_tokens).run(

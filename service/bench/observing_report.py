@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
@@ -15,6 +14,7 @@ from service.bench.observing import ObservingRow, Turn, rows_of, run_turn
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
 from service.engine.sequence import GenerationRequest, SamplingParams
+from service.progress import counting
 
 
 def run_observing(
@@ -48,7 +48,7 @@ async def _taking_turns(
     """Both ways in turn, the first of each pair alternating, because a machine's speed drifts. One more comes first
     and is not counted: it reads the model's pages."""
     order = [way for number in range(turns) for way in ((False, True) if number % 2 else (True, False))]
-    with Progress(console=Console(stderr=True)) as progress:
+    with counting() as progress:
         task = progress.add_task("answering", total=1 + len(order))
         done = []
         for watched in (False, *order):

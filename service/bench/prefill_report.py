@@ -6,7 +6,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
@@ -15,6 +14,7 @@ from service.bench.prefill import PrefillRow, observe, row_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
 from service.engine.engine import Engine
+from service.progress import counting
 
 
 def run_prefill(
@@ -37,10 +37,11 @@ def _measure(
     assembly: Assembly, prompts: Sequence[Sequence[int]], long_prompt: Sequence[int], max_tokens: int
 ) -> list[PrefillRow]:
     chunks = (assembly.limits.prefill_chunk, len(long_prompt))
-    seen = [
-        observe(_engine(assembly, chunk), prompts, long_prompt, max_tokens=max_tokens)
-        for chunk in track(chunks, "reading the long prompt", console=Console(stderr=True))
-    ]
+    with counting() as progress:
+        seen = [
+            observe(_engine(assembly, chunk), prompts, long_prompt, max_tokens=max_tokens)
+            for chunk in progress.track(chunks, description="reading the long prompt")
+        ]
     return [
         row_of(observed, seen[0], prefill_chunk=chunk, prompt_tokens=len(long_prompt))
         for chunk, observed in zip(chunks, seen, strict=True)

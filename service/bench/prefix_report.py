@@ -6,7 +6,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
@@ -14,6 +13,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.prefix import PrefixRow, measure, row_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
+from service.progress import counting
 
 
 def run_prefix(
@@ -42,7 +42,7 @@ def _measure(
     assembly: Assembly, prompts: Sequence[Sequence[int]], shared_tokens: int, max_tokens: int
 ) -> list[PrefixRow]:
     ways = (False, True)
-    with Progress(console=Console(stderr=True)) as progress:
+    with counting() as progress:
         task = progress.add_task("asking", total=len(ways) * len(prompts))
         read, kept = (
             measure(

@@ -16,7 +16,7 @@ from service.bench.shift_learning import Learning, Nobody, Notes
 from service.bench.shift_stream import Turn
 from service.bench.shift_turns import Played, Player, play_all
 from service.bench.speed import Measure
-from service.bench.speed_report import progress_bar
+from service.progress import counting
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def play_with_bars(
     """Every player's turns, by its name, after an answer that nobody measures."""
     for player in players:
         player.warm_up(turns[player.name][0].prompts[0])
-    with progress_bar() as progress:
+    with counting() as progress:
         tasks = {name: progress.add_task(name, total=_num_queries(mine)) for name, mine in turns.items()}
         return play_all(players, turns, measure, lambda name, done: progress.advance(tasks[name], done))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from drafters.none import NoDrafter
@@ -31,6 +30,7 @@ from service.bench.speed import (
 )
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
+from service.progress import counting
 
 
 def run_speed(
@@ -85,17 +85,11 @@ def plain_contestant(assembly: Assembly) -> EngineContestant:
     return EngineContestant(PLAIN, assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0)))
 
 
-def progress_bar() -> Progress:
-    """A bar on the error stream, so that the output can be piped."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))
-
-
 def _measure_all(
     sets: Sequence[PromptSet], contestants: Sequence[Contestant], measures: Sequence[Measure]
 ) -> list[SpeedRow]:
     warm_up(contestants, sets[0].prompts[0], measures[0])
-    with progress_bar() as progress:
+    with counting() as progress:
         task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
         rows = []
         for measure in measures:
@@ -107,7 +101,7 @@ def _measure_all(
 
 def _observe_all(assembly: Assembly, sets: Sequence[PromptSet], measures: Sequence[Measure]) -> list[list[StepRecord]]:
     """Steps in the order of the rows."""
-    with progress_bar() as progress:
+    with counting() as progress:
         total = len(measures) * sum(len(prompts.prompts) for prompts in sets)
         task = progress.add_task("observing", total=total)
         return observe_sets(assembly, sets, measures, lambda done: progress.advance(task, done))

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from drafters.purse import ALLOWANCE, LIMIT, SHARE, Purse, PursesBySize
 
 
@@ -59,9 +61,12 @@ def test_sizes_have_purses_of_their_own() -> None:
 
 def test_the_more_sequences_the_smaller_the_purse() -> None:
     purses = PursesBySize()
-    assert [purses.of(count).balance / ALLOWANCE for count in (1, 2, 4, 8, 16, 32)] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 8]
+    assert [purses.of(count).balance / ALLOWANCE for count in (1, 2, 4, 8, 16, 32)] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 4]
     play(purses.of(16), [1.0] * 1_000)
     assert purses.of(16).balance == LIMIT / 4
+    purses.of(16).settle(-1.0)
+    purses.of(16).rest()
+    assert purses.of(16).balance == pytest.approx(LIMIT / 4 - 1.0 + SHARE / 4)
 
 
 def test_a_small_purse_is_enough_for_many_because_they_gain_evenly() -> None:
