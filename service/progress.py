@@ -30,7 +30,7 @@ class Bars(Progress):
     """One for each task, or lines."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
-        console = Console(stderr=True, soft_wrap=True)
+        console = Console(stderr=True)
         super().__init__(*columns, console=console, disable=not console.is_terminal)
         self._lines: dict[TaskID, int] = {}
 
@@ -49,7 +49,7 @@ class Bars(Progress):
         if self.disable and lines > self._lines.get(task_id, 0):
             self._lines[task_id] = lines
             words = (task.description, f"{task.percentage:.0f} %", task.fields.get("note", ""))
-            self.console.print(*filter(None, words), highlight=False, markup=False)
+            say(" ".join(filter(None, words)))
 
 
 def counting() -> Bars:
