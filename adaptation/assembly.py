@@ -3,6 +3,7 @@
 Everything here reads the configuration and passes on the few values that each part takes.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from adaptation.build import (
     build_quota,
     build_rules,
     build_snapshots,
+    build_traffic_change,
     build_watch,
 )
 from adaptation.config import AdaptationConfig
@@ -95,12 +97,14 @@ def build_learner(
         held_back=held_back,
         judge=_judge(config, drafter, pair),
         watch=watch,
+        traffic=build_traffic_change(config),
         drift=Drift(pair.anchor, drafter.embed, most_texts=config.probe_texts),
         memory=Memory(folder),
         emit=history,
         kept_refusals=config.kept_refusals,
         least_texts=config.gate_sequences,
-        stolen=_stolen(config, train_device) if serves else _nothing,
+        worked=_work_clock(config, train_device),
+        taken_share=_taken_share(config, train_device) if serves else 0.0,
     )
     overview = Overview(
         config.policy,
@@ -137,12 +141,16 @@ def _judge(config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair) 
     )
 
 
-def _stolen(config: AdaptationConfig, train_device: torch.device) -> Callable[[], float]:
-    """Seconds that training takes from serving: on a CPU those it computed, for it waits whenever others want one."""
+def _work_clock(config: AdaptationConfig, train_device: torch.device) -> Callable[[], float]:
+    """Seconds that training computes: on a CPU it waits whenever others want a core, and that does not count."""
     if train_device.type != "cpu":
         return time.perf_counter
     return lambda: time.thread_time() * config.train_threads
 
 
-def _nothing() -> float:
-    return 0.0
+def _taken_share(config: AdaptationConfig, train_device: torch.device) -> float:
+    """Share of these that serving lacks: on a CPU those of threads for which its own leave no core."""
+    if train_device.type != "cpu":
+        return 1.0
+    free_cores = len(os.sched_getaffinity(0)) - torch.get_num_threads()
+    return 1.0 - min(max(free_cores, 0), config.train_threads) / config.train_threads

@@ -139,11 +139,12 @@ class Bandit:
     def published(self, tau_ratio: float | None = None) -> None:
         self._end_training("published", tau_ratio)
 
-    def discarded(self) -> None:
-        self._end_training("discarded", None)
+    def discarded(self, tau_ratio: float | None = None) -> None:
+        self._end_training("discarded", tau_ratio)
 
     def traffic_changed(self) -> None:
-        self._now.spent = 0.0
+        """What the arms were worth says nothing of other texts: they are tried anew."""
+        self._now = replace(self._now, num_events=0, values=dict.fromkeys(ARMS, 0.0), tried=[], spent=0.0)
 
     def reset(self) -> None:
         self._now = _Knowledge()
@@ -204,13 +205,11 @@ class Bandit:
         return known or len(update.measured) >= self._rules.measured_queries
 
     def _work_after(self, update: _Update) -> _Work:
-        """A discarded update changed nothing but the time it took, and a replay has no noise of other texts: both
-        are judged on the baseline's own queries."""
-        if update.stage == "discarded":
-            return update.before
+        """A replay has no noise of other texts, and a discarded update without one changed nothing but the time it
+        took: both are judged on the baseline's own queries."""
         if update.tau_ratio is not None:
             return replace(update.before, tokens=update.before.tokens * update.tau_ratio)
-        return _total(update.measured)
+        return update.before if update.stage == "discarded" else _total(update.measured)
 
     def _settle(self, update: _Update) -> None:
         """Turn a finished measurement into the arm's value. What an update brings outlasts the queries that measure
@@ -246,7 +245,8 @@ class Bandit:
         gains = {arm: signal * now.values[arm] for arm in ARMS}
         untried = [arm for arm in ARMS if arm not in now.tried]
         if untried:
-            return Decision(untried[0], "untried", gains)
+            wanting = [arm for arm in untried if len(now.signals[arm]) < self._rules.batch_queries[arm]]
+            return Decision((wanting or untried)[0], "untried", gains)
         if self._rng.random() < self.epsilon and now.spent < self._rules.explore_queries:
             return Decision(self._rng.choice(ARMS), "explore", gains)
         best = max(ARMS, key=lambda arm: gains[arm])

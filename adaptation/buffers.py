@@ -12,6 +12,8 @@ from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
 from drafters.training.corpus import Example
 
+_HURRIED_SHARE = 0.5
+
 
 class LessonBuffers:
     """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each."""
@@ -64,21 +66,38 @@ class HeldBackText:
 
 
 class HeldBack:
-    """The most recent texts of a random share of queries."""
+    """The most recent texts of a random share of queries.
 
-    def __init__(self, *, share: float, most: int, rng: random.Random) -> None:
+    When the traffic has changed, only texts from then on can say what is better for it: until there are `enough` of
+    them, every second query is held back.
+    """
+
+    def __init__(self, *, share: float, enough: int, most: int, rng: random.Random) -> None:
         self._share = share
+        self._enough = enough
         self._rng = rng
         self._number = 0
         self._texts: deque[HeldBackText] = deque(maxlen=most)
+        self._first_alike = 0  # number of the first text of today's traffic
+        self._hurries = False
 
     @property
     def texts(self) -> Sequence[HeldBackText]:
         return tuple(self._texts)
 
+    @property
+    def alike(self) -> Sequence[HeldBackText]:
+        """Those of the traffic as it is now."""
+        return tuple(text for text in self._texts if text.number >= self._first_alike)
+
+    def traffic_changed(self) -> None:
+        self._first_alike = self._number + 1
+        self._hurries = True
+
     def draws(self) -> bool:
         """Whether the next query is held back."""
-        return self._rng.random() < self._share
+        self._hurries = self._hurries and len(self.alike) < self._enough
+        return self._rng.random() < (max(self._share, _HURRIED_SHARE) if self._hurries else self._share)
 
     def number(self, example: Example) -> HeldBackText:
         """A text under a number of its own, kept or not."""

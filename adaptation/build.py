@@ -12,6 +12,7 @@ import torch
 from adaptation.alarm import Collapse, FallingWindows, PairedCusum
 from adaptation.bandit import Bandit, BanditRules
 from adaptation.buffers import HeldBack, LessonBuffers
+from adaptation.change import TrafficChange
 from adaptation.config import AdaptationConfig
 from adaptation.fixed_policies import EveryBatch, Never
 from adaptation.gate import Gate
@@ -100,7 +101,13 @@ def build_buffers(config: AdaptationConfig) -> LessonBuffers:
 
 
 def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack:
-    return HeldBack(share=config.held_back_share, most=config.held_back_sequences, rng=rng)
+    return HeldBack(
+        share=config.held_back_share, enough=config.gate_sequences, most=config.held_back_sequences, rng=rng
+    )
+
+
+def build_traffic_change(config: AdaptationConfig) -> TrafficChange:
+    return TrafficChange(slack=config.cusum_slack, threshold=config.change_threshold)
 
 
 def build_watch(config: AdaptationConfig) -> Watch:

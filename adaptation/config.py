@@ -107,7 +107,7 @@ class AdaptationConfig(BaseModel):
         "fast. tree: trees as they are served, with the rank head; tens of times slower.",
     )
     probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
-    gate_sequences: int = _knob(12, "Least number of held-back sequences for a publish.", ge=4)
+    gate_sequences: int = _knob(8, "Least number of held-back sequences for a publish.", ge=4)
     gate_standard_errors: float = _knob(
         1.25,
         "Standard errors by which a candidate must beat the serving drafter; above 1 no single text decides.",
@@ -115,6 +115,9 @@ class AdaptationConfig(BaseModel):
     )
     cusum_slack: float = _knob(0.5, "Fall per window that the alarm forgives, in standard errors (k).", ge=0)
     cusum_threshold: float = _knob(6.0, "Sum of falls that raises the alarm, in standard errors (h).", gt=0)
+    change_threshold: float = _knob(
+        8.0, "Sum of unusual scores after which traffic counts as changed, in standard deviations of a query.", gt=0
+    )
     window_sequences: int = _knob(16, "Sequences of one window of the alarms.", ge=4)
     fall_standard_errors: float = _knob(
         3.0, "Standard errors a fall over three windows must exceed; 0 is the paper's bare rule.", ge=0

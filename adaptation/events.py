@@ -11,6 +11,7 @@ EventKind = Literal[
     "rolled_back",  # an alarm or an operator took the serving weights back
     "alarm",  # an alarm fired and there is nothing to go back to
     "dismissed",  # an alarm fired for a reason that is not the drafter's
+    "changed",  # the traffic is another than before: what was learnt about updates is tried anew
     "paused",
     "resumed",
     "loaded",  # an operator brought weights from a folder

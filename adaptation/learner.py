@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.buffers import HeldBack, LessonBuffers
+from adaptation.change import TrafficChange
 from adaptation.drift import Drift
 from adaptation.errors import AdaptationError, Damaged, NotStored
 from adaptation.events import Emit, Event, EventKind
@@ -46,16 +47,18 @@ class Learner:
         held_back: HeldBack,
         judge: Judge,
         watch: Watch,
+        traffic: TrafficChange,
         drift: Drift,
         memory: Memory,
         emit: Emit,
         kept_refusals: int,
         least_texts: int,
-        stolen: Callable[[], float] = time.perf_counter,
+        worked: Callable[[], float] = time.perf_counter,
+        taken_share: float = 1.0,
     ) -> None:
         """`kept_refusals`: how often in a row a candidate may be refused and yet be trained on; `least_texts`: held
-        back before the first update, because nobody could judge it; `stolen`: a clock that goes while training takes
-        something from serving."""
+        back before the first update, because nobody could judge it; `worked`: a clock that goes while training
+        computes; `taken_share`: how much of that time it takes from serving."""
         self.paused = False
         self.training_seconds = 0.0
         self.num_updates: Counter[Arm] = Counter()
@@ -67,14 +70,17 @@ class Learner:
         self._held_back = held_back
         self._judge = judge
         self._watch = watch
+        self._traffic = traffic
         self._drift = drift
         self._memory = memory
         self._emit = emit
         self._kept_refusals = kept_refusals
         self._least_texts = least_texts
-        self._stolen = stolen
+        self._worked = worked
+        self._taken_share = taken_share
         self._known_drift: tuple[int, float] | None = None  # by version
         self._num_refused = 0
+        self._worth = 1.0  # replayed tau of the copy that is trained on to that of what is served
         self._unpaid_seconds = 0.0
         self._updating = False
 
@@ -84,12 +90,13 @@ class Learner:
         taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
         if taken.held_back and taken.text is not None and not self._drift.ready:
             self._drift.offer([taken.text.example])
+        self._notice_change(feedback, taken)
         self._listen(feedback, taken)
         return taken
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
         """Train, judge and publish, if an update is due; says what was trained."""
-        if self.paused or self._pair.pending or len(self._held_back.texts) < self._least_texts:
+        if self.paused or self._pair.pending or len(self._held_back.alike) < self._least_texts:
             return None
         arm = self._policy.take_update()
         if arm is None:
@@ -191,6 +198,15 @@ class Learner:
         self._unpaid_seconds = 0.0
         return seconds * (query.draft_cost + query.verify_cost) / query.seconds if query.seconds > 0 else 0.0
 
+    def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
+        """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
+        if not taken.admission.admitted or not feedback.marks.count:
+            return
+        if self._traffic.observe(float(feedback.marks.chances.mean())):
+            self._policy.traffic_changed()
+            self._held_back.traffic_changed()
+            self._tell("changed", "other_traffic")
+
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
         query = feedback.query
@@ -227,17 +243,17 @@ class Learner:
         return restored
 
     def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
-        began = self._stolen()
+        began = self._worked()
         report = self._trainer.update(arm, self._buffers.take(arm), interrupted)
-        self._spend(self._stolen() - began)
+        self._spend(self._worked() - began)
         self.num_updates[arm] += report.applied
         return report
 
     def _conclude(self, report: UpdateReport) -> None:
         """Publish what was trained if it is better, and say which."""
-        began = self._stolen()
-        decision, seconds = self._judge.judge(self._held_back.texts)
-        self._spend(self._stolen() - began)
+        began = self._worked()
+        decision, seconds = self._judge.judge(self._held_back.alike)
+        self._spend(self._worked() - began)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
             return self._refuse(decision, decision.reason, numbers)
@@ -246,37 +262,42 @@ class Learner:
             self._pair.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
             return self._refuse(decision, "not_stored", numbers)
-        self._num_refused = 0
         self._judge.published()
-        self._policy.published(decision.candidate_mean / decision.serving_mean)
+        self._policy.published(decision.candidate_mean / decision.serving_mean / self._worth)
+        self._num_refused, self._worth = 0, 1.0
         self._updating = False
         self._watch.reset()
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
 
     def _refuse(self, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
-        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""
-        self._discarded()
+        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while, and each is
+        worth what it alone has changed: one after which all of them are thrown away loses what they had gained."""
         self._tell("refused", reason, numbers)
         if reason == "too_little_evidence":
+            self._discarded()
             return
         self._num_refused += 1
         clearly_worse = not decision.gain >= -decision.standard_error
         if clearly_worse or self._num_refused > self._kept_refusals:
+            self._discarded(1.0 / self._worth)
             self._start_over()
+        else:
+            before, self._worth = self._worth, decision.candidate_mean / decision.serving_mean
+            self._discarded(self._worth / before)
 
-    def _discarded(self) -> None:
+    def _discarded(self, tau_ratio: float | None = None) -> None:
         self._updating = False
-        self._policy.discarded()
+        self._policy.discarded(tau_ratio)
 
     def _start_over(self) -> None:
         """Train on from what is served."""
-        self._num_refused = 0
+        self._num_refused, self._worth = 0, 1.0
         self._trainer.load(self._pair.train_from_served())
 
     def _spend(self, seconds: float) -> None:
         self.training_seconds += seconds
-        self._unpaid_seconds += seconds
+        self._unpaid_seconds += seconds * self._taken_share
 
     def _serve_again(self, origin: int) -> None:
         try:

@@ -112,8 +112,9 @@ class Policy(Protocol):
         without, it is measured on the queries that follow."""
         ...
 
-    def discarded(self) -> None:
-        """The update failed or was refused: it cost time and changed nothing."""
+    def discarded(self, tau_ratio: float | None = None) -> None:
+        """The update failed or was refused: it cost time and changed nothing of what is served. With the ratio of
+        replayed tau it changed the copy that is trained on, which several such updates may make fit to be served."""
         ...
 
     def traffic_changed(self) -> None:

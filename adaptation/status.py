@@ -58,7 +58,7 @@ class AdaptationStatus:
     refusals: int
     rollbacks: int
     discards: int
-    training_seconds: float  # what updates and their judging took from serving
+    training_seconds: float  # that updates and their judging computed
     kl_to_anchor: float | None  # None: there are not yet texts enough to measure it on
     failures: Mapping[str, int]  # of the learning thread, by stage
     restarts: int  # of the learning thread

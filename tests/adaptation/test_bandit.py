@@ -131,7 +131,8 @@ def test_changed_traffic_may_be_explored_at_once() -> None:
     explored(policy, 500, training=20.0)
     assert "explore" not in feed(policy, 50)
     policy.traffic_changed()
-    assert feed(policy, 1) == ["explore"]
+    explored(policy, 20, training=1.0)
+    assert "explore" in feed(policy, 10)
 
 
 def test_what_pays_does_not_use_up_the_budget() -> None:
@@ -176,6 +177,29 @@ def test_a_replayed_gain_needs_no_measurement() -> None:
     assert measured is not None
     assert measured.published
     assert (measured.before, measured.after) == (2.0, 120 / 50.0)
+
+
+def test_a_discarded_update_that_is_built_upon_is_worth_what_it_changed() -> None:
+    policy = bandit()
+    update_of(policy, "head")
+    feed(policy, 1, report(training=10.0))
+    policy.discarded(1.5)
+    feed(policy, 2)
+    measured = policy.last_measurement
+    assert measured is not None
+    assert not measured.published
+    assert (measured.before, measured.after) == (2.0, 120 / 50.0)
+    assert policy.values["head"] > 0
+
+
+def test_both_arms_are_tried_anew_when_traffic_has_changed() -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    tried(policy, 15, 12)
+    assert feed(policy, 1) == ["no_gain"]
+    policy.traffic_changed()
+    assert policy.values == {"head": 0.0, "full": 0.0}
+    assert [policy.decide(report()).choice for _ in range(5)] == ["head"] * 2 + ["full"] * 3
+    assert policy.take_update() == "head"
 
 
 def test_an_update_is_charged_the_measured_queries_share_of_its_time() -> None:

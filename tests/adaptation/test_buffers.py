@@ -58,7 +58,7 @@ def test_a_lesson_keeps_the_version_it_is_about() -> None:
 
 
 def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
-    held_back = HeldBack(share=0.2, most=3, rng=random.Random(0))
+    held_back = HeldBack(share=0.2, enough=2, most=3, rng=random.Random(0))
     drawn = sum(held_back.draws() for _ in range(5000))
     assert 0.18 * 5000 < drawn < 0.22 * 5000
     texts = [held_back.number(lesson.example) for lesson in lessons(5) if lesson.example is not None]
@@ -66,3 +66,19 @@ def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
         held_back.keep(text)
     assert list(held_back.texts) == texts[-3:]
     assert len({text.number for text in texts}) == 5
+
+
+def test_texts_from_before_a_change_judge_no_more_and_others_are_soon_held_back() -> None:
+    held_back = HeldBack(share=0.1, enough=2, most=8, rng=random.Random(0))
+    texts = [held_back.number(lesson.example) for lesson in lessons(4) if lesson.example is not None]
+    for text in texts:
+        held_back.keep(text)
+    assert list(held_back.alike) == texts
+    held_back.traffic_changed()
+    assert (len(held_back.texts), held_back.alike) == (4, ())
+    assert 0.4 < sum(held_back.draws() for _ in range(1000)) / 1000 < 0.6
+    newer = [held_back.number(lesson.example) for lesson in lessons(2) if lesson.example is not None]
+    for text in newer:
+        held_back.keep(text)
+    assert list(held_back.alike) == newer
+    assert sum(held_back.draws() for _ in range(1000)) / 1000 < 0.2

@@ -22,7 +22,7 @@ class Parts:
         config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
         clock = Clock()
         self.buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 100, "full": 100})
-        self.held_back = HeldBack(share=share, most=1000, rng=random.Random(0))
+        self.held_back = HeldBack(share=share, enough=4, most=1000, rng=random.Random(0))
         self.policy = build_policy(config, clock=clock, rng=random.Random(0))
         quota = build_quota(config, clock=clock)
         self.intake = Intake(self.policy, quota, self.buffers, self.held_back, query_positions=config.query_positions)

@@ -2,12 +2,16 @@
 survived, and a later process goes on where this one stopped."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from adaptation.buffers import HeldBackText
 from adaptation.errors import NotStored
+from adaptation.gate import GateDecision
 from adaptation.pair import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, vocabulary
@@ -151,6 +155,64 @@ def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> 
     assert [(event.kind, event.reason) for event in tried.events] == [("dismissed", "other_traffic")]
 
 
+def changed(tried: Bench, seeds: range) -> None:
+    """Traffic that the drafter foresees much better than before; nobody has judged an update on it yet."""
+    for seed in seeds:
+        heard = feedback(seed, token=TOKEN, version=tried.pair.version)
+        heard.marks.chances.fill_(0.9 if seed >= seeds.start + 30 else 0.1)
+        tried.learner.hear(heard)
+        if "changed" in tried.kinds():
+            return
+    raise AssertionError("nobody noticed")
+
+
+def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path)
+    changed(tried, range(60))
+    assert len(tried.learner._held_back.texts) >= 4
+    assert tried.learner.update() is None
+    serve_until(tried, range(100, 140), "published")
+    judged = next(event for event in tried.events if event.kind in ("published", "refused"))
+    assert judged.numbers["sequences"] == 4
+
+
+def test_queries_that_must_not_be_learnt_from_change_no_traffic(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path)
+    for seed in range(60):
+        heard = feedback(seed, token=TOKEN)
+        heard = replace(heard, query=replace(heard.query, store=seed < 30))
+        heard.marks.chances.fill_(0.9 if seed >= 30 else 0.1)
+        tried.learner.hear(heard)
+    assert "changed" not in tried.kinds()
+
+
+def test_each_update_of_a_copy_that_is_built_upon_is_worth_what_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = full_bench(tmp_path, kept_refusals=2)
+    told: list[float | None] = []
+    discarded, judge = tried.learner._policy.discarded, tried.learner._judge.judge
+
+    def unsure(texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
+        decision, seconds = judge(texts)
+        return replace(decision, publish=False, reason="within_noise"), seconds
+
+    def listening(tau_ratio: float | None = None) -> None:
+        told.append(tau_ratio)
+        discarded(tau_ratio)
+
+    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
+    monkeypatch.setattr(tried.learner._judge, "judge", unsure)
+    while len(tried.events) < 4:
+        serve(tried, range(60))
+    assert {(event.kind, event.reason) for event in tried.events} == {("refused", "within_noise")}
+    ratios = [event.numbers["candidate"] / event.numbers["serving"] for event in tried.events]
+    assert ratios[0] > 1
+    assert told[:2] == [ratios[0], ratios[1] / ratios[0]]
+    assert told[2] == 1 / ratios[1]  # one too many: all of it is thrown away
+    assert told[3] == ratios[3]
+
+
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
     tried = taught(tmp_path)
     origin, version = tried.pair.origin, tried.pair.version
@@ -281,10 +343,22 @@ def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path
 
 def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
+    tried.learner._taken_share = 0.5
     tried.learner._spend(3.0)
     heard = feedback(0, token=TOKEN)
-    assert tried.learner._pay(heard) == 3.0 * (1.0 + 4.0) / 0.5
+    assert tried.learner._pay(heard) == 0.5 * 3.0 * (1.0 + 4.0) / 0.5
     assert tried.learner._pay(heard) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("train_threads", "serving", "cores", "share"), [(1, 1, 2, 0.0), (1, 2, 2, 1.0), (4, 2, 4, 0.5), (1, 8, 2, 1.0)]
+)
+def test_training_takes_nothing_where_serving_leaves_a_core(
+    train_threads: int, serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: serving)
+    assert full_bench(tmp_path, train_threads=train_threads).learner._taken_share == share
 
 
 def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:

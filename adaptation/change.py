@@ -1,0 +1,56 @@
+"""Has the traffic changed? A two-sided cumulative sum (Page, 1954) over how well each query was foreseen.
+
+Knows neither what a score is made of nor what follows from a change.
+"""
+
+import math
+
+_MEMORY = 128  # queries over which mean and spread forget
+_LEAST = 24  # queries before a score can be called unusual
+_LEAST_SPREAD = 0.01
+_FARTHEST = 3.0  # spreads; no single query, however odd, decides
+
+
+class TrafficChange:
+    """Says when scores come from other traffic than before.
+
+        z = (x - mean) / sd;   U <- max(0, U + z - k),   D <- max(0, D - z - k);   changed when U or D > h
+
+    With k = 0.5 and h = 8 unchanged traffic is called changed once in some 10,000 queries, and a shift of one and a
+    half standard deviations is noticed after about eight. What is usual is learnt anew after every change.
+    """
+
+    def __init__(self, *, slack: float, threshold: float) -> None:
+        self._slack = slack
+        self._threshold = threshold
+        self._count = 0
+        self._mean = self._variance = self._up = self._down = 0.0
+
+    def observe(self, score: float) -> bool:
+        """Hear of one query; whether the traffic has changed. A score that is no number says nothing."""
+        if not math.isfinite(score):
+            return False
+        if self._count >= _LEAST:
+            self._add(score)
+        if max(self._up, self._down) > self._threshold:
+            self._start_anew()
+            return True
+        self._remember(score)
+        return False
+
+    def _add(self, score: float) -> None:
+        unusual = (score - self._mean) / max(math.sqrt(self._variance), _LEAST_SPREAD)
+        step = min(max(unusual, -_FARTHEST), _FARTHEST)
+        self._up = max(0.0, self._up + step - self._slack)
+        self._down = max(0.0, self._down - step - self._slack)
+
+    def _remember(self, score: float) -> None:
+        self._count += 1
+        rate = 1.0 / min(self._count, _MEMORY)
+        distance = score - self._mean
+        self._mean += rate * distance
+        self._variance = (1.0 - rate) * (self._variance + rate * distance * distance)
+
+    def _start_anew(self) -> None:
+        self._count = 0
+        self._mean = self._variance = self._up = self._down = 0.0

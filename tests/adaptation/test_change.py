@@ -1,0 +1,68 @@
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from adaptation.change import TrafficChange
+
+
+def change() -> TrafficChange:
+    return TrafficChange(slack=0.5, threshold=8.0)
+
+
+def scores(mean: float, *, seed: int = 0, spread: float = 0.1) -> Iterator[float]:
+    rng = random.Random(seed)
+    while True:
+        yield rng.gauss(mean, spread)
+
+
+def first_change(traffic: TrafficChange, queries: Iterator[float], most: int) -> int | None:
+    return next((number for number, score in zip(range(most), queries, strict=False) if traffic.observe(score)), None)
+
+
+@pytest.mark.parametrize("now", [0.2, 0.6])
+@pytest.mark.parametrize("seed", range(3, 13))
+def test_other_traffic_is_soon_noticed(now: float, seed: int) -> None:
+    traffic = change()
+    assert first_change(traffic, scores(0.4, seed=seed), 150) is None
+    found = first_change(traffic, scores(now, seed=seed + 100), 40)
+    assert found is not None
+    assert found < 20
+
+
+def test_the_same_traffic_is_seldom_called_another() -> None:
+    traffic, queries = change(), scores(0.4)
+    assert sum(traffic.observe(next(queries)) for _ in range(30_000)) < 10
+
+
+def test_one_odd_query_changes_nothing() -> None:
+    traffic = change()
+    assert first_change(traffic, scores(0.4), 100) is None
+    assert not traffic.observe(50.0)
+    assert not traffic.observe(-50.0)
+
+
+def test_what_is_usual_is_learnt_anew_after_a_change() -> None:
+    traffic = change()
+    first_change(traffic, scores(0.4), 150)
+    assert first_change(traffic, scores(0.8), 40) is not None
+    assert first_change(traffic, scores(0.8, seed=1), 150) is None
+    assert first_change(traffic, scores(0.4, seed=2), 40) is not None
+
+
+def test_a_slow_drift_is_no_change() -> None:
+    traffic, noise = change(), scores(0.0)
+    assert not any(traffic.observe(0.3 + number * 0.0002 + next(noise)) for number in range(400))
+
+
+def test_what_is_no_number_says_nothing() -> None:
+    traffic, told = change(), change()
+    for score in (0.3, 0.4, 0.5) * 20:
+        assert not traffic.observe(math.nan)
+        assert traffic.observe(score) == told.observe(score)
+
+
+def test_equal_scores_are_no_change() -> None:
+    traffic = change()
+    assert not any(traffic.observe(0.5) for _ in range(200))
