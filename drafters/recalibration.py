@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.survival import tried_and_accepted
-from drafters.tree import MAX_DEPTH, Candidates, DraftTree, VerifyResult
+from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 
 _DEPTHS = 8  # deeper nodes count as of this depth
 _CLAIMS = 8  # bins of the claimed conditional
@@ -57,25 +57,30 @@ class Recalibration:
         corrected = (conditional * self._factors[bucket]).clamp(max=_CEILING)
         return replace(candidates, survival=_along_paths(corrected, candidates.parents)), Claims(conditional, bucket)
 
-    def learn(self, claims: Claims, tree: DraftTree, result: VerifyResult) -> None:
-        """Take in what the target said of verified nodes; claims in the order of the tree's nodes."""
-        tried, accepted = tried_and_accepted(tree, result)
+    def learn(self, claims: Claims, tree: DraftTree, path: Tensor) -> None:
+        """Take in what the target said of verified nodes; claims in the order of the tree's nodes, path [batch, depth]
+        as in `VerifyResult`."""
+        tried, accepted = tried_and_accepted(tree, path)
         flat = claims.bucket.flatten()
         self._true.mul_(_DECAY).index_add_(0, flat, (tried & accepted).float().flatten())
         self._claimed.mul_(_DECAY).index_add_(0, flat, (claims.conditional * tried).flatten())
-        self._factors = ((_PRIOR + self._true) / (_PRIOR + self._claimed)).clamp(*_LIMITS)
+        self._update_factors()
         self._judge(tree, accepted)
 
     def renew(self) -> None:
         """The drafter has changed: what was learnt of the old one counts for less."""
         self._true *= _RENEWAL
         self._claimed *= _RENEWAL
-        self._factors = ((_PRIOR + self._true) / (_PRIOR + self._claimed)).clamp(*_LIMITS)
+        self._update_factors()
 
     def error(self) -> float:
         """Expected calibration error of corrected survival over recently verified nodes; 0 before there are any."""
         nodes, survival, accepted = self._bins
         return float((survival - accepted).abs().sum() / nodes.sum().clamp(min=1.0))  # planned transfer
+
+    def _update_factors(self) -> None:
+        """In place: replays read them where they stand."""
+        self._factors.copy_(((_PRIOR + self._true) / (_PRIOR + self._claimed)).clamp_(*_LIMITS))
 
     def _judge(self, tree: DraftTree, accepted: Tensor) -> None:
         valid = tree.valid.float().flatten()

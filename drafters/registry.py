@@ -11,8 +11,8 @@ from drafters.merged.drafter import MergedDrafter
 from drafters.none import NoDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.replays import Capture
 from drafters.specblock.blocks import TreeShape
-from drafters.specblock.captured import Capture
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import POLICIES

@@ -7,7 +7,7 @@ returns to its prior. What a bucket stands for is the drafter's business.
 import torch
 from torch import Tensor
 
-from drafters.tree import DraftTree, VerifyResult
+from drafters.tree import DraftTree
 
 
 class AcceptanceTable:
@@ -50,15 +50,16 @@ class AcceptanceTable:
         return accepted.div_(self._prior_tried + self._tried).clamp_(*self._limits)
 
 
-def tried_and_accepted(tree: DraftTree, result: VerifyResult) -> tuple[Tensor, Tensor]:
+def tried_and_accepted(tree: DraftTree, path: Tensor) -> tuple[Tensor, Tensor]:
     """What one verify says about each node: it was tried when its parent is the root or was accepted.
 
-    Only a tried node is a label; below a rejected one nothing is known. -> two masks [batch, nodes] bool
+    path [batch, depth] int64 as in `VerifyResult`. Only a tried node is a label; below a rejected one nothing is known.
+    -> two masks [batch, nodes] bool
     """
     batch, nodes = tree.tokens.shape
     # The column after the last node takes the padding of `path`; the one before the first is the root.
     on_path = torch.zeros(batch, nodes + 2, dtype=torch.bool, device=tree.tokens.device)
-    on_path.scatter_(1, torch.where(result.path < 0, nodes, result.path) + 1, True)
+    on_path.scatter_(1, torch.where(path < 0, nodes, path) + 1, True)
     on_path[:, 0] = True
     tried = on_path.gather(1, tree.parents + 1) & tree.valid
     return tried, on_path[:, 1 : nodes + 1] & tree.valid

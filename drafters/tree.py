@@ -42,7 +42,12 @@ class DraftTree:
 
     def take(self, lines: Tensor) -> "DraftTree":
         """The trees of some sequences. # lines [picked] int64"""
-        return DraftTree(*(value[lines] for value in self._fields()))
+        return DraftTree(*(value[lines] for value in self.fields))
+
+    def first(self, batch: int, width: int | None = None) -> "DraftTree":
+        """The first trees, and of each so many nodes, as views."""
+        tokens, parents, depths, survival = (value[:batch, :width] for value in self.fields[:4])
+        return DraftTree(tokens, parents, depths, survival, self.num_nodes[:batch])
 
     @property
     def valid(self) -> Tensor:
@@ -51,7 +56,7 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         """The same trees on another device."""
-        return DraftTree(*(value.to(device) for value in self._fields()))
+        return DraftTree(*(value.to(device) for value in self.fields))
 
     @staticmethod
     def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
@@ -65,9 +70,10 @@ class DraftTree:
     @staticmethod
     def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
         """One batch of several trees of equal width."""
-        return DraftTree(*(torch.cat(values) for values in zip(*(tree._fields() for tree in trees), strict=True)))
+        return DraftTree(*(torch.cat(values) for values in zip(*(tree.fields for tree in trees), strict=True)))
 
-    def _fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.tokens, self.parents, self.depths, self.survival, self.num_nodes
 
     @staticmethod

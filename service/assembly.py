@@ -90,6 +90,7 @@ class Assembly:
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
             objective=build.make_objective(self.config.budget_objective, self.config.budget_pace_seconds),
+            capture=graphs_for(self.target.device).capture if self.target.replays else None,
         )
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:

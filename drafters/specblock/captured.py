@@ -5,62 +5,21 @@ shape grow as they are. Knows neither what a block is nor how capturing works.
 Legend: batch, waiting, width as in blocks.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as nested
 
+from drafters.replays import Capture, Places, Replayed, Result, batches_up_to, least
 from drafters.specblock.blocks import AsItIs, Block, Blocks, Ground, Growing, Keys, Sizes
 from drafters.specblock.pool import WAITING, Entries
 from drafters.tree import Candidates, DraftTree
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a computation on tensors that stay where they are repeatable; runs it at least once."""
-
-BATCHES = (1, 2, 4, 8, 16, 32)
 COUNTS = (4, WAITING)
 WIDTHS = (128, 256, 512)
-Result = TypeVar("Result")
-
-
-class Places(Generic[Result]):
-    """Where the results of one function stand in all its shapes: the leading part of those of the largest, which must
-    be asked for first."""
-
-    def __init__(self) -> None:
-        self._largest: list[Tensor] = []
-
-    def of(self, results: Result) -> Result:
-        """Places for results like these. # tensors, also nested in tuples"""
-        tensors, structure = nested.tree_flatten(results)
-        self._largest = self._largest or [torch.zeros_like(tensor) for tensor in tensors]
-        fitted = [place[tuple(map(slice, tensor.shape))] for place, tensor in zip(self._largest, tensors, strict=True)]
-        places: Result = nested.tree_unflatten(fitted, structure)
-        return places
-
-
-class Replayed(Generic[Result]):
-    """A function of tensors that stay where they are, and so do its results."""
-
-    def __init__(self, capture: Capture, function: Callable[[], Result], places: Places[Result]) -> None:
-        self.results = places.of(function())
-        standing = nested.tree_leaves(self.results)
-
-        def compute() -> None:
-            for place, result in zip(standing, nested.tree_leaves(function()), strict=True):
-                place.copy_(result)
-
-        self._replay = capture(compute)
-
-    def __call__(self) -> Result:
-        """Results are overwritten by the next call, in whatever shape."""
-        self._replay()
-        return self.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +45,7 @@ class CapturedBlocks:
         self._blocks, self._capture, self._nobody = blocks, capture, nobody
         self._keys = torch.tensor([[nobody], [0], [0]], device=blocks.device).repeat(1, max_batch)  # rows, seeds, roots
         self._temperatures = torch.zeros(max_batch, device=blocks.device)
-        self._batches = _batches(max_batch)
+        self._batches = batches_up_to(max_batch)
         self._widths = [*(width for width in WIDTHS if width < window), window]
         self._first_places: Places[tuple[Ground, Block]] = Places()
         self._further_places: list[Places[Block]] = [Places() for _ in range(1, blocks.shape.blocks)]
@@ -101,8 +60,8 @@ class CapturedBlocks:
     def __call__(self, keys: Keys, sizes: Sizes) -> Growing:
         """Trees of these sequences; as they are where no shape holds them."""
         batch = keys.rows.shape[0]
-        padded, width = _least(self._batches[::-1], batch), _least(self._widths, sizes.width)
-        count = _least(COUNTS, sizes.waiting)
+        padded, width = least(self._batches[::-1], batch), least(self._widths, sizes.width)
+        count = least(COUNTS, sizes.waiting)
         if padded is None or width is None or count is None:
             return AsItIs(self._blocks, keys, sizes)
         replays = self._replays[padded, width, sizes.warm]
@@ -146,13 +105,13 @@ class CapturedEntries:
         places: Places[Tensor] = Places()
         self._replays = {
             batch: Replayed(capture, partial(function, Entries(*(value[:batch] for value in padding))), places)
-            for batch in _batches(padding.rows.shape[0])
+            for batch in batches_up_to(padding.rows.shape[0])
         }
 
     def __call__(self, entries: Entries) -> Tensor:
         """As the function itself, which is called where there are more of them than fit."""
         batch, count = entries.tokens.shape
-        padded = _least(sorted(self._replays), batch)
+        padded = least(sorted(self._replays), batch)
         if padded is None or count > self._buffers.tokens.shape[1]:
             return self._function(entries)
         for place, nothing in zip(self._buffers, self._nothing, strict=False):
@@ -180,13 +139,3 @@ class _Trees:
 
     def candidates(self) -> Candidates:
         return DraftTree(*(value[: self._batch] for value in self._trees[self._number]()))
-
-
-def _batches(most: int) -> list[int]:
-    """Of the shapes, the largest first."""
-    return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
-
-
-def _least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The smallest that holds so many. # sizes ascending"""
-    return next((size for size in sizes if size >= wanted), None)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from drafters import late
 from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcomes, Read
+from drafters.replays import Capture
 from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.captured import Capture, CapturedBlocks, CapturedEntries
+from drafters.specblock.captured import CapturedBlocks, CapturedEntries
 from drafters.specblock.fates import Fates
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy

@@ -1,15 +1,15 @@
 """How many drafted nodes each sequence verifies in a step, and whether to draft at all. A matter of speed only: no
 choice changes the text.
 
-By cost: one decision for the whole batch, made anew in every step. With candidates of all sequences sorted by survival,
-S(N) the sum of the first N, B drafting sequences and R rows that run in any case:
+By cost: one decision for the whole batch, made anew in every step (`service/engine/shares.py`). With candidates of all
+sequences sorted by survival, S(N) the sum of the first N, B drafting sequences and R rows that run in any case:
 
     N* = argmax_N (B + S(N)) / (T_draft + T(B) + T_verify(R + N) - T_verify(R))
 
 T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,16 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.select import survival_order
 from drafters.tree import Candidates
 from service.engine.cost import CostTable
 from service.engine.draft_cost import FREE, DraftCosts
 from service.engine.draft_gain import DraftGain
 from service.engine.load import Load, StepOutcome
+from service.engine.shares import most_per_second
 
-__all__ = ["REASONS", "Budget", "BudgetPolicy", "CostBudget", "FixedBudget", "Load", "PerBatchSizeBudget"]
+__all__ = ["REASONS", "Budget", "BudgetPolicy", "CostBudget", "FixedBudget", "Load", "PerBatchSizeBudget", "Share"]
 
 REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_down", "reference")
+
+Share = Callable[[Candidates, Tensor, Tensor, Tensor], Tensor]
+"""As `most_per_second`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,9 @@ class BudgetPolicy(Protocol):
         """Why nothing is to be drafted in this step, one of REASONS; None where the drafter is to be asked."""
         ...
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget: ...
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+        """`share` computes `most_per_second`, as it is or in a replay."""
+        ...
 
     def learn(self, outcome: StepOutcome) -> float | None:
         """Take in what a step took; returns the verify seconds that had been predicted, if any had."""
@@ -69,7 +74,7 @@ class FixedBudget:
     def refusal(self, load: Load) -> str | None:
         return None if self._nodes else "fixed"
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes)
 
     def learn(self, outcome: StepOutcome) -> float | None:
@@ -87,7 +92,7 @@ class PerBatchSizeBudget:
     def refusal(self, load: Load) -> str | None:
         return None if self._nodes(load) else "fixed"
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes(load))
 
     def learn(self, outcome: StepOutcome) -> float | None:
@@ -109,28 +114,24 @@ class CostBudget:
     def refusal(self, load: Load) -> str | None:
         return self._gain.refusal(load)
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
-        batch = limits.shape[0]
-        worth, owners = survival_order(candidates, limits, load.weights)
-        worth, owners = worth[: load.max_nodes], owners[: load.max_nodes]
-        certain = float(batch) if load.weights is None else load.weights.sum()
-        expected = certain + torch.cat([worth.new_zeros(1), worth.cumsum(0)])  # [N + 1]
-        best = (expected / self._seconds(load, expected)).argmax()
-        if batch > 1:
-            owners = torch.where(best > batch, _best_of_each_first(owners, batch), owners)
-        is_chosen = (torch.arange(owners.shape[0], device=owners.device) < best) & (owners >= 0)
-        num_keep = torch.zeros_like(limits).scatter_add_(0, owners.clamp(min=0), is_chosen.to(limits.dtype))
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+        weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
+        num_keep = share(candidates, limits, self._seconds(load, candidates), weights)
         return Budget(num_keep, "cost")
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return self._gain.learn(outcome)
 
-    def _seconds(self, load: Load, like: Tensor) -> Tensor:
-        """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # like [count] -> [count]"""
-        rows = load.num_rows + np.arange(like.shape[0], dtype=np.float64)
+    def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
+        """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # -> [all nodes + 1]"""
+        most = candidates.tokens.numel()
+        rows = load.num_rows + np.arange(max(0, min(load.max_nodes, most)) + 1, dtype=np.float64)
         verify = self._gain.costs.verify_seconds(rows, load.context, load.num_sequences)
-        seconds = self._gain.draft_seconds(load) + self._gain.plain_seconds(load) + (verify - verify[0])
-        return torch.from_numpy(seconds.astype(np.float32)).to(like.device, non_blocking=True)
+        seconds = np.full(most + 1, np.inf, dtype=np.float32)
+        seconds[: rows.shape[0]] = (
+            self._gain.draft_seconds(load) + self._gain.plain_seconds(load) + (verify - verify[0])
+        )
+        return torch.from_numpy(seconds).to(candidates.tokens.device, non_blocking=True)
 
 
 def _capped(candidates: Candidates, limits: Tensor, load: Load, nodes: int) -> Budget:
@@ -139,13 +140,3 @@ def _capped(candidates: Candidates, limits: Tensor, load: Load, nodes: int) -> B
     if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
         return Budget(keep, "fixed")
     return Budget(keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots")
-
-
-def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
-    """The order again, but each sequence's best node before anybody's second: nobody goes without a tree for being a
-    little less sure than all others. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
-    places = torch.arange(owners.shape[0], device=owners.device)
-    lines = torch.where(owners < 0, batch, owners)
-    first = places.new_full((batch + 1,), owners.shape[0]).scatter_reduce_(0, lines, places, "amin")
-    is_best = (first[lines] == places) & (owners >= 0)
-    return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]

@@ -7,6 +7,7 @@ import torch
 
 from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
+from drafters.replays import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.books import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
@@ -54,11 +55,15 @@ def build_engine(
     learning: Learning | None = None,
     costs: CostTable | None = None,
     objective: Objective | None = None,
+    capture: Capture | None = None,
 ) -> Engine:
-    """An idle engine around a target. `costs` is what those who learn count in."""
+    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are trimmed by
+    replays."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device, objective=objective)
+    if capture is not None and limits.max_budget:
+        draft_stage.replay_by(capture, limits.max_sequences)
     return Engine(
         target,
         drafter,

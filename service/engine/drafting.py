@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftContext, Drafter, Known, Noise
-from drafters.recalibration import Claims, Recalibration
-from drafters.select import select_nodes
+from drafters.recalibration import Recalibration
+from drafters.replays import Capture
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, BudgetPolicy
 from service.engine.generation import Sequence
@@ -18,6 +18,7 @@ from service.engine.load import Load, StepOutcome
 from service.engine.objective import Objective, Throughput
 from service.engine.scheduler import Batch
 from service.engine.stats import StepStats
+from service.engine.trimming import TrimmedAsAsked, TrimmedByReplay, Trimming
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -28,7 +29,7 @@ class _Draft:
     """A step's draft, until its fate is known."""
 
     load: Load
-    claims: Claims | None  # of the tree's nodes; None where the drafter was not asked
+    asked: bool  # whether the drafter was
 
 
 class DraftStage:
@@ -49,10 +50,17 @@ class DraftStage:
         self._max_budget = max_budget
         self._device = device
         self._recalibration = Recalibration(device)
+        self._trimming: Trimming = TrimmedAsAsked(self._recalibration)
         self._version = drafter.version
         self._draft: _Draft | None = None
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
+
+    def replay_by(self, capture: Capture, max_sequences: int) -> None:
+        """Trim trees by replays from now on."""
+        self._trimming = TrimmedByReplay(
+            self._recalibration, capture, max_batch=max_sequences, width=self._max_budget, device=self._device
+        )
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
@@ -74,15 +82,15 @@ class DraftStage:
         load = self._load(batch, drafting, num_free_slots)
         reason = self._refusal(drafting, load)
         if reason is not None:
-            self._draft = _Draft(load, None)
+            self._draft = _Draft(load, asked=False)
             none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
             return DraftTree.empty(len(batch.items), self._device), Budget(none, reason, (0,) * len(batch.items))
-        candidates, claims = self._recalibration.correct(self._grow(drafting))
-        budget = self._policy.choose(candidates, self._limits(drafting, candidates), load)
+        candidates = self._grow(drafting)
+        budget = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._trimming.share)
         num_keep = torch.minimum(budget.num_keep, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
-        tree, kept = select_nodes(candidates, num_keep, max(nodes))
-        self._draft = _Draft(load, claims.take(kept))
+        tree = self._trimming.keep(num_keep, max(nodes))
+        self._draft = _Draft(load, asked=True)
         nodes += [0] * (len(batch.items) - len(nodes))
         return _pad_lines(tree, len(batch.items)), budget.told(nodes, candidates)
 
@@ -93,9 +101,8 @@ class DraftStage:
         """
         assert self._draft is not None, "no trees were built in this step"
         draft, self._draft = self._draft, None
-        if draft.claims is not None and tree.width:
-            lines = slice(draft.load.num_drafting)
-            self._recalibration.learn(draft.claims, _first_trees(tree, lines), _first_results(result, lines))
+        if draft.asked and tree.width:
+            self._trimming.learn(result.path[: draft.load.num_drafting])
         predicted = self._policy.learn(self._outcome(draft, stats))
         self._num_learnt += 1
         return self._readings(replace(stats, predicted_verify_seconds=predicted))
@@ -122,7 +129,7 @@ class DraftStage:
         follow = stats.follow_seconds if is_waited_for else 0.0
         return StepOutcome(
             load=draft.load,
-            drafted=draft.claims is not None,
+            drafted=draft.asked,
             num_nodes=stats.drafted_nodes,
             accepted_tokens=stats.accepted_tokens,
             draft_seconds=stats.draft_seconds,
@@ -166,7 +173,7 @@ class DraftStage:
             known=known,
         )
         deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        return _cut_below(self._drafter.grow(self._tensor(known.rows), noise), deepest)
+        return self._trimming.correct(self._drafter.grow(self._tensor(known.rows), noise), deepest)
 
     def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:
         """Most nodes of each sequence: by configuration, by its own wish, by what is worth verifying. # -> [batch]"""
@@ -177,11 +184,6 @@ class DraftStage:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _cut_below(candidates: Candidates, deepest: Tensor) -> Candidates:
-    """Give nodes that could not be emitted any more a survival of zero. # deepest [batch]"""
-    return replace(candidates, survival=candidates.survival * (candidates.depths <= deepest[:, None]))
-
-
 def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     """Append trees of zero nodes."""
     missing = lines - tree.batch
@@ -190,15 +192,3 @@ def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
         return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
     return DraftTree(pad(tree.tokens), pad(tree.parents), pad(tree.depths), pad(tree.survival), pad(tree.num_nodes))
-
-
-def _first_trees(tree: DraftTree, lines: slice) -> DraftTree:
-    return DraftTree(
-        tree.tokens[lines], tree.parents[lines], tree.depths[lines], tree.survival[lines], tree.num_nodes[lines]
-    )
-
-
-def _first_results(result: VerifyResult, lines: slice) -> VerifyResult:
-    return VerifyResult(
-        result.path[lines], result.num_accepted[lines], result.bonus[lines], result.target_tokens[lines]
-    )

@@ -4,7 +4,7 @@ All chain rows come first, sequence by sequence and by position; then all tree n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
@@ -47,12 +47,11 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequ
 
     slots [rows] int64, one per chain token and tree node; `nodes` counts those of each line, as `tree` does.
     """
-    host = _HostChains.of(chains)
-    chain_sequence, chain_positions, chain_tokens, chain_end, table_rows, completing, last_rows = (
-        torch.tensor(values, dtype=torch.int64, device=slots.device) for values in host.columns()
+    host = _HostRows.of(chains, nodes)
+    chain_sequence, chain_positions, chain_tokens, chain_end, table_rows, completing, last_rows, node_sequence, node = (
+        host.on(slots.device)
     )
     num_chain_rows = chain_tokens.shape[0]
-    node_sequence, node = _node_lines(nodes, slots.device)
     node_positions = chain_end[node_sequence] + tree.depths[node_sequence, node]
     node_slots = slots.new_full((len(chains), MAX_NODES), NULL_SLOT)
     node_slots[node_sequence, node] = slots[num_chain_rows:]
@@ -79,8 +78,8 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequ
 
 
 @dataclass(frozen=True, slots=True)
-class _HostChains:
-    """All chains' rows, one after the other, before they become tensors."""
+class _HostRows:
+    """All chains' rows, one after the other, and all trees' nodes, before they become tensors."""
 
     sequence: list[int]  # [chain rows]
     positions: list[int]  # [chain rows]
@@ -89,13 +88,15 @@ class _HostChains:
     table_rows: list[int]  # [sequences]
     completing: list[int]  # [completing sequences]
     last_rows: list[int]  # [completing sequences], each one's last chain row
+    node_sequence: list[int]  # [all nodes]
+    node: list[int]  # [all nodes], number in its tree
 
     @staticmethod
-    def of(chains: Sequence[Chain]) -> "_HostChains":
+    def of(chains: Sequence[Chain], nodes: Sequence[int]) -> "_HostRows":
         lengths = [len(chain.tokens) for chain in chains]
         ends = list(accumulate(lengths))
         completing = [line for line, chain in enumerate(chains) if chain.completes]
-        return _HostChains(
+        return _HostRows(
             sequence=[line for line, length in enumerate(lengths) for _ in range(length)],
             positions=[chain.start + offset for chain in chains for offset in range(len(chain.tokens))],
             tokens=[token for chain in chains for token in chain.tokens],
@@ -103,25 +104,15 @@ class _HostChains:
             table_rows=[chain.table_row for chain in chains],
             completing=completing,
             last_rows=[ends[line] - 1 for line in completing],
+            node_sequence=[line for line, count in enumerate(nodes) for _ in range(count)],
+            node=[number for count in nodes for number in range(count)],
         )
 
-    def columns(self) -> tuple[list[int], ...]:
-        return (
-            self.sequence,
-            self.positions,
-            self.tokens,
-            self.end,
-            self.table_rows,
-            self.completing,
-            self.last_rows,
-        )
-
-
-def _node_lines(nodes: Sequence[int], device: torch.device) -> Tensor:
-    """Sequence and number of every node. # -> [2, all nodes] int64"""
-    lines = [line for line, count in enumerate(nodes) for _ in range(count)]
-    numbers = [number for count in nodes for number in range(count)]
-    return torch.tensor([lines, numbers], dtype=torch.int64, device=device)
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """All of it as int64, in one transfer."""
+        columns: list[list[int]] = [getattr(self, field.name) for field in fields(self)]
+        together = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
+        return tuple(torch.split(together, list(map(len, columns))))
 
 
 def _padded(values: Tensor) -> Tensor:

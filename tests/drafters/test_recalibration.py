@@ -5,7 +5,7 @@ from hypothesis import given
 
 from drafters.recalibration import Claims, Recalibration
 from drafters.select import select_nodes
-from drafters.tree import DraftTree, VerifyResult
+from drafters.tree import DraftTree
 from tests.drafters.trees import draft_trees
 
 torch.set_num_threads(1)
@@ -19,11 +19,10 @@ def chains(batch: int, claims: list[float]) -> DraftTree:
     return DraftTree(places, places - 1, places + 1, survival, torch.full((batch,), nodes))
 
 
-def verified(accepted: torch.Tensor, nodes: int) -> VerifyResult:
-    """Chains of which so many nodes were accepted. # accepted [batch]"""
+def path_of(accepted: torch.Tensor, nodes: int) -> torch.Tensor:
+    """That of chains of which so many nodes were accepted. # accepted [batch] -> [batch, nodes]"""
     places = torch.arange(nodes)
-    path = torch.where(places < accepted[:, None], places, -1)
-    return VerifyResult(path, accepted, torch.zeros_like(accepted), torch.zeros(len(accepted), nodes + 1).long())
+    return torch.where(places < accepted[:, None], places, -1)
 
 
 def play(
@@ -34,7 +33,7 @@ def play(
     for _ in range(steps):
         tree, claimed = recalibration.correct(chains(8, claims))
         draws = torch.rand(8, len(truth), generator=generator) < torch.tensor(truth)
-        recalibration.learn(claimed, tree, verified(draws.cumprod(1).sum(1), len(truth)))
+        recalibration.learn(claimed, tree, path_of(draws.cumprod(1).sum(1), len(truth)))
     return tree
 
 

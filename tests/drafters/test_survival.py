@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.survival import AcceptanceTable, tried_and_accepted
-from drafters.tree import ROOT, DraftTree, VerifyResult
+from drafters.tree import ROOT, DraftTree
 from tests.drafters.trees import draft_trees
 
 
@@ -13,9 +13,7 @@ def test_a_node_is_tried_when_its_parent_was_accepted(tree: DraftTree, data: st.
     paths = [_draw_path(tree, b, data) for b in range(batch)]
     depth = max(map(len, paths))
     path = torch.tensor([p + [-1] * (depth - len(p)) for p in paths], dtype=torch.int64).reshape(batch, depth)
-    counts = torch.tensor([len(p) for p in paths])
-    result = VerifyResult(path, counts, torch.zeros(batch), torch.zeros(batch, nodes + 1))
-    tried, accepted = tried_and_accepted(tree, result)
+    tried, accepted = tried_and_accepted(tree, path)
     for b in range(batch):
         for i in range(nodes):
             exists = i < tree.num_nodes[b]

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.protocol import Committed, DraftContext, Noise, Read
+from drafters.replays import Places, Replayed
 from drafters.specblock.blocks import TreeShape
-from drafters.specblock.captured import Places, Replayed
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.policies import best_first
 from drafters.specblock.recording import NoRecorder

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.recalibration import Recalibration
-from drafters.tree import DraftTree, VerifyResult
+from drafters.tree import DraftTree
 from service.engine.budget import CostBudget, Load
 from service.engine.cost import CostTable
 from service.engine.draft_cost import DraftCosts
@@ -96,7 +96,7 @@ class World:
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         tree = DraftTree(places, places - 1, places + 1, candidates.survival, budget.num_keep)
         path = torch.where(places < lengths[:, None], places, -1)
-        self.recalibration.learn(claims, tree, VerifyResult(path, lengths, lengths, places))
+        self.recalibration.learn(claims, tree, path)
         return keep, int(lengths.sum())
 
     def _survived(self, truth: float) -> int:

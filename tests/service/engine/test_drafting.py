@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, FixedBudget, Load
+from service.engine.budget import Budget, FixedBudget, Load, Share
 from service.engine.drafting import DraftStage
 from service.engine.generation import Sequence
 from service.engine.load import StepOutcome
@@ -15,6 +15,7 @@ from service.engine.objective import Latency
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import SamplingParams, SpeculationParams
+from service.engine.shares import most_per_second
 from service.engine.stats import StepStats
 from tests.service.engine.harness import greedy, request
 from tests.service.engine.test_budget import candidates_of
@@ -154,7 +155,7 @@ class Watcher:
         self.loads.append(load)
         return self.reason
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         self.survival = candidates.survival[0].tolist()
         return FixedBudget(2).choose(candidates, limits, load)
 

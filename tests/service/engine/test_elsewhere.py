@@ -8,7 +8,7 @@ import torch
 
 from drafters import late
 from drafters.registry import TrainedWeights
-from drafters.specblock.captured import Capture
+from drafters.replays import Capture
 from kernels import ops
 from service.engine import build
 from service.engine.budget import FixedBudget
@@ -50,7 +50,8 @@ def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
     weights = weights_elsewhere(graphs.capture if captured else None) if drafter == "specblock" else None
     vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
     drafts = build.make_drafter(drafter, target, limits, weights)
-    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(nodes))
+    capture = graphs.capture if captured else None
+    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(nodes), capture=capture)
 
 
 def weights_elsewhere(capture: Capture | None) -> TrainedWeights:

@@ -1,0 +1,113 @@
+"""Replayed trimming keeps the trees, and learns the labels, of trimming as it is asked for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.recalibration import Recalibration
+from drafters.replays import Capture
+from drafters.tree import MAX_DEPTH, ROOT, DraftTree
+from kernels import ops
+from service.engine.graphs import Rerun
+from service.engine.trimming import TrimmedAsAsked, TrimmedByReplay, Trimming
+from tests.drafters.trees import assert_valid_tree
+
+torch.set_num_threads(1)
+BATCH, WIDTH = 6, 20
+
+
+def random_trees(batch: int, width: int, generator: torch.Generator) -> DraftTree:
+    """Trees of any number of nodes whose survival falls along every path, ties among them."""
+    if not width:
+        return DraftTree.empty(batch)
+    parents = torch.stack([torch.randint(ROOT, i, (batch,), generator=generator) for i in range(width)], 1)
+    tree = DraftTree.of(torch.randperm(width, generator=generator).repeat(batch, 1), parents)
+    survival = torch.zeros(batch, width)
+    for i in range(width):
+        above = torch.where(parents[:, i] < 0, 1.0, survival.gather(1, parents[:, i : i + 1].clamp(min=0))[:, 0])
+        survival[:, i] = above * (torch.randint(1, 5, (batch,), generator=generator) / 4)
+    num_nodes = torch.randint(width + 1, (batch,), generator=generator)
+    valid = torch.arange(width) < num_nodes[:, None]
+    nodes = (tree.tokens * valid, torch.where(valid, parents, ROOT), tree.depths * valid, survival * valid)
+    return DraftTree(*nodes, num_nodes)
+
+
+def accepted_path(tree: DraftTree, generator: torch.Generator) -> Tensor:
+    """What a target says that agrees with half of the nodes, in as many columns as the walk has. # [batch, depth]"""
+    after = torch.full((tree.batch, tree.width + 1), -1)
+    agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.5
+    for line, node in (tree.valid & agrees).nonzero().tolist():
+        after[line, tree.parents[line, node] + 1] = tree.tokens[line, node]
+    return ops.on(tree.tokens.device).accept(tree.tokens, tree.parents, tree.num_nodes, after).path
+
+
+def same(one: DraftTree, other: DraftTree) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one.fields, other.fields, strict=True))
+
+
+class Steps:
+    """A way of trimming, with a calibration of its own."""
+
+    def __init__(self, capture: Capture | None) -> None:
+        self.calibration = Recalibration()
+        self.trimming: Trimming = TrimmedAsAsked(self.calibration)
+        if capture is not None:
+            self.trimming = TrimmedByReplay(
+                self.calibration, capture, max_batch=BATCH, width=WIDTH, device=torch.device("cpu")
+            )
+
+    def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
+        """Candidates of chance trimmed to sizes of chance, and learnt from. # -> corrected, kept"""
+        generator = torch.Generator().manual_seed(seed)
+        batch, width = (int(torch.randint(1, most + 1, (), generator=generator)) for most in (BATCH + 1, WIDTH + 1))
+        raw = random_trees(batch, width, generator)
+        corrected = self.trimming.correct(raw, torch.randint(MAX_DEPTH, (batch,), generator=generator))
+        limits = torch.minimum(corrected.num_nodes, (corrected.survival > 0).sum(1))
+        rises = torch.rand((BATCH + 1) * (WIDTH + 1), generator=generator)[: corrected.tokens.numel()]
+        seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.2])
+        seconds[int(limits.sum()) // 2 + 2 :] = float("inf")
+        num_keep = self.trimming.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
+        assert (num_keep <= limits).all()
+        corrected = DraftTree(*(value.clone() for value in corrected.fields))
+        kept = self.trimming.keep(num_keep, int(num_keep.max()))
+        kept = DraftTree(*(value.clone() for value in kept.fields))
+        if kept.width:
+            self.trimming.learn(accepted_path(kept, generator))
+        if seed % 7 == 0:
+            self.calibration.renew()
+        return corrected, kept
+
+
+@pytest.fixture
+def both() -> tuple[Steps, Steps]:
+    return Steps(None), Steps(Rerun().capture)
+
+
+def test_replays_trim_and_learn_as_is_asked_for(both: tuple[Steps, Steps]) -> None:
+    asked, replayed = both
+    for seed in range(150):
+        (corrected, kept), (corrected_too, kept_too) = asked.step(seed), replayed.step(seed)
+        assert_valid_tree(kept_too)
+        assert same(kept, kept_too)
+        assert torch.equal(corrected.survival, corrected_too.survival[:, : corrected.width])
+        assert not corrected_too.survival[:, corrected.width :].any()
+        assert torch.equal(corrected.num_nodes, corrected_too.num_nodes)
+    assert asked.calibration.error() == replayed.calibration.error() > 0
+
+
+def test_more_than_was_captured_is_trimmed_as_it_is() -> None:
+    replayed = Steps(Rerun().capture)
+    generator = torch.Generator().manual_seed(0)
+    for batch, width in ((BATCH + 1, WIDTH), (2, WIDTH + 1), (2, 0)):
+        raw = random_trees(batch, width, generator)
+        corrected = replayed.trimming.correct(raw, torch.full((batch,), MAX_DEPTH))
+        assert corrected.tokens.shape == (batch, width)
+        tree = replayed.trimming.keep(corrected.num_nodes, width)
+        assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
+
+
+def test_a_replayed_capture_learns_nothing_before_it_is_asked() -> None:
+    fresh, captured = Recalibration(), Steps(Rerun().capture).calibration
+    raw = random_trees(3, 9, torch.Generator().manual_seed(1))
+    assert torch.equal(fresh.correct(raw)[0].survival, captured.correct(raw)[0].survival)
+    assert captured.error() == 0.0
