@@ -203,8 +203,8 @@ class Learner:
         if not taken.admission.admitted or not feedback.marks.count:
             return
         if self._traffic.observe(float(feedback.marks.chances.mean())):
-            self._policy.traffic_changed()
-            self._held_back.traffic_changed()
+            for part in (self._policy, self._held_back, self._watch):
+                part.traffic_changed()
             self._tell("changed", "other_traffic")
 
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:

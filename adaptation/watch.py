@@ -97,6 +97,11 @@ class Watch:
         verdict = self._cusum_before.observe([ours for ours, _ in known], [theirs for _, theirs in known])
         return Alarm("worse_than_before", verdict.statistic, verdict.limit) if verdict.fired else None
 
+    def traffic_changed(self) -> None:
+        """What was served before says nothing of what is served now; pairs are of the same texts and go on."""
+        self._falling.reset()
+        self._served = []
+
     def reset(self) -> None:
         """Other weights serve now."""
         for alarm in (self._cusum, self._cusum_before, self._falling, self._collapse):

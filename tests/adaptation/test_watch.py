@@ -71,3 +71,12 @@ def test_state_goes_on() -> None:
     assert one.state() == other.state()
     with pytest.raises(ValueError, match="no such alarm"):
         other.restore("elsewhere", {})
+
+
+def test_a_fall_over_a_change_of_traffic_is_none() -> None:
+    watched = watch()
+    for level in (6, 4):
+        for number in range(8):
+            assert watched.served([level, level + number % 2]) is None
+    watched.traffic_changed()
+    assert [watched.served([2, 2 + number % 2]) for number in range(16)] == [None] * 16
