@@ -58,6 +58,7 @@ class _Update:
     stage: Literal["training", "published", "discarded"] = "training"
     ended_at: float = 0.0  # on the injected clock
     tau_ratio: NonNegativeFloat | None = None  # candidate to serving, where a replay knows it
+    counted: bool = True  # False: it says nothing of its arm
     training_cost: NonNegativeFloat = 0.0
     num_blocked: NonNegativeInt = 0
     measured: list[_Work] = field(default_factory=list)
@@ -139,8 +140,8 @@ class Bandit:
     def published(self, tau_ratio: float | None = None) -> None:
         self._end_training("published", tau_ratio)
 
-    def discarded(self, tau_ratio: float | None = None) -> None:
-        self._end_training("discarded", tau_ratio)
+    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
+        self._end_training("discarded", tau_ratio, counted=counted)
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
@@ -222,13 +223,15 @@ class Bandit:
             signal=update.signal,
             before=update.before.throughput,
             after=replace(work, cost=work.cost + paid).throughput,
-            counted=update.signal > 0 and update.signal >= self._rules.min_signal,
+            counted=update.counted and update.signal > 0 and update.signal >= self._rules.min_signal,
         )
         self._charge(update, work)
         now, alpha = self._now, self._rules.alpha
         if measurement.counted:
             value = measurement.gain / measurement.signal
             now.values[update.arm] = (1 - alpha) * now.values[update.arm] + alpha * value
+        if not update.counted:
+            now.tried = [arm for arm in now.tried if arm != update.arm]
         now.num_events += 1
         now.last = measurement
         now.update = None
@@ -252,13 +255,16 @@ class Bandit:
         best = max(ARMS, key=lambda arm: gains[arm])
         return Decision(best, "gain", gains) if gains[best] > 0 else Decision(None, "no_gain", gains)
 
-    def _end_training(self, stage: Literal["published", "discarded"], tau_ratio: float | None) -> None:
+    def _end_training(
+        self, stage: Literal["published", "discarded"], tau_ratio: float | None, *, counted: bool = True
+    ) -> None:
         update = self._now.update
         assert update is not None, "an update ends that never began"
         assert update.stage == "training", "an update ends twice"
         assert tau_ratio is None or (math.isfinite(tau_ratio) and tau_ratio >= 0), "a ratio that is none"
         update.stage = stage
         update.tau_ratio = tau_ratio
+        update.counted = counted
         update.ended_at = self._clock()
         if not self._rules.blocked_queries and self._measured_enough(update):
             self._settle(update)

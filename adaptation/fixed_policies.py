@@ -44,7 +44,7 @@ class EveryBatch:
         assert self._training, "an update ends that never began"
         self._training = False
 
-    def discarded(self, tau_ratio: float | None = None) -> None:
+    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
         assert self._training, "an update ends that never began"
         self._training = False
 
@@ -86,7 +86,7 @@ class Never:
     def published(self, tau_ratio: float | None = None) -> None:
         raise AssertionError("an update ends that never began")
 
-    def discarded(self, tau_ratio: float | None = None) -> None:
+    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
         raise AssertionError("an update ends that never began")
 
     def traffic_changed(self) -> None:

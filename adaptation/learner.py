@@ -256,12 +256,12 @@ class Learner:
         self._spend(self._worked() - began)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
-            return self._refuse(decision, decision.reason, numbers)
+            return self._refuse(report, decision, decision.reason, numbers)
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
         try:
             self._pair.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
-            return self._refuse(decision, "not_stored", numbers)
+            return self._refuse(report, decision, "not_stored", numbers)
         self._judge.published()
         self._policy.published(decision.candidate_mean / decision.serving_mean / self._worth)
         self._num_refused, self._worth = 0, 1.0
@@ -270,9 +270,10 @@ class Learner:
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
 
-    def _refuse(self, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
+    def _refuse(self, report: UpdateReport, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
         """Small updates add up, so that a candidate which is not clearly worse is trained on for a while, and each is
-        worth what it alone has changed: one after which all of them are thrown away loses what they had gained."""
+        worth what it alone has changed: one after which all of them are thrown away loses what they had gained. The
+        first one at a rate that still rises is worth nothing by itself, and says nothing of those that follow."""
         self._tell("refused", reason, numbers)
         if reason == "too_little_evidence":
             self._discarded()
@@ -284,11 +285,11 @@ class Learner:
             self._start_over()
         else:
             before, self._worth = self._worth, decision.candidate_mean / decision.serving_mean
-            self._discarded(self._worth / before)
+            self._discarded(self._worth / before, counted=not report.is_warming_up)
 
-    def _discarded(self, tau_ratio: float | None = None) -> None:
+    def _discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
         self._updating = False
-        self._policy.discarded(tau_ratio)
+        self._policy.discarded(tau_ratio, counted=counted)
 
     def _start_over(self) -> None:
         """Train on from what is served."""

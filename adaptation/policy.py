@@ -112,9 +112,10 @@ class Policy(Protocol):
         without, it is measured on the queries that follow."""
         ...
 
-    def discarded(self, tau_ratio: float | None = None) -> None:
+    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
         """The update failed or was refused: it cost time and changed nothing of what is served. With the ratio of
-        replayed tau it changed the copy that is trained on, which several such updates may make fit to be served."""
+        replayed tau it changed the copy that is trained on, which several such updates may make fit to be served.
+        Not `counted`, it says nothing of its arm: it was too small to bring anything by itself."""
         ...
 
     def traffic_changed(self) -> None:

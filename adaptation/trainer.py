@@ -72,6 +72,7 @@ class UpdateReport:
     seconds: float
     losses: tuple[Losses, ...] = ()  # by step
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
+    is_warming_up: bool = False  # its last step's rate was not the whole one yet
 
     @property
     def applied(self) -> bool:
@@ -149,7 +150,8 @@ class Trainer:
         except BaseException:
             self._undo(arm, before, moments)
             raise
-        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved)
+        is_warming_up = self._optimizers[arm].num_steps < self._rules.warm_up_steps
+        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved, is_warming_up)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

@@ -192,6 +192,17 @@ def test_a_discarded_update_that_is_built_upon_is_worth_what_it_changed() -> Non
     assert policy.values["head"] > 0
 
 
+def test_an_arm_whose_update_was_too_small_to_count_is_tried_again() -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    update_of(policy, "head")
+    policy.discarded(0.9, counted=False)
+    feed(policy, 2)
+    assert policy.values["head"] == 0.0
+    assert policy.last_measurement is not None
+    assert not policy.last_measurement.counted
+    assert [policy.decide(report()).choice for _ in range(3)] == ["head", "head", "full"]
+
+
 def test_both_arms_are_tried_anew_when_traffic_has_changed() -> None:
     policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
     tried(policy, 15, 12)

@@ -197,9 +197,9 @@ def test_each_update_of_a_copy_that_is_built_upon_is_worth_what_it_changed(
         decision, seconds = judge(texts)
         return replace(decision, publish=False, reason="within_noise"), seconds
 
-    def listening(tau_ratio: float | None = None) -> None:
+    def listening(tau_ratio: float | None = None, *, counted: bool) -> None:
         told.append(tau_ratio)
-        discarded(tau_ratio)
+        discarded(tau_ratio, counted=counted)
 
     monkeypatch.setattr(tried.learner._policy, "discarded", listening)
     monkeypatch.setattr(tried.learner._judge, "judge", unsure)
@@ -211,6 +211,26 @@ def test_each_update_of_a_copy_that_is_built_upon_is_worth_what_it_changed(
     assert told[:2] == [ratios[0], ratios[1] / ratios[0]]
     assert told[2] == 1 / ratios[1]  # one too many: all of it is thrown away
     assert told[3] == ratios[3]
+
+
+def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    tried = full_bench(tmp_path, gate_standard_errors=1e9, full_passes=1, full_learning_rate=1e-5, warm_up_steps=3)
+    discarded = tried.learner._policy.discarded
+
+    def listening(tau_ratio: float | None = None, *, counted: bool = True) -> None:
+        told.append(counted)
+        discarded(tau_ratio, counted=counted)
+
+    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
+    seed = 0
+    while len(told) < 4:
+        serve(tried, range(seed, seed + 1))
+        seed += 1
+    assert tried.kinds() == ["refused"] * 4
+    assert told == [False, False, True, True]
 
 
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
