@@ -44,9 +44,9 @@ class PairedCusum:
 
         S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
 
-    One step per group of four pairs, in standard errors of its mean. With k = 0.5 and h = 6 equal drafters raise a
-    false alarm once in some 2,600 groups (single pairs: four times as often), and a drafter that is behind by one
-    standard deviation of a pair is caught within 16 pairs.
+    One step per group of four pairs, in standard errors of its mean. With k = 0.5 equal drafters raise a false alarm
+    once in some 2,600 groups at h = 6 (single pairs: four times as often) and once in some 7,000 at h = 7, where a
+    drafter that is behind by one standard deviation of a pair is caught within 20 pairs.
     """
 
     def __init__(self, *, slack: float, threshold: float, least_pairs: int) -> None:

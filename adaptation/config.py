@@ -103,7 +103,7 @@ class AdaptationConfig(BaseModel):
     held_back_sequences: int = _knob(24, "Most recent held-back sequences that are replayed.", ge=4)
     replay: Literal["blocks", "tree"] = Field(
         default="blocks",
-        description="How held-back sequences are replayed. blocks: the likeliest tokens from every other position, "
+        description="How held-back sequences are replayed. blocks: a small tree of one block from every other position, "
         "fast. tree: trees as they are served, with the rank head; tens of times slower.",
     )
     probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
@@ -114,7 +114,7 @@ class AdaptationConfig(BaseModel):
         ge=0,
     )
     cusum_slack: float = _knob(0.5, "Fall per window that the alarm forgives, in standard errors (k).", ge=0)
-    cusum_threshold: float = _knob(6.0, "Sum of falls that raises the alarm, in standard errors (h).", gt=0)
+    cusum_threshold: float = _knob(7.0, "Sum of falls that raises the alarm, in standard errors (h).", gt=0)
     change_threshold: float = _knob(
         8.0, "Sum of unusual scores after which traffic counts as changed, in standard deviations of a query.", gt=0
     )

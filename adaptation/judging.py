@@ -23,14 +23,15 @@ from drafters.training.replay import replay_blocks, replay_trees
 Replay = Callable[[SpecBlock, Example], float]
 ReplayName = Literal["blocks", "tree"]
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
+_NODES = 8  # some breadth: likeliest tokens alone flatter a head that has only grown surer of them
 _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
 """What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
 
 
 def block_tau(embed: Embed, model: SpecBlock, text: Example) -> float:
-    """One block at every other position, likeliest tokens only: one forward per text."""
+    """One block at every other position, a small tree of its likeliest paths: one forward per text."""
     with _in_its_own_type(model):
-        return replay_blocks(model, embed, text, every=_EVERY).tau
+        return replay_blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
 
 def tree_tau(embed: Embed, max_nodes: int, model: SpecBlock, text: Example) -> float:

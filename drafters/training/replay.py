@@ -39,8 +39,9 @@ class Replayed:
 
 
 @torch.no_grad()
-def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int) -> Replayed:
-    """One block at every so-manieth position of the answer, its likeliest tokens only: what a step from there emits.
+def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
+    """One block at every so-manieth position of the answer, as a tree of its likeliest paths, so many nodes: what a
+    step from there emits. Survival is the product of the block's probabilities; the rank head is not asked.
 
     Not a walk along the text, so that each position counts the same whatever was accepted before it: two drafters are
     compared on the same positions, at a fraction of a walk's cost.
@@ -49,10 +50,32 @@ def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: in
     batch = Batch.of([example], 2 * size, device)
     anchors = torch.arange(example.prompt - 1, example.length - 1, every, device=device)[None]
     states = TrainingForward(model, embed).first(batch, anchors).states[0]  # [anchors, block, hidden]
-    drafted = model.d2t[model.lm_head(states).argmax(-1)]
-    accepted = (drafted == _behind(batch, example, anchors[0], size)).cumprod(1).sum()
+    logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, block, draft vocab]
+    said = _said_of(model, logprobs, _behind(batch, example, anchors[0], size)).cumsum(1)
+    accepted = (said > _border(logprobs, nodes)[:, None]).sum()
     steps = anchors.shape[1]
     return Replayed(int(accepted) + steps, steps)
+
+
+def _said_of(model: SpecBlock, logprobs: Tensor, wanted: Tensor) -> Tensor:
+    """Log-probability of the wanted tokens. # wanted [n, block] target ids, -1 behind the text -> [n, block]"""
+    ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
+    return logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf"))
+
+
+def _border(logprobs: Tensor, nodes: int) -> Tensor:
+    """What a path must exceed to be among the likeliest: the log-probability of the next one after so many.
+
+    A path is no likelier than any of its beginnings, so each position need only go on from as many as are kept.
+    """
+    # logprobs [n, block, vocab] -> [n]
+    kept = nodes + 1
+    tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values
+    paths = [tops[:, 0]]
+    for top in tops.unbind(1)[1:]:
+        longer = (paths[-1][:, :, None] + top[:, None]).flatten(1)
+        paths.append(longer.topk(min(kept, longer.shape[1])).values)
+    return torch.cat(paths, dim=1).topk(kept).values[:, -1]
 
 
 @torch.no_grad()

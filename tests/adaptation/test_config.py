@@ -9,7 +9,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     assert (config.alpha, config.anchor_weight, config.min_signal) == (0.10, 0.01, 5.0)
     assert (config.warm_up_queries, config.cold_start_events, config.blocked_queries) == (10, 8, 2)
     assert (config.epsilon_start, config.epsilon_end) == (0.30, 0.10)
-    assert (config.cusum_slack, config.cusum_threshold, config.fall_standard_errors) == (0.5, 6.0, 3.0)
+    assert (config.cusum_slack, config.cusum_threshold, config.fall_standard_errors) == (0.5, 7.0, 3.0)
     assert config.policy == "bandit"
     assert not config.enabled
 

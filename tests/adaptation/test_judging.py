@@ -140,6 +140,9 @@ def test_a_drafter_in_bf16_can_be_replayed(name: ReplayName) -> None:
 
 def test_replays_are_those_of_the_drafters() -> None:
     model, example = drafter(), text(0).example
-    assert replay_of("blocks", EMBED, max_nodes=8)(model, example) == replay_blocks(model, EMBED, example, every=2).tau
+    assert (
+        replay_of("blocks", EMBED, max_nodes=8)(model, example)
+        == replay_blocks(model, EMBED, example, every=2, nodes=8).tau
+    )
     expected = replay_trees(model, EMBED, [example], max_nodes=8).tau
     assert replay_of("tree", EMBED, max_nodes=8)(model, example) == expected

@@ -1,10 +1,13 @@
 """Replay against drafters whose tau is known beforehand."""
 
+from heapq import heapify, heappop, heappush
+
 import pytest
 import torch
 
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Example
+from drafters.training.corpus import Batch, Example
+from drafters.training.forward import TrainingForward
 from drafters.training.replay import replay_blocks, replay_chain, replay_trees
 from drafters.training.scores import Examiner
 from tests.drafters.specblock.parts import tiny_embedding
@@ -43,12 +46,44 @@ def test_blocks_at_every_other_position() -> None:
     right, token = drafter(right=True)
     text = repeating_example(token, 20)
     starts = range(text.prompt + 1, text.length + 1, 2)  # the position each block drafts first
-    assert replay_blocks(right, EMBED, text, every=2).steps == len(starts)
-    assert replay_blocks(right, EMBED, text, every=2).tokens == sum(
+    assert replay_blocks(right, EMBED, text, every=2, nodes=BLOCK).steps == len(starts)
+    assert replay_blocks(right, EMBED, text, every=2, nodes=BLOCK).tokens == sum(
         1 + min(BLOCK, max(0, text.length - start)) for start in starts
     )
     wrong, _ = drafter(right=False)
-    assert replay_blocks(wrong, EMBED, text, every=3).tau == 1.0
+    assert replay_blocks(wrong, EMBED, text, every=3, nodes=BLOCK).tau == 1.0
+
+
+def best_first(chances: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
+    """The likeliest paths of a block, found one after the other. # chances [block, vocab]"""
+    waiting: list[tuple[float, tuple[int, ...]]] = [
+        (-float(chance), (token,)) for token, chance in enumerate(chances[0])
+    ]
+    heapify(waiting)
+    found: set[tuple[int, ...]] = set()
+    while len(found) < nodes:
+        chance, path = heappop(waiting)
+        found.add(path)
+        if len(path) < len(chances):
+            for token, factor in enumerate(chances[len(path)]):
+                heappush(waiting, (chance * float(factor), (*path, token)))
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 9])
+def test_blocks_are_trees_of_their_likeliest_paths(nodes: int) -> None:
+    model = trainable_drafter()
+    base = repeating_example(0, 24)
+    tokens = model.d2t[torch.randint(6, (24,), generator=torch.Generator().manual_seed(3))]
+    text = Example(tokens, base.features, base.prompt, base.top_ids, base.top_logprobs)
+    anchors = torch.arange(text.prompt - 1, text.length - 1)[None]
+    states = TrainingForward(model, EMBED).first(Batch.of([text], 2 * BLOCK, torch.device("cpu")), anchors).states[0]
+    emitted = 0
+    for anchor, chances in zip(anchors[0].tolist(), model.lm_head(states).detach().double().softmax(-1), strict=True):
+        tree = best_first(chances, nodes)
+        wanted = model.t2d[tokens[anchor + 2 : anchor + 2 + BLOCK]].tolist()
+        emitted += 1 + sum(tuple(wanted[:depth]) in tree for depth in range(1, len(wanted) + 1))
+    assert replay_blocks(model, EMBED, text, every=1, nodes=nodes).tokens == emitted
 
 
 def test_texts_beside_each_other_do_not_matter() -> None:
