@@ -103,8 +103,8 @@ class AdaptationConfig(BaseModel):
     held_back_sequences: int = _knob(24, "Most recent held-back sequences that are replayed.", ge=4)
     replay: Literal["blocks", "tree"] = Field(
         default="blocks",
-        description="How held-back sequences are replayed. blocks: a small tree of one block from every other position, "
-        "fast. tree: trees as they are served, with the rank head; tens of times slower.",
+        description="How held-back sequences are replayed. blocks: a small tree of one block from every other "
+        "position, fast. tree: trees as they are served, with the rank head; tens of times slower.",
     )
     probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
     gate_sequences: int = _knob(8, "Least number of held-back sequences for a publish.", ge=4)
