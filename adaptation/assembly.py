@@ -3,7 +3,6 @@
 Everything here reads the configuration and passes on the few values that each part takes.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from adaptation.build import (
     build_watch,
 )
 from adaptation.config import AdaptationConfig
+from adaptation.cores import usable_cores
 from adaptation.drift import Drift
 from adaptation.events import Emit
 from adaptation.history import History
@@ -152,5 +152,5 @@ def _taken_share(config: AdaptationConfig, train_device: torch.device) -> float:
     """Share of these that serving lacks: on a CPU those of threads for which its own leave no core."""
     if train_device.type != "cpu":
         return 1.0
-    free_cores = len(os.sched_getaffinity(0)) - torch.get_num_threads()
+    free_cores = usable_cores() - torch.get_num_threads()
     return 1.0 - min(max(free_cores, 0), config.train_threads) / config.train_threads

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from adaptation.config import AdaptationConfig
+from adaptation.cores import usable_cores
 from service.config_errors import explain, flag_name
 from service.config_layers import SECTION_SEPARATOR, Entry, environment_entries, file_entries, flat_fields, nested
 from service.errors import StartupError
@@ -347,10 +347,7 @@ class ServiceConfig(BaseSettings):
     @property
     def num_threads(self) -> int:
         """CPU threads for tensor work; fixed for the whole run, because sums depend on how they are split."""
-        if self.threads is not None:
-            return self.threads
-        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
-        return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+        return usable_cores() if self.threads is None else self.threads
 
     def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
         """Memory for keys and values on a device of this type with so much free memory."""

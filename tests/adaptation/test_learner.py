@@ -376,7 +376,7 @@ def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
 def test_training_takes_nothing_where_serving_leaves_a_core(
     train_threads: int, serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("adaptation.assembly.usable_cores", lambda: cores)
     monkeypatch.setattr("torch.get_num_threads", lambda: serving)
     assert full_bench(tmp_path, train_threads=train_threads).learner._taken_share == share
 

@@ -7,6 +7,7 @@ import pytest
 from tests.architecture.rules import PACKAGES, imports_of, imports_upwards, module_name, modules
 
 LEAVES = (
+    "adaptation.cores",
     "service.__version__",
     "service.errors",
     "service.config",
