@@ -138,4 +138,4 @@ class _Trees:
         self._number += 1
 
     def candidates(self) -> Candidates:
-        return DraftTree(*(value[: self._batch] for value in self._trees[self._number]()))
+        return DraftTree(*self._trees[self._number]()).first(self._batch)

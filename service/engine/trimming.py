@@ -100,10 +100,8 @@ class TrimmedByReplay:
         none = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         self._given = DraftTree(none, none.clone(), none.clone(), none.float(), none[:, 0].clone())
         self._deepest, self._limits, self._num_keep = (torch.zeros_like(self._given.num_nodes) for _ in range(3))
-        self._seconds, self._weights = (
-            torch.ones(max_batch * width + 1, device=device),
-            torch.ones(max_batch, device=device),
-        )
+        self._seconds = torch.ones(max_batch * width + 1, device=device)
+        self._weights = torch.ones(max_batch, device=device)
         self._path = torch.full((max_batch, MAX_DEPTH), ROOT, device=device)
         self._corrected: Places[_Corrected] = Places()
         self._shares: Places[Tensor] = Places()

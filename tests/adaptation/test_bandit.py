@@ -131,6 +131,7 @@ def test_changed_traffic_may_be_explored_at_once() -> None:
     explored(policy, 500, training=20.0)
     assert "explore" not in feed(policy, 50)
     policy.traffic_changed()
+    assert feed(policy, 1) == ["untried"]
     explored(policy, 20, training=1.0)
     assert "explore" in feed(policy, 10)
 
