@@ -58,6 +58,7 @@ class Built:
     learner: Learner
     pair: DrafterPair
     overview: Overview
+    taken_share: float  # of the time of training, that serving lacks
 
 
 def build_learner(
@@ -88,6 +89,7 @@ def build_learner(
     quota = build_quota(config, clock=clock)
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, history = build_watch(config), History(emit)
+    taken_share = _taken_share(config, train_device) if serves else 0.0
     learner = Learner(
         pair=pair,
         trainer=trainer,
@@ -104,7 +106,7 @@ def build_learner(
         kept_refusals=config.kept_refusals,
         least_texts=config.gate_sequences,
         worked=_work_clock(config, train_device),
-        taken_share=_taken_share(config, train_device) if serves else 0.0,
+        taken_share=taken_share,
     )
     overview = Overview(
         config.policy,
@@ -117,7 +119,7 @@ def build_learner(
         watch=watch,
         history=history,
     )
-    return Built(learner, pair, overview)
+    return Built(learner, pair, overview, taken_share)
 
 
 def _pair(config: AdaptationConfig, drafter: ServedDrafter, folder: Path, train_device: torch.device) -> DrafterPair:

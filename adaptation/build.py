@@ -135,13 +135,14 @@ def build_rules(config: AdaptationConfig, *, autocast: bool) -> Rules:
     )
 
 
-def build_worker(config: AdaptationConfig, loop: Loop, device: torch.device) -> Worker:
-    """`device` is where the loop computes."""
+def build_worker(config: AdaptationConfig, loop: Loop, device: torch.device, *, taken_share: float) -> Worker:
+    """`device` is where the loop computes; `taken_share`: how much of that time serving lacks."""
     return Worker(
         loop,
         most_waiting=config.queued_queries,
         threads=config.train_threads,
         duty_cycle=config.duty_cycle,
+        taken_share=taken_share,
         niceness=config.train_niceness,
         device=device,
     )

@@ -97,7 +97,12 @@ class AdaptationConfig(BaseModel):
         ge=0,
         le=19,
     )
-    duty_cycle: float = _knob(0.25, "Largest share of time that updates may compute while requests run.", gt=0, le=1)
+    duty_cycle: float = _knob(
+        0.25,
+        "Largest share of time that updates may take from serving; on cores that serving leaves free they take none.",
+        gt=0,
+        le=1,
+    )
 
     held_back_share: float = _knob(0.25, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
     held_back_sequences: int = _knob(24, "Most recent held-back sequences that are replayed.", ge=4)

@@ -57,10 +57,12 @@ class Worker:
         most_waiting: int,
         threads: int,
         duty_cycle: float,
+        taken_share: float = 1.0,
         niceness: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
+        """`duty_cycle`: the most that updates may take from serving, `taken_share`: how much of their time they take
+        from it; `niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
         `device`: where the loop computes, on a stream that gives way too."""
         self.failures: Counter[Stage] = Counter()
         self.num_dropped = 0  # queries that nobody heard
@@ -68,7 +70,7 @@ class Worker:
         self._loop = loop
         self._most_waiting = most_waiting
         self._threads = threads
-        self._duty_cycle = duty_cycle
+        self._rest_share = max(0.0, taken_share / duty_cycle - 1)
         self._niceness = niceness
         self._device = device or torch.device("cpu")
         self._waiting: deque[QueryFeedback] = deque()
@@ -189,7 +191,7 @@ class Worker:
         return not self._stopping.is_set() and time.monotonic() >= self._rest_until
 
     def _update(self) -> None:
-        """One update, and then as much rest as keeps training within its share of time."""
+        """One update, and then as much rest as keeps training within what it may take."""
         began = time.monotonic()
         try:
             report = self._loop.update(self._stopping.is_set)
@@ -206,7 +208,7 @@ class Worker:
 
     def _rest(self, began: float) -> None:
         now = time.monotonic()
-        self._rest_until = now + (now - began) * (1 / self._duty_cycle - 1)
+        self._rest_until = now + (now - began) * self._rest_share
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True

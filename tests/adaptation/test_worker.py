@@ -71,8 +71,10 @@ def killed() -> None:
 def made() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def make(loop: Scripted, *, most_waiting: int = 64, duty_cycle: float = 1.0) -> Worker:
-        workers.append(Worker(loop, most_waiting=most_waiting, threads=1, duty_cycle=duty_cycle))
+    def make(loop: Scripted, *, most_waiting: int = 64, duty_cycle: float = 1.0, taken_share: float = 1.0) -> Worker:
+        workers.append(
+            Worker(loop, most_waiting=most_waiting, threads=1, duty_cycle=duty_cycle, taken_share=taken_share)
+        )
         return workers[-1]
 
     yield make
@@ -231,6 +233,19 @@ def test_training_takes_no_more_than_its_share(made: Made) -> None:
     passed = time.monotonic() - began
     assert worker.stop()
     assert sum(spent[:-1]) <= 0.25 * passed + 0.01
+
+
+@pytest.mark.parametrize(("taken_share", "rests"), [(0.0, False), (0.25, False), (0.5, True), (1.0, True)])
+def test_rest_is_for_what_is_taken_from_serving(taken_share: float, rests: bool, made: Made) -> None:
+    """With a duty of a quarter: training that takes no more than a quarter of its time from others needs no rest."""
+
+    def train(_: Callable[[], bool]) -> UpdateReport:
+        time.sleep(0.01)
+        return UpdateReport("head", "applied", 0.01)
+
+    worker = made(Scripted(on_update=train), duty_cycle=0.25, taken_share=taken_share)
+    worker._update()
+    assert (worker._rest_until > time.monotonic()) == rests
 
 
 def test_threads_of_others_keep_their_number(made: Made) -> None:
