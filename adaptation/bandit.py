@@ -73,6 +73,7 @@ class _Knowledge:
     num_queries: NonNegativeInt = 0
     num_events: NonNegativeInt = 0
     values: dict[Arm, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 0.0))
+    num_measured: dict[Arm, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
     tried: list[Arm] = field(default_factory=list)
     spent: NonNegativeFloat = 0.0  # on updates that brought less than they took, in queries' serving cost
     recent: list[_Work] = field(default_factory=list)
@@ -145,7 +146,15 @@ class Bandit:
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
-        self._now = replace(self._now, num_events=0, values=dict.fromkeys(ARMS, 0.0), tried=[], spent=0.0)
+        new = _Knowledge()
+        self._now = replace(
+            self._now,
+            num_events=new.num_events,
+            values=new.values,
+            num_measured=new.num_measured,
+            tried=new.tried,
+            spent=new.spent,
+        )
 
     def reset(self) -> None:
         self._now = _Knowledge()
@@ -161,7 +170,7 @@ class Bandit:
         if set(state) != {"knowledge", "random"}:
             raise ValueError("not the state of a bandit")
         now = _KNOWLEDGE.validate_python(state["knowledge"])
-        if set(now.values) != set(ARMS) or set(now.signals) != set(ARMS):
+        if any(set(known) != set(ARMS) for known in (now.values, now.num_measured, now.signals)):
             raise ValueError("the state of a bandit with other arms")
         if now.update is not None and now.update.stage == "training":
             now.update = None
@@ -226,15 +235,21 @@ class Bandit:
             counted=update.counted and update.signal > 0 and update.signal >= self._rules.min_signal,
         )
         self._charge(update, work)
-        now, alpha = self._now, self._rules.alpha
+        now = self._now
         if measurement.counted:
-            value = measurement.gain / measurement.signal
-            now.values[update.arm] = (1 - alpha) * now.values[update.arm] + alpha * value
+            self._learn(update.arm, measurement.gain / measurement.signal)
         if not update.counted:
             now.tried = [arm for arm in now.tried if arm != update.arm]
         now.num_events += 1
         now.last = measurement
         now.update = None
+
+    def _learn(self, arm: Arm, value: float) -> None:
+        """The first values count as in a mean: an arm that was seldom tried would else seem worth little."""
+        now = self._now
+        now.num_measured[arm] += 1
+        rate = max(self._rules.alpha, 1 / now.num_measured[arm])
+        now.values[arm] += rate * (value - now.values[arm])
 
     def _charge(self, update: _Update, after: _Work) -> None:
         """Enter into the budget of exploring what an update took, less what it brings until it shall have paid."""

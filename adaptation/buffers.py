@@ -16,13 +16,18 @@ _HURRIED_SHARE = 0.5
 
 
 class LessonBuffers:
-    """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each."""
+    """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each.
 
-    def __init__(self, *, most_positions: int, most_lessons: Mapping[Arm, int]) -> None:
+    Full updates hear the latest lessons of earlier ones again: what a few new texts alone teach fits only them.
+    """
+
+    def __init__(self, *, most_positions: int, most_lessons: Mapping[Arm, int], rehearsed: int) -> None:
+        """`rehearsed`: earlier lessons that a full update hears again."""
         self.num_dropped = 0  # lessons
         self._most_lessons = most_lessons
         self._most_positions = most_positions
         self._waiting: deque[tuple[Arm, Lesson]] = deque()
+        self._rehearsed: deque[Lesson] = deque(maxlen=rehearsed)
 
     @property
     def positions(self) -> int:
@@ -40,18 +45,27 @@ class LessonBuffers:
             self._drop(0)
 
     def take(self, arm: Arm) -> list[Lesson]:
-        """All that waits for this arm, oldest first; it waits no longer."""
+        """All that waits for this arm, oldest first, behind what it hears again; it waits no longer."""
         taken = [lesson for name, lesson in self._waiting if name == arm]
         self._waiting = deque((name, lesson) for name, lesson in self._waiting if name != arm)
-        return taken
+        if arm == "head":
+            return taken
+        heard_again = list(self._rehearsed)
+        self._rehearsed.extend(taken)
+        return heard_again + taken
 
     def _drop(self, place: int) -> None:
         del self._waiting[place]
         self.num_dropped += 1
 
+    def traffic_changed(self) -> None:
+        """What was learnt before says nothing of today's texts."""
+        self._rehearsed.clear()
+
     def clear(self) -> None:
-        """The drafter these lessons are about is no longer served."""
+        """The drafter these lessons are about, and that they may have made, is no longer served."""
         self._waiting.clear()
+        self._rehearsed.clear()
 
     def state(self) -> dict[Arm, int]:
         return {arm: self.count(arm) for arm in ARMS}

@@ -97,6 +97,7 @@ def build_buffers(config: AdaptationConfig) -> LessonBuffers:
     return LessonBuffers(
         most_positions=config.buffer_positions,
         most_lessons={"head": config.head_queries, "full": max(config.full_queries, config.always_queries)},
+        rehearsed=config.rehearsed_texts,
     )
 
 
@@ -125,7 +126,7 @@ def build_rules(config: AdaptationConfig, *, autocast: bool) -> Rules:
     return Rules(
         rates={"head": config.head_learning_rate, "full": config.full_learning_rate},
         head_steps=config.head_steps,
-        full_passes=config.full_passes,
+        full_steps=config.full_steps,
         step_texts=config.step_texts,
         warm_up_steps=config.warm_up_steps,
         anchor_weight=config.anchor_weight,

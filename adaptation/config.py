@@ -65,9 +65,14 @@ class AdaptationConfig(BaseModel):
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
-    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates.", gt=0)
+    full_learning_rate: float = _knob(1e-4, "Learning rate of full updates.", gt=0)
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
-    full_passes: int = _knob(1, "Times that a full update goes through its buffer.", ge=1, le=64)
+    full_steps: int = _knob(
+        12, "Optimizer steps of a full update, which goes through its texts as often as it takes.", ge=1, le=1024
+    )
+    rehearsed_texts: int = _knob(
+        16, "Texts of earlier full updates, the latest ones, that each full update hears again.", ge=0
+    )
     step_texts: int = _knob(2, "Texts per optimizer step of a full update.", ge=1)
     warm_up_steps: int = _knob(
         8, "Optimizer steps over which the learning rate rises: the first ones know nothing of its moments.", ge=1

@@ -203,7 +203,7 @@ class Learner:
         if not taken.admission.admitted or not feedback.marks.count:
             return
         if self._traffic.observe(float(feedback.marks.chances.mean())):
-            for part in (self._policy, self._held_back, self._watch):
+            for part in (self._policy, self._buffers, self._held_back, self._watch):
                 part.traffic_changed()
             self._tell("changed", "other_traffic")
 

@@ -45,7 +45,7 @@ class Rules:
 
     rates: Mapping[Arm, float]
     head_steps: int
-    full_passes: int
+    full_steps: int
     step_texts: int
     warm_up_steps: int
     anchor_weight: float
@@ -180,12 +180,15 @@ class Trainer:
         examples = [lesson.example for lesson in lessons if lesson.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
-        *first, last = self._dealt(examples)
-        one_pass: list[Callable[[], _Terms]] = [
-            *(partial(self._full_terms, texts) for texts in first),
-            partial(self._anchored, last, len(first)),
-        ]
-        return one_pass * self._rules.full_passes
+        return self._full_steps(examples)
+
+    def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
+        """As often through the texts as there are steps, each time in another order."""
+        steps: list[Callable[[], _Terms]] = []
+        while len(steps) < self._rules.full_steps:
+            *first, last = self._dealt(examples)[: self._rules.full_steps - len(steps)]
+            steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
+        return steps
 
     def _head_lesson(self, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
         """All marks in every step: there are few of them, and their products are small."""

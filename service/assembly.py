@@ -160,7 +160,8 @@ def _learning(config: ServiceConfig, device: torch.device) -> room.Learning | No
     if not learning.enabled:
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
-    return room.Learning(trains_here, learning.window_tokens, learning.target_top)
+    kept_texts = learning.held_back_sequences + learning.full_queries + learning.rehearsed_texts
+    return room.Learning(trains_here, learning.window_tokens, learning.target_top, kept_texts)
 
 
 def _captures(config: ServiceConfig, device: torch.device) -> bool:

@@ -206,7 +206,7 @@ def learning_stream(practised: Practised, folder: Path, *, arm: Arm, seed: int) 
             events=events,
             policy=f"{arm}_only",
             head_steps=2,
-            full_passes=1,
+            full_steps=1,
             step_texts=64,
             warm_up_steps=1,
             head_learning_rate=1e-3,

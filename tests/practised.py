@@ -36,7 +36,7 @@ _PROMPT = 6
 _TAPS = (0, 1)
 _LESSONS: dict[str, object] = {
     "policy": "never",
-    "full_passes": 64,
+    "full_steps": 64,
     "step_texts": 64,
     "warm_up_steps": 1,
     "full_learning_rate": 0.005,

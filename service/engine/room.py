@@ -31,6 +31,7 @@ class Learning:
     trains_here: bool
     window_tokens: int
     top: int
+    kept_texts: int  # of queries that have ended, to learn from or to judge by
 
 
 def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: tuple[int, ...]) -> Target:
@@ -89,14 +90,14 @@ def _proposal_bytes(limits: EngineLimits, network: SpecBlock) -> int:
 def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning) -> list[Need]:
     config, itemsize = network.config, network.dtype.itemsize
     tables = feedback_bytes(
-        max_sequences=limits.max_sequences,
+        max_sequences=limits.max_sequences + (learning.kept_texts if learning.trains_here else 0),
         places=learning.window_tokens,
         width=len(config.tap_layers) * config.hidden_size,
         hidden=config.hidden_size,
         top=learning.top,
         itemsize=itemsize,
     )
-    needs = [Need("what is recorded of running texts", tables, "lower max_sequences or adaptation.window_tokens")]
+    needs = [Need("what is recorded of texts", tables, "lower max_sequences or adaptation.window_tokens")]
     if learning.trains_here:
         heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
         weights = sum(value.numel() for value in network.parameters())

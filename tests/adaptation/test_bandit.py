@@ -74,22 +74,18 @@ def test_the_value_of_an_arm_is_its_gain_per_signal() -> None:
     measured = policy.last_measurement
     assert measured is not None
     assert (measured.before, measured.after, measured.signal, measured.counted) == (2.0, 2.5, 8.0, True)
-    assert policy.values == {"head": 0.1 * (0.5 / 8.0), "full": 0.0}
+    assert policy.values == {"head": 0.5 / 8.0, "full": 0.0}
 
 
-def test_values_move_slowly() -> None:
-    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+def test_values_are_means_at_first_and_then_move_slowly() -> None:
+    policy = bandit(alpha=0.4, epsilon_start=0.0, epsilon_end=0.0)
     update_of(policy, "full")
-    policy.published()
-    feed(policy, 2)
-    feed(policy, 4, report(tokens=36))
-    first = policy.values["full"]
-    assert first == 0.1 * (1.6 / 8.0)
-    feed(policy, 3, report(tokens=36))
-    assert policy.take_update() == "full"
-    policy.published()
-    feed(policy, 6, report(tokens=20))
-    assert policy.values["full"] == pytest.approx(0.9 * first + 0.1 * (-1.6 / 8.0))
+    for ratio, value in ((1.8, 0.2), (1.4, 0.15), (1.4, 0.13)):
+        policy.published(tau_ratio=ratio)
+        feed(policy, 2)
+        assert policy.values["full"] == pytest.approx(value)
+        feed(policy, 3)
+        assert policy.take_update() == "full"
 
 
 def test_training_is_paid_by_the_update_wherever_it_fell() -> None:
@@ -165,7 +161,7 @@ def test_a_discarded_update_is_worth_minus_its_time() -> None:
     assert measured is not None
     assert not measured.published
     assert (measured.before, measured.after) == (2.0, 80 / 50.0)
-    assert policy.values["head"] == pytest.approx(-0.1 * 0.4 / 8.0)
+    assert policy.values["head"] == pytest.approx(-0.4 / 8.0)
 
 
 def test_a_replayed_gain_needs_no_measurement() -> None:
@@ -233,7 +229,7 @@ def test_a_discarded_update_without_blocked_queries_is_settled_at_once() -> None
     assert policy.last_measurement.gain == 0.0
 
 
-@pytest.mark.parametrize(("signal", "value"), [(4.99, 0.0), (5.0, 0.1 * (0.5 / 5.0))])
+@pytest.mark.parametrize(("signal", "value"), [(4.99, 0.0), (5.0, 0.5 / 5.0)])
 def test_an_update_on_little_signal_says_nothing(signal: float, value: float) -> None:
     policy = bandit()
     feed(policy, 10)
@@ -436,6 +432,7 @@ def foreign_states() -> list[State]:
         {**good, "knowledge": {**knowledge, "num_queries": -1}},
         {**good, "knowledge": {**knowledge, "values": {"head": 0.0}}},
         {**good, "knowledge": {**knowledge, "values": {"head": 0.0, "full": float("nan")}}},
+        {**good, "knowledge": {**knowledge, "num_measured": {"full": 1}}},
         {**good, "knowledge": {**knowledge, "surprise": 1}},
         {**good, "random": [3, [1, 2, 3], None]},
     ]

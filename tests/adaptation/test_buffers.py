@@ -12,7 +12,10 @@ torch.set_num_threads(1)
 
 
 def test_the_oldest_lessons_make_room_and_are_counted() -> None:
-    rng, buffers = random.Random(0), LessonBuffers(most_positions=40, most_lessons={"head": 100, "full": 100})
+    rng, buffers = (
+        random.Random(0),
+        LessonBuffers(most_positions=40, most_lessons={"head": 100, "full": 100}, rehearsed=0),
+    )
     kept: deque[tuple[Arm, Lesson]] = deque()
     dropped = 0
     for lesson in lessons(12):
@@ -31,7 +34,7 @@ def test_the_oldest_lessons_make_room_and_are_counted() -> None:
 
 
 def test_an_arm_keeps_its_newest_lessons() -> None:
-    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 2, "full": 3})
+    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 2, "full": 3}, rehearsed=0)
     given = lessons(5)
     for lesson in given:
         for arm in ARMS:
@@ -42,7 +45,7 @@ def test_an_arm_keeps_its_newest_lessons() -> None:
 
 
 def test_only_full_updates_keep_texts() -> None:
-    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100})
+    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100}, rehearsed=0)
     (lesson,) = lessons(1)
     for arm in ARMS:
         buffers.add(arm, lesson)
@@ -50,8 +53,29 @@ def test_only_full_updates_keep_texts() -> None:
     assert [one.example is lesson.example for one in buffers.take("full")] == [True]
 
 
+def test_full_updates_hear_the_latest_lessons_again() -> None:
+    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 9, "full": 9}, rehearsed=3)
+    given = lessons(7)
+    signals = [lesson.signal for lesson in given]
+
+    def heard(first: int, end: int, arm: Arm = "full") -> list[float]:
+        for lesson in given[first:end]:
+            buffers.add(arm, lesson)
+        return [lesson.signal for lesson in buffers.take(arm)]
+
+    assert heard(0, 2) == signals[:2]
+    assert heard(2, 4) == signals[:4]
+    assert heard(4, 5) == signals[1:5]
+    assert heard(0, 2, "head") == signals[:2]
+    assert buffers.count("full") == 0
+    buffers.traffic_changed()
+    assert heard(5, 6) == signals[5:6]
+    buffers.clear()
+    assert heard(6, 7) == signals[6:7]
+
+
 def test_a_lesson_keeps_the_version_it_is_about() -> None:
-    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100})
+    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100}, rehearsed=0)
     for version, lesson in enumerate(lessons(3)):
         buffers.add("head", Lesson(version, lesson.signal, lesson.num_rejected, lesson.marks, None))
     assert [lesson.version for lesson in buffers.take("head")] == [0, 1, 2]

@@ -13,6 +13,7 @@ from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from drafters.specblock.model import HEADS, SpecBlock
+from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import EMBED, drafter, lessons, vocabulary
 
@@ -24,7 +25,7 @@ def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int =
     return Rules(
         rates={"head": 0.01, "full": 0.003},
         head_steps=steps,
-        full_passes=steps,
+        full_steps=steps,
         step_texts=64,
         warm_up_steps=1,
         anchor_weight=anchor_weight,
@@ -63,13 +64,22 @@ def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> 
     assert abs(anchor_loss(report, 0)) < 1e-5 < anchor_loss(report, -1)
 
 
-def test_a_full_update_takes_each_text_once_per_pass() -> None:
-    taught = lessons(5)
-    for texts, steps in ((1, 5), (2, 3), (5, 1), (64, 1)):
-        trained, _ = trainer(replace(rules(), step_texts=texts, full_passes=1))
-        assert len(trained.update("full", taught).losses) == steps
-    twice, _ = trainer(replace(rules(), step_texts=2, full_passes=2))
-    assert len(twice.update("full", taught).losses) == 6
+def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = [lesson.example for lesson in lessons(5) if lesson.example is not None]
+    trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
+    seen: list[int] = []
+    full_terms = trained._full_terms
+
+    def noting(examples: list[Example]) -> object:
+        seen.extend(next(place for place, one in enumerate(taught) if one is example) for example in examples)
+        return full_terms(examples)
+
+    monkeypatch.setattr(trained, "_full_terms", noting)
+    for step in trained._full_steps(taught):
+        step()
+    assert sorted(seen[:5]) == sorted(seen[5:10]) == [0, 1, 2, 3, 4]
+    assert 13 <= len(seen) <= 14, "two steps of the third time"
+    assert seen[:5] != seen[5:10]
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -103,10 +113,10 @@ def test_the_anchor_holds_a_drafter_back() -> None:
         assert anchor_loss(near, -1) < anchor_loss(far, -1)
 
 
-def test_the_distance_to_the_anchor_is_taken_once_in_each_pass() -> None:
-    trained, _ = trainer(replace(rules(), step_texts=2, full_passes=2))
+def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_through() -> None:
+    trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
     taken = [losses.anchor is not None for losses in trained.update("full", lessons(5)).losses]
-    assert taken == [False, False, True] * 2
+    assert taken == [False, False, True] * 2 + [False, True]
 
 
 @pytest.mark.parametrize("arm", ARMS)

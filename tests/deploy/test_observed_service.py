@@ -33,7 +33,7 @@ _LEARNS_AT_ONCE = {
     "enabled": True,
     "policy": "full_only",
     "full_queries": 4,
-    "full_passes": 32,
+    "full_steps": 32,
     "step_texts": 64,
     "warm_up_steps": 1,
     "full_learning_rate": 0.005,

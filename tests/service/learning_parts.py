@@ -20,7 +20,7 @@ EAGER: dict[str, object] = {
     "head_queries": 2,
     "full_queries": 2,
     "head_steps": 8,
-    "full_passes": 4,
+    "full_steps": 4,
     "step_texts": 64,
     "warm_up_steps": 1,
     "head_learning_rate": 0.01,

@@ -42,7 +42,7 @@ _EAGER: dict[str, object] = {
     "enabled": True,
     "policy": "full_only",
     "full_queries": 4,
-    "full_passes": 6,
+    "full_steps": 6,
     "step_texts": 64,
     "warm_up_steps": 1,
     "full_learning_rate": 0.01,

@@ -87,7 +87,7 @@ def test_feedback_tables_are_as_large_as_foreseen() -> None:
 
 def test_every_need_is_named_once_with_a_remedy() -> None:
     target = target_without_room(loaded_tiny("llama"), LIMITS, (0, 2))
-    learning = Learning(trains_here=True, window_tokens=32, top=8)
+    learning = Learning(trains_here=True, window_tokens=32, top=8, kept_texts=5)
     needs = needs_of(target, LIMITS, tiny_drafter(), learning, captures=True)
     assert [need.what for need in needs] == [
         "a step's activations",
@@ -95,12 +95,14 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
         "what libraries keep",
         "captured forwards",
         "the drafter's captured forwards",
-        "what is recorded of running texts",
+        "what is recorded of texts",
         "training",
     ]
     assert needs[1].num_bytes == 4 * 9 * VOCAB_SIZE * 16
     assert all(need.lower for need in needs)
-    elsewhere = needs_of(target, LIMITS, tiny_drafter(), Learning(False, 32, 8), captures=False)
+    elsewhere = needs_of(target, LIMITS, tiny_drafter(), Learning(False, 32, 8, 5), captures=False)
+    recorded = [next(need.num_bytes for need in every if "recorded" in need.what) for every in (needs, elsewhere)]
+    assert recorded[0] * LIMITS.max_sequences == recorded[1] * (LIMITS.max_sequences + 5)
     assert {need.what for need in needs} - {need.what for need in elsewhere} == {
         "captured forwards",
         "the drafter's captured forwards",
