@@ -58,8 +58,8 @@ class LessonBuffers:
         del self._waiting[place]
         self.num_dropped += 1
 
-    def traffic_changed(self) -> None:
-        """What was learnt before says nothing of today's texts."""
+    def forget_heard(self) -> None:
+        """Let nothing be heard again: it says nothing of today's texts, or has broken an update."""
         self._rehearsed.clear()
 
     def clear(self) -> None:

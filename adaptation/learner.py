@@ -107,6 +107,7 @@ class Learner:
             self._conclude(report)
         else:
             self._discarded()
+            self._buffers.forget_heard()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
 
@@ -151,6 +152,7 @@ class Learner:
         self._tell("failed", error)
         if self._updating:
             self._discarded()
+        self._buffers.forget_heard()
         self._start_over()
 
     def save(self, *, training: bool) -> None:
@@ -203,8 +205,9 @@ class Learner:
         if not taken.admission.admitted or not feedback.marks.count:
             return
         if self._traffic.observe(float(feedback.marks.chances.mean())):
-            for part in (self._policy, self._buffers, self._held_back, self._watch):
+            for part in (self._policy, self._held_back, self._watch):
                 part.traffic_changed()
+            self._buffers.forget_heard()
             self._tell("changed", "other_traffic")
 
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:

@@ -68,7 +68,7 @@ def test_full_updates_hear_the_latest_lessons_again() -> None:
     assert heard(4, 5) == signals[1:5]
     assert heard(0, 2, "head") == signals[:2]
     assert buffers.count("full") == 0
-    buffers.traffic_changed()
+    buffers.forget_heard()
     assert heard(5, 6) == signals[5:6]
     buffers.clear()
     assert heard(6, 7) == signals[6:7]

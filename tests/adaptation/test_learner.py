@@ -14,7 +14,7 @@ from adaptation.errors import NotStored
 from adaptation.gate import GateDecision
 from adaptation.pair import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, vocabulary
+from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, lessons, vocabulary
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -168,7 +168,9 @@ def changed(tried: Bench, seeds: range) -> None:
 
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
+    tried.learner._buffers._rehearsed.extend(lessons(1))
     changed(tried, range(60))
+    assert not tried.learner._buffers._rehearsed
     assert len(tried.learner._held_back.texts) >= 4
     assert tried.learner.update() is None
     serve_until(tried, range(100, 140), "published")
@@ -279,6 +281,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
         tried.learner.update()
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
     assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    assert tried.learner._buffers.take("full") == [], "it would break the next update too"
 
 
 @pytest.mark.parametrize("stage", ["_trained", "_conclude"])
@@ -296,6 +299,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     tried.learner.recover("RuntimeError")
     assert tried.kinds()[-1] == "failed"
     assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    assert not tried.learner._buffers._rehearsed
     serve_until(tried, range(40, 100), "published")
 
 

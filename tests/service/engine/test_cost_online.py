@@ -47,6 +47,25 @@ def test_an_error_of_many_rows_is_not_taken_for_one_of_few() -> None:
     assert abs(seconds(costs, 2.0) / 1.5 - 1.0) < 0.05
 
 
+def test_an_error_of_trees_is_not_taken_for_one_of_more_sequences() -> None:
+    costs = OnlineCosts(TABLE)
+    for _ in range(60):
+        costs.learn(16, 1.0, 8, 6.0)
+    costs.learn(16, 1.0, 16, 4.0)
+    of_16 = float(costs.verify_seconds(np.array([16.0]), 1.0, 16)[0])
+    assert abs(of_16 / 4.0 - 1.0) < 0.01, "the first one says most"
+    of_8 = float(costs.verify_seconds(np.array([16.0]), 1.0, 8)[0])
+    assert 5.9 < of_8 < 6.0, "the day may have changed a little"
+
+
+def test_another_size_of_batch_begins_with_what_is_known_of_the_day() -> None:
+    costs = OnlineCosts(TABLE)
+    for _ in range(60):
+        costs.learn(2, 1.0, 1, 3.0)
+    of_two = float(costs.verify_seconds(np.array([2.0]), 1.0, 2)[0])
+    assert abs(of_two / 3.0 - 1.0) < 0.01
+
+
 def test_the_error_falls_as_it_learns() -> None:
     costs = OnlineCosts(TABLE)
     costs.learn(16, 1.0, 1, 6.0)
