@@ -146,14 +146,9 @@ class Bandit:
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
-        new = _Knowledge()
-        self._now = replace(
-            self._now,
-            num_events=new.num_events,
-            values=new.values,
-            num_measured=new.num_measured,
-            tried=new.tried,
-            spent=new.spent,
+        now = self._now
+        self._now = _Knowledge(
+            num_queries=now.num_queries, recent=now.recent, signals=now.signals, update=now.update, last=now.last
         )
 
     def reset(self) -> None:

@@ -1,6 +1,7 @@
 """Decides, once, whether a learner has others to learn with, and gives it its thread accordingly."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from adaptation.assembly import Built, ServedDrafter
 from adaptation.build import build_worker
@@ -21,16 +22,15 @@ class Joined:
 
 def join_replicas(config: AdaptationConfig, built: Built, drafter: ServedDrafter, *, target_identity: str) -> Joined:
     """Raises ValueError where there cannot be any others."""
+    worker_of = partial(build_worker, config, device=built.pair.train_device, taken_share=built.taken_share)
     if config.redis_url is None:
-        worker = build_worker(config, built.learner, built.pair.train_device, taken_share=built.taken_share)
+        worker = worker_of(loop=built.learner)
         return Joined(worker, Solitude(worker))
     try:
         from adaptation.replicas.build import build_exchange  # the package redis is an extra
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: install it with `pip install 'adaptree[redis]'`") from error
     standing = Standing(learns_alone=config.redis_lost == "learn")
-    worker = build_worker(
-        config, InTurn(built.learner, standing), built.pair.train_device, taken_share=built.taken_share
-    )
+    worker = worker_of(loop=InTurn(built.learner, standing))
     desk, url = Desk(built.learner, worker), config.redis_url.get_secret_value()
     return Joined(worker, build_exchange(config, url, built.pair, drafter, desk, standing, target_identity))
