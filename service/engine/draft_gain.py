@@ -80,8 +80,8 @@ class DraftGain:
             return
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
         foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
-        # What it took, whatever had been expected of so many rows.
-        verify = min(outcome.verify_seconds, _LARGEST_SURPRISE * float(foretold[1]))
+        # What it took, whatever had been expected of so many rows; but nodes make no forward faster, only clocks do.
+        verify = min(max(outcome.verify_seconds, float(foretold[0])), _LARGEST_SURPRISE * float(foretold[1]))
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
         following = outcome.follow_seconds + book.note_drafted(outcome.other_seconds)
         spent = drafting + verify - float(foretold[0]) + following
