@@ -31,7 +31,12 @@ class AdaptationConfig(BaseModel):
         "never: the drafter stays as it is.",
     )
 
-    alpha: float = _knob(0.10, "Weight of a new measurement in the value of an arm (alpha).", gt=0, le=1)
+    alpha: float = _knob(
+        0.10,
+        "Least weight of a new measurement in the value of an arm (alpha); the first ones count as in a mean.",
+        gt=0,
+        le=1,
+    )
     min_signal: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
     warm_up_queries: int = _knob(10, "Queries before the first decision: they give the first baseline.", ge=1)
     cold_start_events: int = _knob(8, "Updates over which exploring falls from its first to its last rate.", ge=1)
