@@ -67,7 +67,7 @@ class Worker:
         self.failures: Counter[Stage] = Counter()
         self.num_dropped = 0  # queries that nobody heard
         self.num_restarts = 0
-        self._loop = loop
+        self.loop = loop  # who replaces it does so before the start
         self._most_waiting = most_waiting
         self._threads = threads
         self._rest_share = max(0.0, taken_share / duty_cycle - 1)
@@ -157,10 +157,10 @@ class Worker:
         step_back(self._niceness)
         with beside(self._device):
             if self._busy:  # the thread before died in the middle of something
-                self._guard("recover", lambda: self._loop.recover("thread_died"))
+                self._guard("recover", lambda: self.loop.recover("thread_died"))
             while not self._stopping.is_set():
                 self._turn()
-            self._guard("save", lambda: self._loop.save(training=True))
+            self._guard("save", lambda: self.loop.save(training=True))
 
     def _turn(self) -> None:
         """The next thing there is to do, commands first."""
@@ -179,7 +179,7 @@ class Worker:
                 return "command", self._commands.popleft().run
             if self._waiting:
                 feedback = self._waiting.popleft()
-                return "hear", lambda: self._loop.hear(feedback)
+                return "hear", lambda: self.loop.hear(feedback)
             return None
 
     def _patience(self) -> float:
@@ -194,7 +194,7 @@ class Worker:
         """One update, and then as much rest as keeps training within what it may take."""
         began = time.monotonic()
         try:
-            report = self._loop.update(self._stopping.is_set)
+            report = self.loop.update(self._stopping.is_set)
         except BaseException:
             self._rest(began)
             raise
@@ -214,7 +214,7 @@ class Worker:
         self._busy = True
         error = self._guard(stage, action)
         if error is not None:
-            self._guard("recover", lambda: self._loop.recover(f"{stage}: {type(error).__name__}: {error}"))
+            self._guard("recover", lambda: self.loop.recover(f"{stage}: {type(error).__name__}: {error}"))
         self._busy = False
 
     def _guard(self, stage: Stage, action: Callable[[], object]) -> Exception | None:

@@ -216,7 +216,7 @@ def learning_stream(practised: Practised, folder: Path, *, arm: Arm, seed: int) 
             snapshots_on_disk=3,
         ) as adaptive:
             witness, asked = Witness(adaptive.learner), mixed_requests()
-            adaptive.worker._loop = witness
+            adaptive.worker.loop = witness
             plain = plain_texts(practised.assembly, asked)
             yield Stream(adaptive, arm, witness, asked, plain, random.Random(seed), events)
 

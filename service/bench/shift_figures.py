@@ -76,7 +76,7 @@ class ShiftRow:
     queries: int
     tau: float
     tokens_per_second: float  # net: all seconds of its turns, training included
-    engine_tokens_per_second: float  # without waiting for training
+    engine_tokens_per_second: float  # without waiting until training stood still
     training_seconds: float
     updates_head: int
     updates_full: int

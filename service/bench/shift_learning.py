@@ -1,11 +1,10 @@
 """Learning beside a policy's engine, held still while it is another policy's turn.
 
 Nothing here decides anything about learning: the side thread runs as it does when it serves, and while others have
-their turn it waits inside a command that it was asked to run.
+their turn it stands still where it is, be it between two steps of an update.
 """
 
-import time
-from concurrent.futures import wait
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from threading import Event as Signal
 from threading import Lock
@@ -13,11 +12,13 @@ from typing import Protocol
 
 from adaptation.events import Event
 from adaptation.status import AdaptationStatus
+from adaptation.trainer import UpdateReport
+from adaptation.worker import Loop
+from drafters.feedback import QueryFeedback
 from service.adaptive import Adaptive
 from service.errors import StartupError
 
 _PATIENCE_SECONDS = 900.0
-_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,8 @@ class Beside(Protocol):
         """A turn begins."""
         ...
 
-    def settle(self) -> None:
-        """The turn's last query is answered: wait until what is due has been done."""
-        ...
-
     def hold(self) -> Counts:
-        """Do nothing until the next turn. # -> what was done so far"""
+        """The turn is over: do nothing until the next one. # -> what was done so far"""
         ...
 
     def close(self) -> None: ...
@@ -109,9 +106,6 @@ class Nobody:
     def go_on(self) -> None:
         """Nothing was held."""
 
-    def settle(self) -> None:
-        """Nothing is due."""
-
     def hold(self) -> Counts:
         return Counts()
 
@@ -120,34 +114,73 @@ class Nobody:
 
 
 class Learning:
-    """The learning thread of an engine that learns while it serves."""
+    """The learning thread of an engine that learns while it serves. It takes the engine's learning over for good."""
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
-        self._release = Signal()
+        self._held = _Held(adaptive.worker.loop)
+        adaptive.worker.loop = self._held
         adaptive.start()
         self.hold()
 
     def go_on(self) -> None:
-        self._release.set()
-
-    def settle(self) -> None:
-        """An idle thread looks for what is due twice a second; being asked for something, it does so at once."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._adaptive.settle(_POLL_SECONDS):
-            asked = self._adaptive.worker.ask(lambda: None)
-            wait([asked], timeout=deadline - time.monotonic())
-            if not asked.done():
-                raise StartupError(
-                    f"learning did not come to an end within {_PATIENCE_SECONDS:.0f} s; the log says what failed"
-                )
+        self._held.go_on()
 
     def hold(self) -> Counts:
-        counts = Counts.of(self._adaptive.status())
-        self._release = Signal()
-        self._adaptive.worker.ask(self._release.wait)
-        return counts
+        """Waits for the step that the thread is taking, or for its judging. Raises StartupError."""
+        worker = self._adaptive.worker
+        asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
+        if not self._held.hold(_PATIENCE_SECONDS):
+            raise StartupError(
+                f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why"
+            )
+        asked.cancel()
+        return Counts.of(self._adaptive.overview.status(worker))  # not by the thread: it stands
 
     def close(self) -> None:
-        self._release.set()
+        self._held.go_on()
         self._adaptive.stop()
+
+
+class _Held:
+    """What a learning thread runs, as long as nobody holds it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._free = Signal()
+        self._free.set()
+        self._standing = Signal()
+
+    def hold(self, timeout_seconds: float) -> bool:
+        """Let the thread stand still; True once it does. Not to be called twice without `go_on`."""
+        self._free.clear()
+        return self._standing.wait(timeout_seconds)
+
+    def go_on(self) -> None:
+        self._standing.clear()
+        self._free.set()
+
+    def hear(self, feedback: QueryFeedback) -> object:
+        self._pass()
+        return self._loop.hear(feedback)
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        """Stands still before it and between its steps."""
+        self._pass()
+
+        def passed() -> bool:
+            self._pass()
+            return interrupted()
+
+        return self._loop.update(passed)
+
+    def recover(self, error: str) -> None:
+        self._loop.recover(error)
+
+    def save(self, *, training: bool) -> None:
+        self._loop.save(training=training)
+
+    def _pass(self) -> None:
+        while not self._free.is_set():
+            self._standing.set()
+            self._free.wait()

@@ -2,9 +2,9 @@
 
 Machines slow down for whole minutes, so that policies measured one after the other could not be compared. They take
 turns instead, a few queries each, in an order drawn anew for every turn; while one has its turn the others do nothing,
-their learning threads included. A turn ends when its queries are answered and everything they made due is learnt. All
-of that is the turn's net time; the time until the last answer, with whatever training went on meanwhile, is the
-engine's.
+their learning threads included. A turn ends when its queries are answered and the learning thread stands still, be
+it amid an update: what is still to be learnt then is learnt beside the policy's next answers, as in a server that goes
+on serving. All of that is the turn's net time; the time until the last answer is the engine's.
 """
 
 import random
@@ -63,21 +63,19 @@ class Player:
         measure = Measure(temperature=0.0, max_tokens=_WARM_UP_TOKENS, concurrency=1, seed=0)
         self._beside.go_on()
         self._serve([_request(AskedQuery(0, prompt), measure, store=False)], 1)
-        self._beside.settle()
         self._counts = self._beside.hold()
         self._notes.clear()
 
     def play(self, turn: Turn, measure: Measure) -> Played:
-        """Answer the turn's queries, `measure.concurrency` at a time, and learn what they make due."""
+        """Answer the turn's queries, `measure.concurrency` at a time, and learn meanwhile."""
         requests = [_request(query, measure) for query in turn.queries]
         began = time.perf_counter()
         self._beside.go_on()
         queries, gaps = self._serve(requests, measure.concurrency)
         served = time.perf_counter()
-        self._beside.settle()
-        settled = time.perf_counter()
         before, self._counts = self._counts, self._beside.hold()
-        return Played(turn, queries, gaps, served - began, settled - began, self._counts - before, self._notes.take())
+        held = time.perf_counter()
+        return Played(turn, queries, gaps, served - began, held - began, self._counts - before, self._notes.take())
 
     def close(self) -> None:
         self._beside.close()

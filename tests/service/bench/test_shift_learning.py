@@ -1,6 +1,7 @@
 """Learning beside an engine, everything real but the size: it learns in its turns and holds still between them."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from adaptation.config import PolicyName
 from adaptation.events import Event
+from adaptation.trainer import UpdateReport
+from drafters.feedback import QueryFeedback
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.prompts import PromptSet
@@ -38,12 +41,68 @@ def test_the_thread_holds_still_until_its_turn(adaptive: Adaptive) -> None:
         asked.result(0.1)
     learning.go_on()
     assert asked.result(5) == "awake"
-    learning.settle()
     assert learning.hold() == Counts()
     learning.close()
     assert not adaptive.worker.alive
 
 
+class Endless:
+    """Learning that is always amid an update."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_interrupted = 0
+
+    def hear(self, feedback: QueryFeedback) -> None:
+        raise AssertionError("nobody asks anything")
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        while not interrupted():
+            self.num_steps += 1
+            time.sleep(0.001)
+        self.num_interrupted += 1
+        return None
+
+    def recover(self, error: str) -> None:
+        raise AssertionError(error)
+
+    def save(self, *, training: bool) -> None:
+        assert training
+
+    def goes_on(self) -> bool:
+        before = self.num_steps
+        time.sleep(0.1)
+        return self.num_steps > before
+
+
+def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -> None:
+    loop = Endless()
+    adaptive.worker.loop = loop
+    learning = Learning(adaptive)
+    for _ in range(3):
+        assert not loop.goes_on()
+        learning.go_on()
+        assert loop.goes_on()
+        learning.hold()
+    assert loop.num_interrupted == 0
+    learning.close()
+    assert loop.num_interrupted == 1
+    assert not adaptive.worker.alive
+
+
+@pytest.fixture
+def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of so small a model are over before anything is learnt: here they wait for it."""
+    hold = Learning.hold
+
+    def settled_first(self: Learning) -> Counts:
+        assert self._adaptive.settle(60)
+        return hold(self)
+
+    monkeypatch.setattr(Learning, "hold", settled_first)
+
+
+@pytest.mark.usefixtures("in_no_hurry")
 @pytest.mark.parametrize(("policy", "temperature"), [("head_only", 0.0), ("full_only", 0.8)])
 def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
     trained_assembly: Assembly, policy: PolicyName, temperature: float

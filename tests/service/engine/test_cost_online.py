@@ -78,7 +78,7 @@ def test_the_error_falls_as_it_learns() -> None:
 
 def test_one_hiccup_moves_little() -> None:
     costs = OnlineCosts(TABLE)
-    for _ in range(5):
+    for _ in range(10):
         costs.learn(2, 1.0, 1, 1.5)
     costs.learn(2, 1.0, 1, 500.0)
     assert seconds(costs, 2.0) < 1.5 * 1.11
@@ -97,3 +97,14 @@ def test_corrections_have_no_jumps() -> None:
         costs.learn(33, 1.0, 1, 1.0)
     curve = costs.verify_seconds(np.linspace(1.0, 64.0, 2_000), 1.0, 1)
     assert np.abs(np.diff(np.log(curve))).max() < 0.03
+
+
+def test_what_was_run_in_a_slow_minute_only_is_not_thought_slow_for_good() -> None:
+    costs = OnlineCosts(TABLE)
+    for _ in range(60):
+        costs.learn(2, 1.0, 1, 3.0)
+        costs.learn(16, 1.0, 1, 5.0)
+    for _ in range(60):
+        costs.learn(2, 1.0, 1, 1.5)
+    assert abs(seconds(costs, 2.0) / 1.5 - 1.0) < 0.01
+    assert seconds(costs, 16.0) < 3.2
