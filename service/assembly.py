@@ -24,7 +24,6 @@ from service.engine.cost_cache import Costs
 from service.engine.dummy import dummy_drafter
 from service.engine.engine import Engine, Vocabulary
 from service.engine.graphs import graphs_for
-from service.engine.instructions import prefer_rows_of_equal_bits
 from service.engine.kv_pool import slots_for
 from service.engine.learning import Learning
 from service.engine.measuring import costs_at_start
@@ -105,7 +104,6 @@ class Assembly:
 
 def assemble(config: ServiceConfig) -> Assembly:
     """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change."""
-    prefer_rows_of_equal_bits()
     torch.set_num_threads(config.num_threads)
     device = device_of(config.device)
     if device.type == "cuda":

@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from service.engine.instructions import prefer_rows_of_equal_bits
-
 # Triton decides when it is imported, which torch may do at any time, whether kernels are compiled or interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# oneDNN reads it once, whatever test comes first.
-prefer_rows_of_equal_bits()
 
 # A time limit per example would fail on a busy machine and say nothing about the code.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

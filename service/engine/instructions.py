@@ -1,20 +1,20 @@
-"""Which instructions oneDNN's products may use on a CPU.
-
-With AMX, how a row is summed depends on how many rows there are: verified text could differ from plain text in
-near-ties. So it is left alone, unless an operator asks for it by oneDNN's own variable.
-"""
+"""Which instructions a CPU's products use."""
 
 import os
+from functools import cache
+
+import torch
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
-_ALL_BUT_TILES = "AVX512_CORE_FP16"
 
 
-def prefer_rows_of_equal_bits() -> None:
-    """Only before the process has asked oneDNN for anything. Changes nothing elsewhere than on x86."""
-    os.environ.setdefault(VARIABLE, _ALL_BUT_TILES)
+@cache
+def has_tiles() -> bool:
+    """Whether oneDNN may multiply bf16 by AMX: many times as fast for many rows."""
+    limit = chosen().upper()
+    return torch.cpu._is_amx_tile_supported() and (limit in ("ALL", "DEFAULT") or "AMX" in limit)
 
 
 def chosen() -> str:
-    """The most that products may use."""
+    """The most that oneDNN's products may use, by its own variable."""
     return os.environ.get(VARIABLE, "all")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from service.engine import instructions
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which decoders keep layers that are applied to one and the same tensor, one after the other."""
 
@@ -21,6 +23,10 @@ _FEW_ROWS = 64
 _ROW_STEP = 16
 """oneDNN compiles a product anew for every number of rows, which takes as long as several such products, and remembers
 about a thousand of them. Prompts come in all lengths: above a few rows, only multiples of this are asked for."""
+
+_MOST_TILED_ROWS = 32
+"""With AMX, how oneDNN sums a row depends on how many rows there are as soon as there are more than this: verified text
+could differ from plain text in near-ties. More rows are several products."""
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -40,10 +46,16 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
         rows = x.numel() // x.shape[-1]
+        if instructions.has_tiles():
+            return self._product(x) if rows <= _MOST_TILED_ROWS else self._products(x)
         missing = -rows % _ROW_STEP if rows > _FEW_ROWS else 0
         if missing:
             return self._product(functional.pad(x.flatten(0, -2), (0, 0, 0, missing)))[:rows].view(*x.shape[:-1], -1)
         return self._product(x)
+
+    def _products(self, x: Tensor) -> Tensor:
+        parts = [self._product(part) for part in x.flatten(0, -2).split(_MOST_TILED_ROWS)]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
