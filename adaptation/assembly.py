@@ -34,6 +34,7 @@ from adaptation.learner import Learner
 from adaptation.memory import Memory
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair, Prepare
+from adaptation.products import bf16_is_faster
 from adaptation.trainer import Trainer
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
@@ -69,13 +70,15 @@ def build_learner(
     device: torch.device | str,
     clock: Callable[[], float],
     seed: int,
-    autocast: bool,
+    in_bf16: bool,
     emit: Emit,
     serves: bool = True,
 ) -> Built:
-    """`device` is where the drafter serves; `serves`: in this process, from which training then takes time."""
+    """`device` is where the drafter serves; `in_bf16`: as it is served, so that training and replays may multiply in
+    bf16 where that is faster; `serves`: in this process, from which training then takes time."""
     train_device = torch.device(device if config.train_device == "same" else config.train_device)
-    pair = _pair(config, drafter, folder, train_device)
+    autocast = in_bf16 and bf16_is_faster(train_device)
+    pair = _pair(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
     trainer = Trainer(
         pair.training,
         pair.anchor,
@@ -122,7 +125,13 @@ def build_learner(
     return Built(learner, pair, overview, taken_share)
 
 
-def _pair(config: AdaptationConfig, drafter: ServedDrafter, folder: Path, train_device: torch.device) -> DrafterPair:
+def _pair(
+    config: AdaptationConfig,
+    drafter: ServedDrafter,
+    folder: Path,
+    train_device: torch.device,
+    replica_dtype: torch.dtype | None,
+) -> DrafterPair:
     return DrafterPair(
         drafter.weights,
         drafter.vocabulary,
@@ -130,6 +139,7 @@ def _pair(config: AdaptationConfig, drafter: ServedDrafter, folder: Path, train_
         prepare=drafter.prepare,
         snapshots=build_snapshots(config, folder / "snapshots"),
         train_device=train_device,
+        replica_dtype=replica_dtype,
     )
 
 

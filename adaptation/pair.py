@@ -61,8 +61,10 @@ class DrafterPair:
         prepare: Prepare,
         snapshots: SnapshotRing,
         train_device: torch.device | str,
+        replica_dtype: torch.dtype | None = None,
     ) -> None:
-        """`weights` as they are served, by name; `vocabulary` [draft_vocab] int64, target ids."""
+        """`weights` as they are served, by name; `vocabulary` [draft_vocab] int64, target ids; `replica_dtype`: what
+        the replica computes in, on the very weights that are served, where that is faster than their own type."""
         self.snapshots = snapshots
         self.waits: Callable[[], None] = _nobody_waits
         self._prepare = prepare
@@ -71,7 +73,7 @@ class DrafterPair:
         self._layout = layout_of(self._first)
         self.anchor = _model(config, vocabulary, weights, torch.float32, train_device)
         self.training = _model(config, vocabulary, weights, torch.float32, train_device).requires_grad_(True)
-        self._replica = _model(config, vocabulary, weights, self._dtype, train_device)
+        self._replica = _model(config, vocabulary, weights, replica_dtype or self._dtype, train_device)
         self.version = self.origin = ANCHOR
         self.condemned: set[int] = set()
         self.num_not_removed = 0

@@ -206,9 +206,9 @@ def _learner(
     seed: int,
     clock: Callable[[], float],
 ) -> Built:
-    device, autocast = assembly.target.device, assembly.loaded.model.dtype == torch.bfloat16
+    device, in_bf16 = assembly.target.device, assembly.loaded.model.dtype == torch.bfloat16
     return build_learner(
-        config, drafter, folder=folder, device=device, clock=clock, seed=seed, autocast=autocast, emit=emit
+        config, drafter, folder=folder, device=device, clock=clock, seed=seed, in_bf16=in_bf16, emit=emit
     )
 
 
@@ -232,6 +232,7 @@ def _tables(config: AdaptationConfig, network: SpecBlock, limits: EngineLimits) 
     return FeedbackRecorder(
         max_sequences=limits.max_sequences,
         window_tokens=config.window_tokens,
+        context_tokens=config.context_tokens,
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
         top=min(config.target_top, shape.target_vocab_size),

@@ -41,7 +41,7 @@ class _Taught:
     target_identity: str
     folder: Path  # it comes from
     device: torch.device
-    autocast: bool
+    in_bf16: bool
 
 
 def train(config: ServiceConfig) -> None:
@@ -119,7 +119,7 @@ def _learner(config: ServiceConfig, taught: _Taught) -> Built:
         device=taught.device,
         clock=time.time,
         seed=0,
-        autocast=taught.autocast,
+        in_bf16=taught.in_bf16,
         emit=tell,
         serves=False,
     )

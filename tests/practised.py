@@ -86,7 +86,7 @@ class Practised:
         )
         config = AdaptationConfig.model_validate(knobs)
         return build_learner(
-            config, served, folder=folder, device="cpu", clock=Clock(), seed=0, autocast=False, emit=emit
+            config, served, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=emit
         )
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -131,9 +131,7 @@ class Learning:
         worker = self._adaptive.worker
         asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
         if not self._held.hold(_PATIENCE_SECONDS):
-            raise StartupError(
-                f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why"
-            )
+            raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
         return Counts.of(self._adaptive.overview.status(worker))  # not by the thread: it stands
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from adaptation.products import bf16_is_faster
 from drafters.training.errors import TrainingError
 from drafters.training.parallel import Ranks, join, local_device
 from drafters.training.schedule import Length
 from service.assembly import assemble, device_of
 from service.config import ServiceConfig
-from service.engine import build, linear
+from service.engine import build
 from service.engine.target import decoder_layers, default_tap_layers
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
@@ -89,7 +90,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
 def fit_drafter(config: ServiceConfig, plan: FitPlan, ranks: Ranks) -> None:
     """Stage 3, and the files of the drafter."""
     device = local_device(device_of(config.device))
-    plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and _multiplies_bf16(device)))
+    plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and bf16_is_faster(device)))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     try:
         fitted = fit(_load_in_turn(config, dtype, device, ranks), plan, ranks)
@@ -138,11 +139,6 @@ def processes(config: ServiceConfig) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return join(device)
-
-
-def _multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster here than fp32 ones."""
-    return device.type == "cuda" or linear.can_pack(torch.bfloat16, device)
 
 
 def _load_in_turn(config: ServiceConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> LoadedModel:

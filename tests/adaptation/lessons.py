@@ -151,6 +151,6 @@ def bench(folder: Path, **knobs: object) -> Bench:
         max_nodes=8,
     )
     built = build_learner(
-        config, served, folder=folder, device="cpu", clock=clock, seed=0, autocast=False, emit=events.append
+        config, served, folder=folder, device="cpu", clock=clock, seed=0, in_bf16=False, emit=events.append
     )
     return Bench(built.learner, built.pair, built.overview, serving, clock, events)

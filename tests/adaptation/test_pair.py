@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def pair_of(folder: Path, serving: SpecBlock) -> DrafterPair:
+def pair_of(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterPair:
     return DrafterPair(
         weights_of(serving),
         serving.d2t,
@@ -31,6 +31,7 @@ def pair_of(folder: Path, serving: SpecBlock) -> DrafterPair:
         prepare=in_place(serving),
         snapshots=SnapshotRing(folder, in_memory=1, on_disk=4),
         train_device="cpu",
+        replica_dtype=replica_dtype,
     )
 
 
@@ -234,6 +235,18 @@ def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
     pair.between_steps()
     pair.restore(0)
     assert told == [True, True]
+
+
+def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faster(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, drafter().bfloat16(), torch.float32)
+    train(pair, 1)
+    wanted = {name: value.bfloat16().float() for name, value in weights_of(pair.training).items()}
+    scored = bits(pair.candidate())
+    assert {value.dtype for value in scored.values()} == {torch.float32}
+    assert all(torch.equal(scored[name], value) for name, value in wanted.items())
+    pair.publish({})
+    assert all(torch.equal(bits(pair.served())[name], value) for name, value in wanted.items())
+    assert {value.dtype for value in pair.latest()[1].values()} == {torch.bfloat16}
 
 
 def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:

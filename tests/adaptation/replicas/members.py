@@ -113,7 +113,7 @@ def member(folder: Path, url: str, **knobs: object) -> Iterator[Member]:
     serving, events = drafter(), list[Event]()
     made = served_drafter(serving)
     built = build_learner(
-        config, made, folder=folder, device="cpu", clock=Clock(), seed=0, autocast=False, emit=events.append
+        config, made, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=events.append
     )
     joined = join_replicas(config, built, made, target_identity=TARGET)
     assert isinstance(joined.replicas, Exchange)
