@@ -17,6 +17,7 @@ from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 
 _COOLEST, _HOTTEST = 0.3, 1.2
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +193,6 @@ def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
 
 
 def _gumbel(shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return -torch.empty(shape).exponential_(generator=generator).log()
+    """-log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
+    uniform = torch.rand(shape, generator=generator).clamp_(min=_SMALLEST)
+    return uniform.log_().neg_().log_().neg_()

@@ -20,11 +20,12 @@ def target_tops(logits: Tensor, lines: Tensor, counts: Tensor, top: int) -> Targ
     if top == 0:
         return None
     valid = torch.arange(lines.shape[1], device=lines.device) < counts[:, None]
-    logprobs, ids = likeliest(logits.index_select(0, lines[valid]).log_softmax(-1, dtype=torch.float32), top)
-    wide = (*lines.shape, top)
-    every = TargetTops(ids.new_zeros(wide), logprobs.new_zeros(wide))
-    every.ids[valid], every.logprobs[valid] = ids, logprobs
-    return every
+    places = valid.flatten().nonzero()[:, 0]  # planned transfer: their number, of a step that is learnt from
+    rows = logits.index_select(0, lines.flatten()[places])
+    logprobs, ids = likeliest(rows.log_softmax(-1, dtype=torch.float32), top)
+    every = TargetTops(ids.new_zeros(valid.numel(), top), logprobs.new_zeros(valid.numel(), top))
+    every.ids[places], every.logprobs[places] = ids, logprobs
+    return TargetTops(every.ids.view(*valid.shape, top), every.logprobs.view(*valid.shape, top))
 
 
 def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:

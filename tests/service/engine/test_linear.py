@@ -28,7 +28,7 @@ def test_products_equal_plain_ones(inputs: int, outputs: int, rows: int, bias: b
 
 
 @needs_bf16
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (576, 320), (48, 20)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (576, 320), (48, 20), (576, 8192), (1152, 576)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, outputs: int) -> None:
     packed = PackedLinear(linear(inputs, outputs).weight, None)
     x = torch.randn(1, 300, inputs, dtype=torch.bfloat16)
