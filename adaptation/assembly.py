@@ -79,13 +79,6 @@ def build_learner(
     train_device = torch.device(device if config.train_device == "same" else config.train_device)
     autocast = in_bf16 and bf16_is_faster(train_device)
     pair = _pair(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
-    trainer = Trainer(
-        pair.training,
-        pair.anchor,
-        drafter.embed,
-        rules=build_rules(config, autocast=autocast),
-        generator=torch.Generator().manual_seed(seed),
-    )
     policy = build_policy(config, clock=clock, rng=random.Random(seed))
     buffers = build_buffers(config)
     held_back = build_held_back(config, rng=random.Random(seed + 1))
@@ -95,7 +88,7 @@ def build_learner(
     taken_share = _taken_share(config, train_device) if serves else 0.0
     learner = Learner(
         pair=pair,
-        trainer=trainer,
+        trainer=_trainer(config, drafter, pair, autocast=autocast, seed=seed),
         policy=policy,
         intake=intake,
         buffers=buffers,
@@ -140,6 +133,18 @@ def _pair(
         snapshots=build_snapshots(config, folder / "snapshots"),
         train_device=train_device,
         replica_dtype=replica_dtype,
+    )
+
+
+def _trainer(
+    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, *, autocast: bool, seed: int
+) -> Trainer:
+    return Trainer(
+        pair.training,
+        pair.anchor,
+        drafter.embed,
+        rules=build_rules(config, autocast=autocast),
+        generator=torch.Generator().manual_seed(seed),
     )
 
 

@@ -82,7 +82,7 @@ def test_bad_drafters_are_soon_not_asked_any_more(costly: Assembly) -> None:
         assert summary.stopped_after_steps is not None
         assert summary.stopped_after_steps < WINDOW_STEPS
         assert summary.later is not None
-        assert summary.later.nodes_per_step < 0.5  # now and then a trial
+        assert summary.later.nodes_per_step < 1.0  # now and then a trial, of a dozen nodes or more
 
 
 def test_without_measured_costs_there_is_nothing_to_compare(assembly: Assembly) -> None:
