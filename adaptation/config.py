@@ -94,9 +94,6 @@ class AdaptationConfig(BaseModel):
         4096, "Rejected positions kept for learning, in all; the oldest make room for new ones.", ge=64
     )
     window_tokens: int = _knob(256, "Longest stretch of a text that a full update sees.", ge=16)
-    context_tokens: int = _knob(
-        32, "How much of it may stand before the answer: it teaches nothing itself, and costs as much.", ge=2
-    )
     train_device: str = Field(
         default="same",
         description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",

@@ -97,18 +97,15 @@ class FeedbackRecorder:
         *,
         max_sequences: int,
         window_tokens: int,
-        context_tokens: int,
         width: int,
         hidden: int,
         top: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`window_tokens`: most positions of a text that are kept; `context_tokens`: of these, before its answer."""
         self.num_dropped = 0  # positions that were overwritten before their query ended
         self.dtype = dtype
         self._window = window_tokens
-        self._context = context_tokens
         self._places = window_tokens + _BEHIND
         table = (max_sequences, self._places + 1)  # the last place takes what belongs nowhere
         self._features = torch.zeros(*table, width, dtype=dtype, device=device)
@@ -132,14 +129,11 @@ class FeedbackRecorder:
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        """Keep the features of a piece of a prompt, as far as they are wanted and fit."""
-        end = read.start + read.features.shape[0]
-        first = max(read.start, self._prompt[read.row] - self._context)
-        if first >= end:
-            return
-        self._first[read.row] = min(self._first[read.row], first)
-        count = min(end - first, self._window)
-        places = (end - count + torch.arange(count, device=self._marked.device)) % self._places
+        """Keep the features of a piece of a prompt, as far as they fit."""
+        self._first[read.row] = min(self._first[read.row], read.start)
+        count = min(read.features.shape[0], self._window)
+        start = read.start + read.features.shape[0] - count
+        places = (start + torch.arange(count, device=self._marked.device)) % self._places
         self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     @torch.inference_mode()

@@ -232,7 +232,6 @@ def _tables(config: AdaptationConfig, network: SpecBlock, limits: EngineLimits) 
     return FeedbackRecorder(
         max_sequences=limits.max_sequences,
         window_tokens=config.window_tokens,
-        context_tokens=config.context_tokens,
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
         top=min(config.target_top, shape.target_vocab_size),

@@ -14,11 +14,10 @@ torch.set_num_threads(1)
 WIDTH, HIDDEN, TOP, WINDOW, DEPTH = 6, 2, 5, 20, 4
 
 
-def recorder(sequences: int = 3, *, context: int = 100) -> FeedbackRecorder:
+def recorder(sequences: int = 3) -> FeedbackRecorder:
     return FeedbackRecorder(
         max_sequences=sequences,
         window_tokens=WINDOW,
-        context_tokens=context,
         width=WIDTH,
         hidden=HIDDEN,
         top=TOP,
@@ -130,15 +129,6 @@ def test_a_step_without_drafted_nodes_rejects_nothing() -> None:
     tables.start([DraftContext(0, [1, 2, 3])])
     tables.commit(*step([0], [2], [1], nodes=0))
     assert not tables.finish(query(0, 4)).marks.rejected.any()
-
-
-@pytest.mark.parametrize("context", [2, 5, 8])
-@pytest.mark.parametrize("prompt", [2, 9, 60])
-def test_of_a_prompt_only_its_end_is_kept(prompt: int, context: int) -> None:
-    heard = drive(recorder(context=context), 1, prompt, 0, [2, 1])
-    assert heard.first == max(0, prompt - context)
-    assert torch.equal(heard.features, telling(1, torch.arange(heard.first, prompt + 2), WIDTH))
-    assert heard.prompt == prompt
 
 
 def test_positions_of_a_cached_prefix_have_no_features() -> None:

@@ -23,7 +23,6 @@ from tests.service.learning_parts import EAGER, assembled, learning, requests, t
 torch.set_num_threads(1)
 PROMPTS = varied_prompts()[:4]
 PATIENCE_SECONDS = 30.0
-CONTEXT = AdaptationConfig.model_validate(EAGER).context_tokens
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path)
         tokens, marks = list(feedback.query.tokens), feedback.marks
         prompt = next(prompt for prompt in answers if tuple(tokens[: len(prompt)]) == tuple(prompt))
         assert tuple(tokens[len(prompt) :]) == answers[prompt]
-        assert (feedback.prompt, feedback.first) == (len(prompt), max(0, len(prompt) - CONTEXT))
+        assert (feedback.prompt, feedback.first) == (len(prompt), 0)
         assert feedback.top_ids[:, 0].tolist() == tokens[len(prompt) :]
         assert int(marks.rejected.sum()) == len(feedback.query.accepted) > 0
         assert torch.equal(marks.drafted, adaptive.network.t2d[torch.tensor(tokens)[marks.positions]])

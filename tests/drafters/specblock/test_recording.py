@@ -16,7 +16,6 @@ def recorder() -> tuple[BlockRecorder, FeedbackRecorder]:
     tables = FeedbackRecorder(
         max_sequences=ROWS,
         window_tokens=32,
-        context_tokens=32,
         width=6,
         hidden=HIDDEN,
         top=TOP,
