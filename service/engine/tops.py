@@ -23,9 +23,13 @@ def target_tops(logits: Tensor, lines: Tensor, counts: Tensor, top: int) -> Targ
     places = valid.flatten().nonzero()[:, 0]  # planned transfer: their number, of a step that is learnt from
     rows = logits.index_select(0, lines.flatten()[places])
     logprobs, ids = likeliest(rows.log_softmax(-1, dtype=torch.float32), top)
-    every = TargetTops(ids.new_zeros(valid.numel(), top), logprobs.new_zeros(valid.numel(), top))
-    every.ids[places], every.logprobs[places] = ids, logprobs
-    return TargetTops(every.ids.view(*valid.shape, top), every.logprobs.view(*valid.shape, top))
+    return TargetTops(*(_spread(found, places, valid) for found in (ids, logprobs)))
+
+
+def _spread(found: Tensor, places: Tensor, valid: Tensor) -> Tensor:
+    """# found [positions, top] of the flat places -> [batch, depth + 1, top], 0 elsewhere"""
+    spread = found.new_zeros(valid.numel(), found.shape[1]).index_copy_(0, places, found)
+    return spread.view(*valid.shape, found.shape[1])
 
 
 def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:

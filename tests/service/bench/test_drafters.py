@@ -75,14 +75,15 @@ def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
 
 
 def test_bad_drafters_are_soon_not_asked_any_more(costly: Assembly) -> None:
-    runs = take_turns(engines_of(costly, costly.limits, seed=0), PROMPTS, Measure(0.0, 60, 1, 0))
+    asked = 6 * PROMPTS  # in few steps one trial more, by a hiccup of the clock, would be a large share
+    runs = take_turns(engines_of(costly, costly.limits, seed=0), asked, Measure(0.0, 60, 1, 0))
     for name in (RANDOM, LIAR):
         summary = summary_of(runs[name], runs[PLAIN])
         assert summary.mismatched_tokens == 0
         assert summary.stopped_after_steps is not None
         assert summary.stopped_after_steps < WINDOW_STEPS
         assert summary.later is not None
-        assert summary.later.nodes_per_step < 1.0  # now and then a trial, of a dozen nodes or more
+        assert summary.later.nodes_per_step < 0.5  # now and then a trial
 
 
 def test_without_measured_costs_there_is_nothing_to_compare(assembly: Assembly) -> None:

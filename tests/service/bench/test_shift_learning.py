@@ -69,9 +69,11 @@ class Endless:
     def save(self, *, training: bool) -> None:
         assert training
 
-    def goes_on(self) -> bool:
-        before = self.num_steps
-        time.sleep(0.1)
+    def goes_on(self, within_seconds: float) -> bool:
+        """Whether a step begins in that time; nobody waits longer than it takes."""
+        before, deadline = self.num_steps, time.monotonic() + within_seconds
+        while self.num_steps == before and time.monotonic() < deadline:
+            time.sleep(0.001)
         return self.num_steps > before
 
 
@@ -80,9 +82,9 @@ def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -
     adaptive.worker.loop = loop
     learning = Learning(adaptive)
     for _ in range(3):
-        assert not loop.goes_on()
+        assert not loop.goes_on(within_seconds=0.1)
         learning.go_on()
-        assert loop.goes_on()
+        assert loop.goes_on(within_seconds=30)
         learning.hold()
     assert loop.num_interrupted == 0
     learning.close()
