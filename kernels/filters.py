@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _DROPPED = float("-inf")
-_UNIT = 2.0**44  # mass of a token of score 0; a vocabulary of 2^18 such tokens still fits 63 bits
+UNIT = 2.0**44  # mass of a token of score 0; a vocabulary of 2^18 such tokens still fits 63 bits
 _NUMBERS_AT_ONCE = 1 << 17  # 1 MiB of int64: what stays in a core's second-level cache
 
 
@@ -49,7 +49,7 @@ def likeliest(scores: Tensor, k: int) -> Tensor:
 
 def _narrowed(scores: Tensor, noise: Tensor, top_p: Tensor) -> Tensor:
     """The scores with every token dropped that was found to rank below the nucleus."""
-    mass = scores.exp().mul_(_UNIT).to(torch.int64)
+    mass = scores.exp().mul_(UNIT).to(torch.int64)
     limit = mass.sum(-1) * top_p
     while True:
         above = _ranked_above(scores, (scores + noise).argmax(-1, keepdim=True))

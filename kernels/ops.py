@@ -1,7 +1,7 @@
 """The one place where ops are bound to implementations: Triton kernels on CUDA devices, plain torch everywhere else.
 
 Whoever is built for a device asks for its table once; nobody compares backend names in a step. Ops that are not in the
-table (filters, noise for a drafter's candidates) are plain torch on every device.
+table (noise for a drafter's candidates) are plain torch on every device.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import accept, commit_slots, draft_loss, rank_features, sample, tree_attention
+from kernels import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered, tree_attention
 from kernels.accept import Accepted
 from kernels.commit_slots import CommittedSlots
 from kernels.draft_loss import HeadLoss
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
 from kernels.sample import Choice
+from kernels.sample_filtered import Filters
 from kernels.tree_attention import Attention, AttentionRows
 
 __all__ = ["REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "on"]
@@ -53,6 +54,7 @@ class Ops:
 
     plan_attention: PlanAttention
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], Choice]
+    sample_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters], Choice]
     accept: Callable[[Tensor, Tensor, Tensor, Tensor], Accepted]
     commit_slots: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], CommittedSlots]
     rank_features: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -62,6 +64,7 @@ class Ops:
 REFERENCE = Ops(
     plan_attention=tree_attention.plan_attention,
     sample=sample.sample,
+    sample_filtered=sample_filtered.sample_filtered,
     accept=accept.accept,
     commit_slots=commit_slots.commit_slots,
     rank_features=rank_features.rank_features,
@@ -81,11 +84,12 @@ def _table(device_type: str) -> Ops:
 
 def _device_table() -> Ops:
     """Imported only here: Triton is not installed where there is no device for it."""
-    from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, tree_attention
+    from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered, tree_attention
 
     return Ops(
         plan_attention=tree_attention.plan_attention,
         sample=sample.sample,
+        sample_filtered=sample_filtered.sample_filtered,
         accept=accept.accept,
         commit_slots=commit_slots.commit_slots,
         rank_features=rank_features.rank_features,

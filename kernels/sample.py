@@ -42,10 +42,10 @@ def choose_likeliest(scores: Tensor) -> Choice:
 def _drawn(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
     """The scores, scaled and with noise, in place. # [rows, vocab] float32"""
     scores.sub_(scores.amax(-1, keepdim=True)).div_(temperatures[:, None])
-    return scores.add_(_noise(seeds, positions, scores.shape[1]))
+    return scores.add_(noise_of_rows(seeds, positions, scores.shape[1]))
 
 
-def _noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def noise_of_rows(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Noise of each row, computed once for all that share a key. # -> [rows, vocab]"""
     keys = row_keys(seeds, positions)
     if len(keys) == 1:

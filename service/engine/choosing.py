@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.sample import Choice, choose_likeliest
+from kernels.sample_filtered import OFF, Filters
 from service.engine.graphs import Graphs
 
 
@@ -26,6 +27,12 @@ class Choosing(Protocol):
         """Each row's token by position-keyed noise, as `kernels.ops`' `sample`."""
         ...
 
+    def sample_filtered(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
+    ) -> Choice:
+        """The same of what filters leave, as `kernels.ops`' `sample_filtered`."""
+        ...
+
 
 class Asked:
     """Kernel by kernel, of any logits."""
@@ -35,6 +42,11 @@ class Asked:
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
         return ops.on(logits.device).sample(logits, seeds, positions, temperatures)
+
+    def sample_filtered(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
+    ) -> Choice:
+        return ops.on(logits.device).sample_filtered(logits, seeds, positions, temperatures, filters)
 
 
 ASKED = Asked()
@@ -46,24 +58,30 @@ class CapturedChoosing:
     def __init__(self, graphs: Graphs, logits: Tensor, counts: Iterable[int]) -> None:
         """`counts` are the numbers of rows to capture; what is chosen for more than are asked for nobody reads."""
         most = logits.shape[0]
-        self._seeds, self._positions = torch.zeros(2, most, dtype=torch.int64, device=logits.device)
-        self._temperatures = torch.zeros(most, device=logits.device)
-        self._choice = Choice(torch.zeros_like(self._seeds), torch.zeros(most, dtype=torch.bool, device=logits.device))
+        seeds, positions, top_k, tokens = torch.zeros(4, most, dtype=torch.int64, device=logits.device)
+        temperatures = torch.zeros(most, device=logits.device)
+        top_p = torch.ones(most, dtype=torch.float64, device=logits.device)
+        self._keys = (seeds, positions, temperatures)
+        self._filters = Filters(torch.full_like(temperatures, OFF), top_k, top_p)
+        self._choice = Choice(tokens, torch.zeros(most, dtype=torch.bool, device=logits.device))
         self._counts = sorted(counts)
         largest_first = self._counts[::-1]
         self._likeliest = {count: graphs.capture(self._choosing_likeliest(logits[:count])) for count in largest_first}
         self._sample = {count: graphs.capture(self._sampling(logits[:count])) for count in largest_first}
+        self._filtered = {count: graphs.capture(self._filtering(logits[:count])) for count in largest_first}
 
     def likeliest(self, logits: Tensor) -> Choice:
         return self._replayed(self._likeliest, logits.shape[0])
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
-        rows = logits.shape[0]
-        with torch.inference_mode():
-            self._seeds[:rows] = seeds
-            self._positions[:rows] = positions
-            self._temperatures[:rows] = temperatures
-        return self._replayed(self._sample, rows)
+        _fill(self._keys, (seeds, positions, temperatures))
+        return self._replayed(self._sample, logits.shape[0])
+
+    def sample_filtered(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
+    ) -> Choice:
+        _fill((*self._keys, *self._filters), (seeds, positions, temperatures, *filters))
+        return self._replayed(self._filtered, logits.shape[0])
 
     def _replayed(self, replays: dict[int, Callable[[], None]], rows: int) -> Choice:
         with torch.inference_mode():
@@ -74,13 +92,21 @@ class CapturedChoosing:
         return lambda: self._keep(ASKED.likeliest(logits))
 
     def _sampling(self, logits: Tensor) -> Callable[[], None]:
-        rows = slice(logits.shape[0])
+        keys = [part[: logits.shape[0]] for part in self._keys]
+        return lambda: self._keep(ASKED.sample(logits, *keys))
 
-        def compute() -> None:
-            self._keep(ASKED.sample(logits, self._seeds[rows], self._positions[rows], self._temperatures[rows]))
-
-        return compute
+    def _filtering(self, logits: Tensor) -> Callable[[], None]:
+        seeds, positions, temperatures = (part[: logits.shape[0]] for part in self._keys)
+        filters = Filters(*(part[: logits.shape[0]] for part in self._filters))
+        return lambda: self._keep(ASKED.sample_filtered(logits, seeds, positions, temperatures, filters))
 
     def _keep(self, choice: Choice) -> None:
         for place, found in zip(self._choice, choice, strict=True):
             place[: found.shape[0]].copy_(found)
+
+
+@torch.inference_mode()
+def _fill(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Put values at the head of static buffers."""
+    for place, value in zip(places, values, strict=True):
+        place[: value.shape[0]] = value

@@ -75,7 +75,7 @@ class EmitStage:
             kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, tokens[line], self._eos_ids)
             gap = sequence.mark_emitted(time.monotonic(), len(tokens[line]) - 1, drafted[line])
             gaps += [] if gap is None else [gap]
-            shown = _shown_logprobs(sequence, kept, logits, verified.path_logits[line])
+            shown = _shown_logprobs(sequence, kept, logits, verified, line)
             if finish is not None:
                 remove(sequence)
                 ended.append((sequence, finish))
@@ -156,14 +156,14 @@ def _step_tree(verified: Verified, line: int, nodes: int) -> StepTree:
 
 
 def _shown_logprobs(
-    sequence: Sequence, kept: list[int], logits: Tensor, lines: Tensor
+    sequence: Sequence, kept: list[int], logits: Tensor, verified: Verified, line: int
 ) -> tuple[TokenLogprob, ...] | None:
-    """Log-probabilities of the kept tokens, for requests that ask. # logits [logits, vocab], lines [depth + 1]"""
+    """Log-probabilities of the kept tokens, for requests that ask. # logits [logits, vocab]"""
     count = sequence.request.sampling.num_logprobs
     if count is None:
         return None
-    token_ids = lines.new_tensor(kept)
-    found = logprobs(logits[lines[: len(kept)]], token_ids, count)
+    lines = verified.path_logits[line, : len(kept)]
+    found = logprobs(logits[lines], lines.new_tensor(kept), count)
     rows = zip(
         kept,
         found.logprob.tolist(),  # planned transfer: only for requests that ask

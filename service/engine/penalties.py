@@ -43,7 +43,7 @@ class PenaltyTable:
     presence penalties over text and path."""
 
     histories: tuple[TokenHistory, ...]
-    history_idx: Tensor  # [batch] int64, -1 for sequences without penalties
+    history_idx: Tensor  # [batch] int64, any for sequences without penalties, whose numbers below are neutral
     repetition: Tensor  # [batch] float32
     frequency: Tensor  # [batch] float32
     presence: Tensor  # [batch] float32
@@ -56,14 +56,14 @@ class PenaltyTable:
         has_history = torch.tensor([h is not None for h in histories], device=device)
         return PenaltyTable(
             kept,
-            (has_history.cumsum(0) - 1).masked_fill(~has_history, -1),
+            (has_history.cumsum(0) - 1).clamp(min=0),
             _floats([p.repetition_penalty for p in params], device),
             _floats([p.frequency_penalty for p in params], device),
             _floats([p.presence_penalty for p in params], device),
         )
 
     def penalise(self, scores: Tensor, sequence_idx: Tensor, path_tokens: Tensor) -> None:
-        """Change, in place, the scores of tokens that stand before each row's own; all rows must have a history."""
+        """Change, in place, the scores of tokens that stand before each row's own."""
         # scores [rows, vocab] float32; sequence_idx [rows] int64; path_tokens [rows, depth] int64, -1 padded
         histories = self.history_idx[sequence_idx]  # [rows]
         ids = self._seen_ids(histories, path_tokens)

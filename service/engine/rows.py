@@ -5,10 +5,13 @@ All chain rows come first, sequence by sequence and by position; then all tree n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafters.ancestors import ancestor_matrix
 from drafters.tree import MAX_NODES, ROOT, DraftTree
@@ -48,64 +51,97 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequ
     slots [rows] int64, one per chain token and tree node; `nodes` counts those of each line, as `tree` does.
     """
     host = _HostRows.of(chains, nodes)
-    chain_sequence, chain_positions, chain_tokens, chain_end, table_rows, completing, last_rows, node_sequence, node = (
-        host.on(slots.device)
+    sequence, node, tokens, positions, chain_end, table_rows, completing, logit_rows, logit_sequence = host.on(
+        slots.device
     )
-    num_chain_rows = chain_tokens.shape[0]
-    node_positions = chain_end[node_sequence] + tree.depths[node_sequence, node]
-    node_slots = slots.new_full((len(chains), MAX_NODES), NULL_SLOT)
-    node_slots[node_sequence, node] = slots[num_chain_rows:]
-    logit_line = slots.new_zeros(len(chains))
-    logit_line[completing] = torch.arange(completing.shape[0], device=slots.device)
+    num_chain_rows = tokens.shape[0]
+    if tree.width:
+        lines, numbers = sequence[num_chain_rows:], node[num_chain_rows:]
+        tokens = torch.cat([tokens, tree.tokens[lines, numbers]])
+        positions = torch.cat([positions, chain_end[lines] + tree.depths[lines, numbers]])
+        below = _nodes(tree, lines, numbers, slots[num_chain_rows:])
+    else:
+        below = _no_nodes(len(chains), slots.device)
     return ForwardRows(
-        tokens=torch.cat([chain_tokens, tree.tokens[node_sequence, node]]),
+        tokens=tokens,
         attention=AttentionRows(
-            sequence=torch.cat([chain_sequence, node_sequence]),
-            positions=torch.cat([chain_positions, node_positions]),
-            node=torch.cat([node.new_full((num_chain_rows,), ROOT), node]),
+            sequence=sequence,
+            positions=positions,
+            node=node,
             table_rows=table_rows,
             chain_end=chain_end,
-            node_slots=node_slots,
-            node_depths=_padded(tree.depths),
-            ancestors=_padded_matrix(ancestor_matrix(tree.parents)),
+            node_slots=below.slots,
+            node_depths=below.depths,
+            ancestors=below.ancestors,
         ),
         slots=slots,
         num_chain_rows=num_chain_rows,
-        logit_rows=torch.cat([last_rows, torch.arange(num_chain_rows, slots.shape[0], device=slots.device)]),
-        logit_sequence=logit_line[torch.cat([completing, node_sequence])],
+        logit_rows=logit_rows,
+        logit_sequence=logit_sequence,
         completing=completing,
     )
+
+
+class _Nodes(NamedTuple):
+    """All nodes of a step, tree by tree."""
+
+    slots: Tensor  # [sequences, MAX_NODES] int64
+    depths: Tensor  # [sequences, MAX_NODES] int64
+    ancestors: Tensor  # [sequences, MAX_NODES, MAX_NODES] bool
+
+
+def _nodes(tree: DraftTree, lines: Tensor, numbers: Tensor, slots: Tensor) -> _Nodes:
+    """Nodes by line of the tree and number in it, each in its slot. # all [all nodes]"""
+    node_slots = slots.new_full((tree.batch, MAX_NODES), NULL_SLOT)
+    node_slots[lines, numbers] = slots
+    missing = MAX_NODES - tree.width
+    ancestors = pad(ancestor_matrix(tree.parents), (0, missing, 0, missing))
+    return _Nodes(node_slots, pad(tree.depths, (0, missing)), ancestors)
+
+
+def _no_nodes(sequences: int, device: torch.device) -> _Nodes:
+    """Of plain steps, which are many: made once for every power of two of sequences."""
+    return _Nodes(*(part[:sequences] for part in _no_nodes_of(1 << (sequences - 1).bit_length(), device)))
+
+
+@cache
+def _no_nodes_of(sequences: int, device: torch.device) -> _Nodes:
+    zeros = torch.zeros(sequences, MAX_NODES, dtype=torch.int64, device=device)
+    ancestors = torch.zeros(sequences, MAX_NODES, MAX_NODES, dtype=torch.bool, device=device)
+    return _Nodes(torch.full_like(zeros, NULL_SLOT), zeros, ancestors)
 
 
 @dataclass(frozen=True, slots=True)
 class _HostRows:
     """All chains' rows, one after the other, and all trees' nodes, before they become tensors."""
 
-    sequence: list[int]  # [chain rows]
-    positions: list[int]  # [chain rows]
+    sequence: list[int]  # [rows], of chains and then of nodes
+    node: list[int]  # [rows], number in its tree
     tokens: list[int]  # [chain rows]
+    positions: list[int]  # [chain rows]
     end: list[int]  # [sequences], position of each chain's last row
     table_rows: list[int]  # [sequences]
     completing: list[int]  # [completing sequences]
-    last_rows: list[int]  # [completing sequences], each one's last chain row
-    node_sequence: list[int]  # [all nodes]
-    node: list[int]  # [all nodes], number in its tree
+    logit_rows: list[int]  # [logits], each completing sequence's last chain row, then all nodes
+    logit_sequence: list[int]  # [logits]
 
     @staticmethod
     def of(chains: Sequence[Chain], nodes: Sequence[int]) -> "_HostRows":
         lengths = [len(chain.tokens) for chain in chains]
         ends = list(accumulate(lengths))
         completing = [line for line, chain in enumerate(chains) if chain.completes]
+        place = {line: number for number, line in enumerate(completing)}
+        of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
         return _HostRows(
-            sequence=[line for line, length in enumerate(lengths) for _ in range(length)],
-            positions=[chain.start + offset for chain in chains for offset in range(len(chain.tokens))],
+            sequence=[line for line, length in enumerate(lengths) for _ in range(length)] + of_nodes,
+            node=[ROOT] * ends[-1] + [number for count in nodes for number in range(count)],
             tokens=[token for chain in chains for token in chain.tokens],
+            positions=[chain.start + offset for chain in chains for offset in range(len(chain.tokens))],
             end=[chain.start + length - 1 for chain, length in zip(chains, lengths, strict=True)],
             table_rows=[chain.table_row for chain in chains],
             completing=completing,
-            last_rows=[ends[line] - 1 for line in completing],
-            node_sequence=[line for line, count in enumerate(nodes) for _ in range(count)],
-            node=[number for count in nodes for number in range(count)],
+            logit_rows=[ends[line] - 1 for line in completing] + list(range(ends[-1], ends[-1] + len(of_nodes))),
+            logit_sequence=[*range(len(completing)), *(place[line] for line in of_nodes)],
         )
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
@@ -113,14 +149,3 @@ class _HostRows:
         columns: list[list[int]] = [getattr(self, field.name) for field in fields(self)]
         together = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
         return tuple(torch.split(together, list(map(len, columns))))
-
-
-def _padded(values: Tensor) -> Tensor:
-    """[sequences, nodes] -> [sequences, MAX_NODES]"""
-    return torch.nn.functional.pad(values, (0, MAX_NODES - values.shape[1]))
-
-
-def _padded_matrix(values: Tensor) -> Tensor:
-    """[sequences, nodes, nodes] -> [sequences, MAX_NODES, MAX_NODES]"""
-    missing = MAX_NODES - values.shape[1]
-    return torch.nn.functional.pad(values, (0, missing, 0, missing))

@@ -1,8 +1,9 @@
 """From the target's logits to the target's tokens: penalties, filters and position-keyed noise, row by row.
 
 A row's token is a function of its own logits and its own sequence, bit for bit: rows of one step may stand in any
-order and any company. What a sequence did not ask for is not computed for it. Knows nothing of trees beyond the
-tokens on a row's path, nor of stop conditions.
+order and any company. What nobody asked for is not computed; for those who did not ask a transform changes nothing,
+so that no step has to find out which rows are whose. Knows nothing of trees beyond the tokens on a row's path, nor of
+stop conditions.
 
 Legend: rows = logits of one step that choose a token, batch = sequences in the step, vocab = token ids,
 depth = padded length of a row's path, width = padded length of a list of ids.
@@ -16,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.filters import keep_top_k, likeliest, narrow_to_nucleus
-from kernels.ops import gumbel_noise
+from kernels.filters import likeliest
 from kernels.sample import Choice
+from kernels.sample_filtered import OFF, Filters
 from service.engine.choosing import ASKED, Choosing
 from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.sequence import SamplingParams
@@ -73,15 +74,9 @@ class SamplingRows:
     num_generated: Tensor  # [rows] int64, tokens generated before that one, drafted ones on the path included
     path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, -1 padded
 
-    def select(self, idx: Tensor) -> "SamplingRows":
-        """The rows of these indices. # idx [picked] int64"""
-        return SamplingRows(
-            self.table, self.sequence_idx[idx], self.positions[idx], self.num_generated[idx], self.path_tokens[idx]
-        )
-
 
 Transform = Callable[[Tensor, SamplingRows], None]
-"""Changes scores [rows, vocab] float32 in place."""
+"""Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
 
 
 _Choose = Callable[[Tensor, Tensor, Tensor, Choosing], Choice]
@@ -93,58 +88,38 @@ def _likeliest(scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A transform and the sequences of the batch that asked for it; the rows of others are not touched."""
-
-    transform: Transform
-    members: Tensor | None  # [batch] bool, None = the whole batch
-
-    def apply(self, scores: Tensor, rows: SamplingRows) -> None:
-        """Transform the members' rows in place. # scores [rows, vocab] float32"""
-        if self.members is None:
-            self.transform(scores, rows)
-            return
-        idx = self.members[rows.sequence_idx].nonzero().squeeze(1)
-        part = scores[idx]
-        self.transform(part, rows.select(idx))
-        scores[idx] = part
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The batch's sampling as a list of stages, none for plain greedy decoding, and how tokens are chosen at their
+    """The batch's sampling as a list of transforms, none for plain greedy decoding, and how tokens are chosen at their
     end. Built anew only when a sequence joins or leaves; penalties read the states' histories, which
     `SamplingState.extend` keeps current."""
 
-    stages: tuple[Stage, ...]
+    transforms: tuple[Transform, ...]
     choose: "_Choose" = _likeliest
 
     @property
     def is_plain(self) -> bool:
         """Whether the likeliest tokens are chosen of the logits as they are."""
-        return not self.stages and self.choose is _likeliest
+        return not self.transforms and self.choose is _likeliest
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
-        """The stages these sequences need, in the order in which vLLM applies them."""
-        plan: list[tuple[_Asks, _Build]] = [
-            (lambda p: bool(p.logit_bias), _LogitBias.build),
-            (lambda p: p.min_tokens > 0, _MinTokens.build),
-            (lambda p: p.has_penalties, _Penalties.build),
+        """The transforms these sequences need, in the order in which vLLM applies them."""
+        params = [state.params for state in states]
+        plan: list[tuple[bool, _Build]] = [
+            (any(p.logit_bias for p in params), _LogitBias.build),
+            (any(p.min_tokens > 0 for p in params), _MinTokens.build),
+            (any(p.has_penalties for p in params), _Penalties.build),
         ]
-        if any(_filters(state.params) for state in states):
-            return SamplingTable(_stages(states, [*plan, (lambda p: p.temperature > 0, _Sampled.build)]))
-        drawn = any(state.params.temperature > 0 for state in states)
-        return SamplingTable(_stages(states, plan), _Draw.build(states) if drawn else _likeliest)
+        return SamplingTable(tuple(build(states) for asked, build in plan if asked), _way_to_choose(states))
 
 
 def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
-    """The target's token for each row of logits, once every stage has changed the scores."""
+    """The target's token for each row of logits, once every transform has changed the scores."""
     # logits [rows, vocab], any float dtype, left as they are
-    stages = rows.table.stages
-    scores = logits.to(torch.float32, copy=True) if stages else logits
-    for stage in stages:
-        stage.apply(scores, rows)
+    transforms = rows.table.transforms
+    scores = logits.to(torch.float32, copy=True) if transforms else logits
+    for transform in transforms:
+        transform(scores, rows)
     return rows.table.choose(scores, rows.sequence_idx, rows.positions, ASKED)
 
 
@@ -159,19 +134,14 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
     return Logprobs(normed.gather(1, chosen).squeeze(1), rank, top_ids, normed.gather(1, top_ids))
 
 
-_Asks = Callable[[SamplingParams], bool]
 _Build = Callable[[Sequence[SamplingState]], Transform]
 
 
-def _stages(states: Sequence[SamplingState], plan: Sequence[tuple[_Asks, _Build]]) -> tuple[Stage, ...]:
-    """The transforms of the plan that at least one sequence asks for."""
-    stages = []
-    for asks, build in plan:
-        members = [asks(state.params) for state in states]
-        if any(members):
-            subset = None if all(members) else torch.tensor(members, device=states[0].device)
-            stages.append(Stage(build(states), subset))
-    return tuple(stages)
+def _way_to_choose(states: Sequence[SamplingState]) -> "_Choose":
+    """The cheapest that does for all of them."""
+    if any(_filters(state.params) for state in states):
+        return _FilteredDraw.build(states)
+    return _Draw.build(states) if any(state.params.temperature > 0 for state in states) else _likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,81 +212,24 @@ class _Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
+class _FilteredDraw:
     """The same with -inf for what filters drop."""
 
-    seeds: Tensor  # [batch] int64
-    temperatures: Tensor  # [batch] float32
-    top_p: Tensor  # [batch] float64, 1 = off
-    narrows: bool  # some sequence has a nucleus
-    filters: tuple[Stage, ...]
+    draw: _Draw
+    filters: Filters  # of each sequence
 
     @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_Sampled":
-        device = states[0].device
-        filters = _stages(
-            states,
-            (
-                (lambda p: p.temperature > 0 and p.min_p > 0, _MinP.build),
-                (lambda p: p.temperature > 0 and p.top_k > 0, _TopK.build),
-            ),
-        )
-        return _Sampled(
-            _seeds(states),
-            _floats([s.params.temperature for s in states], device),
-            torch.tensor([s.params.top_p for s in states], dtype=torch.float64, device=device),
-            any(s.params.top_p < 1 for s in states),
-            filters,
-        )
+    def build(states: Sequence[SamplingState]) -> "_FilteredDraw":
+        device, params = states[0].device, [state.params for state in states]
+        least = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
+        top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
+        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        filters = Filters(_floats(least, device), torch.tensor(top_k, device=device), top_p)
+        return _FilteredDraw(_Draw.build(states), filters)
 
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        # with the maximum at 0 no temperature, however small, makes two scores infinite
-        scores.sub_(scores.amax(-1, keepdim=True)).div_(self.temperatures[rows.sequence_idx, None])
-        for stage in self.filters:
-            stage.apply(scores, rows)
-        noise = self._noise(rows, scores.shape[1])
-        if self.narrows:
-            narrow_to_nucleus(scores, noise, self.top_p[rows.sequence_idx])
-        scores.add_(noise)
-
-    def _noise(self, rows: SamplingRows, vocab: int) -> Tensor:
-        """Noise of each row, computed once for all rows of a sequence that choose for the same position."""
-        # -> [rows, vocab]
-        if rows.positions.shape == self.seeds.shape:  # one row each: nothing to share, and nothing to ask a device
-            return gumbel_noise(self.seeds[rows.sequence_idx], rows.positions, vocab)
-        keys, row_key = torch.unique((rows.sequence_idx << 32) | rows.positions, return_inverse=True)
-        return gumbel_noise(self.seeds[keys >> 32], keys & 0xFFFFFFFF, vocab)[row_key]
-
-
-@dataclass(frozen=True, slots=True)
-class _MinP:
-    """Drops tokens less likely than min_p times the likeliest one, compared as logarithms: no exponential needed."""
-
-    log_min_p: Tensor  # [batch] float32
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_MinP":
-        logs = [math.log(s.params.min_p) if s.params.min_p > 0 else _NEVER for s in states]
-        return _MinP(_floats(logs, states[0].device))
-
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        scores.masked_fill_(scores < self.log_min_p[rows.sequence_idx, None], _NEVER)
-
-
-@dataclass(frozen=True, slots=True)
-class _TopK:
-    """Keeps the k likeliest tokens; among equals at the border the lower ids."""
-
-    last: Tensor  # [batch] int64, k - 1
-    largest: int
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_TopK":
-        counts = [min(max(s.params.top_k, 1), s.vocab) for s in states]
-        return _TopK(torch.tensor(counts, device=states[0].device) - 1, max(counts))
-
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        keep_top_k(scores, self.last[rows.sequence_idx], self.largest)
+    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
+        seeds, temperatures = self.draw.seeds[sequence_idx], self.draw.temperatures[sequence_idx]
+        return choosing.sample_filtered(scores, seeds, positions, temperatures, self.filters.of(sequence_idx))
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -31,6 +31,8 @@ class Verified:
 
         [batch, depth + 1] int64
         """
+        if not self.tree.width:
+            return self.logit_index
         places = torch.nn.functional.pad(self.result.path + 1, (1, 0))
         return self.logit_index.gather(1, places)
 
@@ -66,7 +68,7 @@ class VerifyStage:
         table = self._table_of(completing)
         if table.is_plain:
             return choosing.likeliest(logits)
-        if table.stages:
+        if table.transforms:
             return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
         return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, choosing)
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Known
+from kernels.sample import Choice
 from service.assembly import Assembly
 from service.bench.lossless import LosslessResult, check
 from service.bench.lossless_cases import Case, Extras, Way
 from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling
+from service.engine.choosing import Choosing
 from service.engine.generation import Finish
 from service.engine.generation import Sequence as Generation
 from service.engine.numerics import rows_are_independent
@@ -61,8 +63,11 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         target_top: int,
         known: Known | None,
+        worth_running: bool,
     ) -> tuple[Committed, Tensor]:
-        committed, freed = true_commit(rows, verified, output, table, target_top=target_top, known=known)
+        committed, freed = true_commit(
+            rows, verified, output, table, target_top=target_top, known=known, worth_running=worth_running
+        )
         accepted = verified.result.num_accepted
         if freed.any() and accepted.any():
             victim = int(accepted.argmax())
@@ -76,13 +81,16 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node of a tree draws with the noise of the position after the root."""
-    true_noise = sampling._Sampled._noise
+    true_call = sampling._FilteredDraw.__call__
 
-    def noise(self: sampling._Sampled, rows: SamplingRows, vocab: int) -> Tensor:
-        depths = (rows.path_tokens >= 0).sum(1)
-        return true_noise(self, replace(rows, positions=rows.positions - depths), vocab)
+    def choose(
+        self: sampling._FilteredDraw, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing
+    ) -> Choice:
+        nowhere = torch.full_like(positions, torch.iinfo(positions.dtype).max)
+        roots = nowhere.scatter_reduce(0, sequence_idx, positions, "amin")
+        return true_call(self, scores, sequence_idx, roots[sequence_idx], choosing)
 
-    monkeypatch.setattr(sampling._Sampled, "_noise", noise)
+    monkeypatch.setattr(sampling._FilteredDraw, "__call__", choose)
 
 
 def skip_penalties_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample
+from kernels.sample_filtered import Filters
+from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -90,6 +92,7 @@ def launch_everything(dtype: torch.dtype) -> None:
     attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     sample.sample(logits, zeros, zeros, zeros.float())
+    sample_filtered.sample_filtered(logits, zeros, zeros, zeros.float(), Filters(zeros.float(), zeros, zeros.double()))
     rank_features.rank_features(logits)
     tree = torch.zeros(2, 64, dtype=torch.int64)
     accepted = accept.accept(tree, tree - 1, zeros, torch.zeros(2, 65, dtype=torch.int64))

@@ -14,6 +14,7 @@ KERNELS = {
     "_prefix_kernel",
     "_tail_kernel",
     "_best_of_parts",
+    "_draw_row",
     "_features_of_row",
     "_walk",
     "_commit",

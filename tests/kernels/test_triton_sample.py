@@ -71,11 +71,17 @@ def test_of_equal_scores_the_lowest_id_is_chosen(device: str) -> None:
     assert sample(logits, zeros, zeros, zeros.float()).tokens.tolist() == [0, 7]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rows_without_a_finite_score_are_named(temperature: float, device: str) -> None:
+def half_broken(device: str) -> Tensor:
+    """Logits of five rows, three of which have no token to choose, and one a single token, the last."""
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
     logits[0, 2000], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, : VOCAB - 1] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_without_a_finite_score_are_named(temperature: float, device: str) -> None:
+    logits = half_broken(device)
     zeros = torch.zeros(5, dtype=torch.int64, device=device)
     chosen = sample(logits, zeros, zeros, zeros + temperature)
     assert chosen.bad_rows.tolist() == [True, True, True, False, False]

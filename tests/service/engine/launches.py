@@ -14,7 +14,7 @@ from kernels.ops import REFERENCE
 from service.engine.graphs import Rerun
 
 _FREE = ("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.lift_fresh", "aten.detach")
-_DEVICE_LAUNCHES = {"sample": 8, "accept": 1, "commit_slots": 3, "rank_features": 1}
+_DEVICE_LAUNCHES = {"sample": 8, "sample_filtered": 6, "accept": 1, "commit_slots": 3, "rank_features": 1}
 Result = TypeVar("Result")
 
 

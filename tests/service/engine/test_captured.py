@@ -1,17 +1,20 @@
 """Replayed forwards give the bits of forwards run as they are, whatever was in the buffers before."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from drafters.tree import ROOT, DraftTree
+from kernels.sample_filtered import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
 from service.engine.choosing import ASKED
 from service.engine.commit import lay_out
 from service.engine.graphs import Rerun
 from service.engine.rows import Chain, ForwardRows
+from service.engine.sequence import SamplingParams
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target, TargetOutput
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target
@@ -121,11 +124,17 @@ def test_replayed_choices_are_those_that_are_asked_for(lines: list[int]) -> None
         rows = replayed.logits.shape[0]
         seeds, positions = torch.arange(rows) + seed, torch.arange(rows) % 4
         temperatures = torch.tensor([0.0, 0.7, 1.3])[torch.arange(rows) % 3]
+        shares = torch.tensor([0.9, 0.5], dtype=torch.float64)[torch.arange(rows) % 2]
+        filters = Filters(torch.full((rows,), -2.0), torch.arange(rows) % 4, shares)
         for chosen, expected in (
             (replayed.choosing.likeliest(replayed.logits), ASKED.likeliest(plain.logits)),
             (
                 replayed.choosing.sample(replayed.logits, seeds, positions, temperatures),
                 ASKED.sample(plain.logits, seeds, positions, temperatures),
+            ),
+            (
+                replayed.choosing.sample_filtered(replayed.logits, seeds, positions, temperatures, filters),
+                ASKED.sample_filtered(plain.logits, seeds, positions, temperatures, filters),
             ),
         ):
             assert torch.equal(chosen.tokens, expected.tokens)
@@ -147,9 +156,8 @@ def test_a_broken_row_is_told_by_a_replayed_choice() -> None:
     assert replayed.choosing.likeliest(replayed.logits).bad_rows.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_engine_that_replays_gives_the_same_text(temperature: float) -> None:
-    params = greedy() if temperature == 0 else sampled(3)
+@pytest.mark.parametrize("params", [greedy(), sampled(3), replace(sampled(3), top_p=0.8, top_k=20)])
+def test_an_engine_that_replays_gives_the_same_text(params: SamplingParams) -> None:
     requests = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(5, 30))]
     plain, replaying = tiny_engine(), tiny_engine()
     capture_forwards(

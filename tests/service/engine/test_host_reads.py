@@ -1,5 +1,7 @@
 """How often a step waits for the device: once for its tokens, and once more for the size of its trees."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,13 @@ torch.set_num_threads(1)
 
 TOKENS = "service.engine.emit:of tolist"
 TREE_SIZES = "service.engine.drafting:build tolist"
-ON_THE_HOST = ("kernels.tree_attention:", "kernels.sample:", "drafters.late:")
+ON_THE_HOST = (
+    "kernels.tree_attention:",
+    "kernels.sample:",
+    "kernels.sample_filtered:",
+    "kernels.filters:",
+    "drafters.late:",
+)
 """References that read there, as the kernels that stand for them on a device do not; what has come a step late."""
 
 
@@ -37,7 +45,12 @@ def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
     return [read for read in reads.seen if not read.startswith(ON_THE_HOST)]
 
 
-@pytest.mark.parametrize("params", [greedy(), sampled(3)], ids=["greedy", "sampled"])
+EVERYTHING = replace(
+    sampled(3), top_p=0.8, top_k=20, min_p=0.01, min_tokens=9, frequency_penalty=0.3, logit_bias=((5, -3.0),)
+)
+
+
+@pytest.mark.parametrize("params", [greedy(), sampled(3), EVERYTHING], ids=["greedy", "sampled", "everything"])
 def test_a_plain_step_waits_once(params: SamplingParams) -> None:
     engine = tiny_engine(drafter="none", policy=FixedBudget(0))
     assert reads_of_a_step(engine, params) == [TOKENS]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels.gumbel import gumbel_noise
 from kernels.sample import Choice
@@ -57,6 +58,12 @@ def _choose(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> Choice:
             torch.tensor([r.path + [-1] * (depth - len(r.path)) for r in rows], dtype=torch.int64).view(len(rows), -1),
         ),
     )
+
+
+def _select(rows: SamplingRows, idx: Tensor) -> SamplingRows:
+    """The rows of these indices."""
+    parts = (rows.sequence_idx, rows.positions, rows.num_generated, rows.path_tokens)
+    return SamplingRows(rows.table, *(part[idx] for part in parts))
 
 
 def _oracle(row: Row) -> int:
@@ -203,18 +210,18 @@ def test_rows_alone_are_rows_in_company_in_any_order(vocab: int, dtype: torch.dt
     )
     expected = choose_tokens(logits, together).tokens
     order = torch.randperm(num_rows, generator=generator)
-    assert torch.equal(choose_tokens(logits[order], together.select(order)).tokens, expected[order])
+    assert torch.equal(choose_tokens(logits[order], _select(together, order)).tokens, expected[order])
     for i in range(num_rows):
         alone = torch.tensor([i])
         own = SamplingTable.build([states[i % len(states)]])
-        row = replace(together.select(alone), table=own, sequence_idx=torch.tensor([0]))
+        row = replace(_select(together, alone), table=own, sequence_idx=torch.tensor([0]))
         assert choose_tokens(logits[alone], row).tokens.tolist() == [expected[i].item()]
-        assert choose_tokens(logits[alone], together.select(alone)).tokens.tolist() == [expected[i].item()]
+        assert choose_tokens(logits[alone], _select(together, alone)).tokens.tolist() == [expected[i].item()]
 
 
-def test_greedy_without_processors_has_no_stage_and_takes_the_lowest_id() -> None:
+def test_greedy_without_processors_is_plain_and_takes_the_lowest_id() -> None:
     plain = [SamplingState(_params(temperature=0.0, top_p=0.5, top_k=3), [1], eos_ids=EOS, vocab=4, device=CPU)] * 2
-    assert SamplingTable.build(plain).stages == ()
+    assert SamplingTable.build(plain).is_plain
     row = Row([1.0, 5.0, 5.0, 5.0], _params(temperature=0.0), [1], [], [])
     assert _choose([row, replace(row, logits=[2.0] * 4)], torch.bfloat16).tokens.tolist() == [1, 0]
 
