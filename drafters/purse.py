@@ -5,6 +5,8 @@ lost it all is tried again whenever a small share of the time that passed has pa
 never having tried is bounded for any run: the allowance, and that share of the time.
 """
 
+import math
+
 ALLOWANCE = 3.0
 LIMIT = 8.0
 SHARE = 0.01
@@ -30,6 +32,10 @@ class Purse:
         """Whether it may go on."""
         return self._balance > 0.0
 
+    def opens_within(self, steps: int) -> bool:
+        """Whether it is open, or will be after so many steps without it."""
+        return self._balance + steps * self._share > 0.0
+
     def rest(self) -> None:
         """A step went by without it."""
         self.settle(self._share)
@@ -43,7 +49,8 @@ class PursesBySize:
     """One purse for each size of batch, in powers of two.
 
     A step's gain is a mean over its sequences, whose variance falls as one over their number, and with it what it takes
-    to tell a gain from a loss: the more sequences, the smaller the purse and the share of the time that fills it.
+    to tell a gain from a loss: the more sequences, the smaller the purse and the share of the time that fills it. And
+    what has lost its purse for many begins with that debt for twice as many, whose rows a forward has less room for.
     """
 
     def __init__(self, *, allowance: float = ALLOWANCE) -> None:
@@ -54,5 +61,13 @@ class PursesBySize:
         size = num_sequences.bit_length()
         if size not in self._purses:
             part = max(_SMALLEST, min(1.0, _WHOLE_FOR / 2 ** (size - 1)))
-            self._purses[size] = Purse(allowance=part * self._allowance, limit=part * LIMIT, share=part * SHARE)
+            allowance = min(part * self._allowance, self._debt(size - 1))
+            self._purses[size] = Purse(allowance=allowance, limit=part * LIMIT, share=part * SHARE)
         return self._purses[size]
+
+    def _debt(self, size: int) -> float:
+        """The balance of a purse that is closed; infinite where it says nothing of other sizes."""
+        purse = self._purses.get(size)
+        if purse is None or purse.is_open or 2 ** (size - 1) <= _WHOLE_FOR:
+            return math.inf
+        return purse.balance

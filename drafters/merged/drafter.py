@@ -70,7 +70,7 @@ class MergedDrafter:
 
     def read(self, read: Read) -> None:
         self._cheap.read(read)
-        self._costly.read(replace(read, worth_running=self._sleep.is_awake))
+        self._costly.read(replace(read, worth_running=read.worth_running and self._sleep.is_awake))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
@@ -89,10 +89,11 @@ class MergedDrafter:
     def commit(self, committed: Committed) -> None:
         if self._has_grown:
             self._give_credit(committed)
+            self._sleep.step(asked=self._asked)
         self._cheap.commit(committed)
-        self._sleep.step(asked=self._asked)
         self._has_grown = self._asked = False
-        self._costly.commit(replace(committed, worth_running=self._sleep.is_awake))
+        worth_running = committed.worth_running and self._sleep.is_awake
+        self._costly.commit(replace(committed, worth_running=worth_running))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._hashes[:, list(rows)] = merging.NO_HASH

@@ -56,6 +56,10 @@ class BudgetPolicy(Protocol):
         """Why nothing is to be drafted in this step, one of REASONS; None where the drafter is to be asked."""
         ...
 
+    def follows(self, load: Load) -> bool:
+        """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
+        ...
+
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         """`share` computes `most_per_second`, as it is or in a replay."""
         ...
@@ -74,6 +78,9 @@ class FixedBudget:
     def refusal(self, load: Load) -> str | None:
         return None if self._nodes else "fixed"
 
+    def follows(self, load: Load) -> bool:
+        return self._nodes > 0
+
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes)
 
@@ -91,6 +98,9 @@ class PerBatchSizeBudget:
 
     def refusal(self, load: Load) -> str | None:
         return None if self._nodes(load) else "fixed"
+
+    def follows(self, load: Load) -> bool:
+        return True
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes(load))
@@ -113,6 +123,9 @@ class CostBudget:
 
     def refusal(self, load: Load) -> str | None:
         return self._gain.refusal(load)
+
+    def follows(self, load: Load) -> bool:
+        return self._gain.follows(load)
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights

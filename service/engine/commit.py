@@ -41,11 +41,12 @@ def commit(
     *,
     target_top: int,
     known: Known | None = None,
+    worth_running: bool = True,
 ) -> tuple[Committed, Tensor]:
     """Write accepted nodes into the slot table; says what became permanent, and which slots nobody needs any more.
 
-    `known` is what the host knows of the completing sequences. The slots are [nodes of all sequences], those that are
-    free first, as many as nodes were not accepted.
+    `known` is what the host knows of the completing sequences; `worth_running` is passed on. The slots are
+    [nodes of all sequences], those that are free first, as many as nodes were not accepted.
     """
     tree, result = verified.tree, verified.result
     table_rows, roots = rows.attention.table_rows[rows.completing], rows.attention.chain_end[rows.completing]
@@ -66,12 +67,15 @@ def commit(
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
         tops=target_tops(output.logits, verified.path_logits, counts, target_top),
+        worth_running=worth_running,
         known=known,
     )
     return committed, freed
 
 
-def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor) -> Iterator[Read]:
+def reads(
+    items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, worth_running: bool = True
+) -> Iterator[Read]:
     """What the step read of prompts, sequence by sequence; a text's newest token belongs to `commit`."""
     first = 0
     for item in items:
@@ -87,11 +91,14 @@ def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor) -> Itera
                 tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
                 slots=rows.slots[part],
                 features=features[part],
+                worth_running=worth_running,
             )
 
 
 def _emitted(tree: DraftTree, result: VerifyResult) -> Tensor:
     """Accepted tokens, then the bonus token, then -1. # -> [batch, depth + 1] int64"""
+    if not tree.width:
+        return result.bonus[:, None]
     on_path = result.path >= 0
     accepted = tree.tokens.gather(1, result.path.clamp(min=0)).masked_fill(~on_path, -1)
     padded = torch.nn.functional.pad(accepted, (0, 1), value=-1)

@@ -2,7 +2,8 @@
 
 Every step is compared with what a plain one of the same sequences takes, in which the drafter would not even have to
 follow the texts; gains and losses go into a purse per size of batch (`drafters/purse.py`), so that a drafter that does
-not pay costs a share of 1 % at most, whatever it claims.
+not pay costs a share of 1 % at most, whatever it claims. What it takes to follow the texts is owed by the drafts that
+come of it; where none are to come for long, texts are not followed.
 """
 
 from collections import defaultdict
@@ -31,6 +32,9 @@ _UNSEEN = 0.05
 sequences: caches that its rows leave cold, and prompts that are read in more and smaller parts."""
 _LARGEST_SURPRISE = 1.5  # times what was expected: a hiccup is nobody's fault
 _RATE = 0.05
+_AHEAD = 64
+"""Steps for which texts are followed before drafts are tried again: of texts it has not followed a drafter knows too
+little to show what it is worth."""
 
 
 class DraftGain:
@@ -48,6 +52,10 @@ class DraftGain:
             return "stands_down"
         return "reference" if self._book(load).references_due else None
 
+    def follows(self, load: Load) -> bool:
+        """Whether it is worth following what this step reads and commits."""
+        return self._purses.of(load.num_sequences).opens_within(_AHEAD)
+
     def plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
         batch = max(1, load.num_drafting)
@@ -60,11 +68,13 @@ class DraftGain:
     def learn(self, outcome: StepOutcome) -> float:
         """Take in a step; returns the verify seconds that had been predicted."""
         load = outcome.load
-        rows = load.num_rows + outcome.num_nodes
-        predicted = self.costs.learn(rows, load.context, load.num_sequences, outcome.verify_seconds)
+        if outcome.followed:
+            self._books[load.num_sequences.bit_length()].owed_seconds += outcome.follow_seconds
         if load.num_drafting:
             self._judge(self._book(load), outcome)
-        return predicted
+        rows = load.num_rows + outcome.num_nodes
+        # After the judgement: what a step with drafts took must not become what a plain one would have taken.
+        return self.costs.learn(rows, load.context, load.num_sequences, outcome.verify_seconds)
 
     def _book(self, load: Load) -> "_Book":
         return self._books[load.num_drafting.bit_length()]
@@ -83,12 +93,11 @@ class DraftGain:
         # What it took, whatever had been expected of so many rows; but nodes make no forward faster, only clocks do.
         verify = min(max(outcome.verify_seconds, float(foretold[0])), _LARGEST_SURPRISE * float(foretold[1]))
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        following = outcome.follow_seconds + book.note_drafted(outcome.other_seconds)
-        spent = drafting + verify - float(foretold[0]) + following
+        spent = drafting + verify - float(foretold[0]) + book.note_drafted(outcome.other_seconds)
         gained = outcome.accepted_tokens / load.num_drafting * plain
         gain = (gained - spent) / plain - _UNSEEN
         book.note_gain(gain)
-        self._purses.of(load.num_drafting).settle(gain)
+        self._purses.of(load.num_drafting).settle(gain - book.pay() / plain)
 
 
 class _Book:
@@ -97,6 +106,7 @@ class _Book:
     def __init__(self) -> None:
         self.references_due = float(_FIRST_REFERENCES)
         self.plain_other_seconds = 0.0
+        self.owed_seconds = 0.0  # taken by following texts since drafts were last tried
         self._steps_with_nodes = 0
         self._pause = _FIRST_PAUSE
         self._drafted_other_seconds = 0.0
@@ -112,6 +122,11 @@ class _Book:
             self.references_due = 1.0 if self._gain > _CLEAR else float(_REFERENCES)
             self._steps_with_nodes = 0
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+
+    def pay(self) -> float:
+        """What following the texts has taken until now."""
+        owed, self.owed_seconds = self.owed_seconds, 0.0
+        return owed
 
     def note_gain(self, gain: float) -> None:
         """A step with drafts gained so many plain ones."""

@@ -30,6 +30,7 @@ class _Draft:
 
     load: Load
     asked: bool  # whether the drafter was
+    followed: bool  # whether it is to take in what becomes permanent
 
 
 class DraftStage:
@@ -82,7 +83,7 @@ class DraftStage:
         load = self._load(batch, drafting, num_free_slots)
         reason = self._refusal(drafting, load)
         if reason is not None:
-            self._draft = _Draft(load, asked=False)
+            self._draft = _Draft(load, asked=False, followed=self._is_worth_following(batch, load))
             none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
             return DraftTree.empty(len(batch.items), self._device), Budget(none, reason, (0,) * len(batch.items))
         candidates = self._grow(drafting)
@@ -90,7 +91,7 @@ class DraftStage:
         num_keep = torch.minimum(budget.num_keep, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
         tree = self._trimming.keep(num_keep, max(nodes))
-        self._draft = _Draft(load, asked=True)
+        self._draft = _Draft(load, asked=True, followed=True)
         nodes += [0] * (len(batch.items) - len(nodes))
         return _pad_lines(tree, len(batch.items)), budget.told(nodes, candidates)
 
@@ -106,6 +107,12 @@ class DraftStage:
         predicted = self._policy.learn(self._outcome(draft, stats))
         self._num_learnt += 1
         return self._readings(replace(stats, predicted_verify_seconds=predicted))
+
+    @property
+    def follows(self) -> bool:
+        """Whether the drafter is to take in what this step reads and commits."""
+        assert self._draft is not None, "no trees were built in this step"
+        return self._draft.followed
 
     def calibration_error(self) -> float:
         """Expected calibration error of survival over recently verified nodes; waits for the device."""
@@ -130,6 +137,7 @@ class DraftStage:
         return StepOutcome(
             load=draft.load,
             drafted=draft.asked,
+            followed=draft.followed,
             num_nodes=stats.drafted_nodes,
             accepted_tokens=stats.accepted_tokens,
             draft_seconds=stats.draft_seconds,
@@ -156,6 +164,10 @@ class DraftStage:
         if not any(sequence.max_nodes != 0 for sequence in drafting):
             return "no_candidates"
         return self._policy.refusal(load)
+
+    def _is_worth_following(self, batch: Batch, load: Load) -> bool:
+        """Whether any text of the batch is to have drafts, now or soon."""
+        return any(item.sequence.max_nodes != 0 for item in batch.items) and self._policy.follows(load)
 
     def _notice_new_version(self) -> None:
         if self._version != self._drafter.version:

@@ -127,8 +127,9 @@ class Engine:
         clock.lap("verify")
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.choosing)
+        followed, top = self._draft_stage.follows, self.drafter.target_top
         committed, freed = commit(
-            rows, verified, output, self.table, target_top=self.drafter.target_top, known=batch.known
+            rows, verified, output, self.table, target_top=top, known=batch.known, worth_running=followed
         )
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
@@ -155,7 +156,7 @@ class Engine:
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
         if features is not None and self.drafter.tap_layers:
-            for read in reads(batch.items, rows, features):
+            for read in reads(batch.items, rows, features, worth_running=committed.worth_running):
                 self.drafter.read(read)
         self.drafter.commit(committed)
 

@@ -23,9 +23,10 @@ class StepOutcome:
 
     load: Load
     drafted: bool  # whether the drafter was asked
+    followed: bool  # whether it was to take in prompts and answers
     num_nodes: int  # nodes verified, all sequences together
     accepted_tokens: int
     draft_seconds: float
     verify_seconds: float
-    follow_seconds: float  # what the drafter took to take in prompts and answers, drafted or not
+    follow_seconds: float  # what that took, drafted or not
     other_seconds: float

@@ -69,6 +69,29 @@ def test_the_more_sequences_the_smaller_the_purse() -> None:
     assert purses.of(16).balance == pytest.approx(LIMIT / 4 - 1.0 + SHARE / 4)
 
 
+def test_what_loses_for_many_is_doubted_for_more_but_not_for_fewer() -> None:
+    purses = PursesBySize()
+    purses.of(8).settle(-2 * ALLOWANCE)
+    assert purses.of(16).balance == purses.of(8).balance < 0
+    assert purses.of(4).balance == ALLOWANCE
+
+
+def test_what_loses_for_few_says_nothing_of_many() -> None:
+    purses = PursesBySize()
+    purses.of(4).settle(-2 * ALLOWANCE)
+    assert purses.of(8).is_open
+
+
+def test_it_says_when_it_will_open() -> None:
+    purse = Purse(allowance=-0.5, share=0.25)
+    assert not purse.opens_within(2)
+    assert purse.opens_within(3)
+    for _ in range(3):
+        assert not purse.is_open
+        purse.rest()
+    assert purse.is_open
+
+
 def test_a_small_purse_is_enough_for_many_because_they_gain_evenly() -> None:
     rng = random.Random(0)
     stopped = 0

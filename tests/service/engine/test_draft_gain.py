@@ -50,6 +50,8 @@ class World:
         self.batch, self.claims, self.noise = batch, claims, noise
         self.follow_seconds = follow_seconds
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
+        self.followed: list[bool] = []  # step by step
+        self.drafted: list[bool] = []
 
     @property
     def plain_speed(self) -> float:
@@ -69,14 +71,18 @@ class World:
         if drafted:
             keep, accepted = self._draft(load, truth)
         verify = true_seconds(self.batch + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * drafted
+        followed = drafted or self.policy.follows(load)
+        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * followed
         self.tokens += self.batch + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
         self.drafted_steps += drafted
+        self.drafted.append(drafted)
+        self.followed.append(followed)
         self.policy.learn(
             StepOutcome(
                 load=load,
                 drafted=drafted,
+                followed=followed,
                 num_nodes=sum(keep),
                 accepted_tokens=accepted,
                 draft_seconds=draft,
@@ -133,6 +139,26 @@ def test_what_following_the_texts_takes_counts(follow_seconds: float, pays: bool
     assert (world.drafted_steps > 2_000) == pays
 
 
+@pytest.mark.parametrize("batch", [4, 16])
+def test_texts_are_followed_only_for_a_while_before_drafts_that_do_not_pay(batch: int) -> None:
+    world = World(batch, 0.8, noise=0.1, follow_seconds=0.1)
+    world.speed(3_000, lambda: 0.0)
+    assert world.speed(10_000, lambda: 0.0) >= 0.98 * world.plain_speed
+    trials = [step for step in range(3_000, 13_000) if world.drafted[step]]
+    assert trials
+    assert all(all(world.followed[step - 50 : step]) for step in trials)
+    assert sum(world.followed[3_000:]) < 0.2 * 10_000
+
+
+def test_following_is_owed_by_the_drafts_that_come_of_it() -> None:
+    world = World(4, 0.8, noise=0.1, follow_seconds=0.3)
+    world.speed(1_000, lambda: 0.0)
+    often = sum(world.drafted[500:])
+    world = World(4, 0.8, noise=0.1)
+    world.speed(1_000, lambda: 0.0)
+    assert often < 0.5 * sum(world.drafted[500:])
+
+
 def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
     world = World(1, 0.9)
     world.speed(50, lambda: 1.0)
@@ -175,6 +201,7 @@ def test_costs_are_predicted_closely_after_a_while() -> None:
         StepOutcome(
             load=Load(4, 1.0, 100, num_drafting=4, num_sequences=4),
             drafted=False,
+            followed=True,
             num_nodes=0,
             accepted_tokens=0,
             draft_seconds=0.0,

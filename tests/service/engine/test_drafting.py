@@ -140,6 +140,9 @@ def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     tree, _ = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
+    assert stage.follows, "for the text whose prompt is being read"
+    stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
+    assert not stage.follows
 
 
 class Watcher:
@@ -154,6 +157,9 @@ class Watcher:
     def refusal(self, load: Load) -> str | None:
         self.loads.append(load)
         return self.reason
+
+    def follows(self, load: Load) -> bool:
+        return self.reason is None
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         self.survival = candidates.survival[0].tolist()
@@ -205,7 +211,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     load = outcome.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
     assert load.context == (11 + 11 + 5) / 3
-    assert (outcome.drafted, outcome.num_nodes, outcome.accepted_tokens) == (True, 4, 2)
+    assert (outcome.drafted, outcome.followed, outcome.num_nodes, outcome.accepted_tokens) == (True, True, 4, 2)
     assert (outcome.draft_seconds, outcome.verify_seconds, outcome.other_seconds) == (1.0, 2.0, 3.0)
 
 
@@ -214,8 +220,9 @@ def test_a_policy_that_stands_down_asks_no_drafter() -> None:
     watcher.reason = "stands_down"
     tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "stands_down", [])
+    assert not stage.follows
     stage.learn(tree, verified(tree, 0), report())
-    assert watcher.outcomes[0].drafted is False
+    assert (watcher.outcomes[0].drafted, watcher.outcomes[0].followed) == (False, False)
 
 
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
