@@ -30,12 +30,14 @@ SECRET = "a secret of all replicas"
 PATIENCE_SECONDS = 900.0
 _READY = re.compile(r"ready: (\S+)")
 _TOKENS = 24
+_AT_A_TIME = 6
+_CHANGES = 10
 _OPERATOR = {"authorization": "Bearer boss"}
 
 
 @dataclass(frozen=True)
 class Ground:
-    """A target with a drafter that is good at other texts than those that are asked for."""
+    """A target with a drafter that is good at other texts than those that are asked for, a few of them at a time."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -52,7 +54,8 @@ def ground(folder: Path, redis_url: str, **knobs: object) -> Ground:
 
 def shifted_requests() -> list[GenerationRequest]:
     """One in three is sampled."""
-    prompts = [prompt for seed in range(100, 106) for prompt in random_prompts(1, 6, seed=seed)]
+    seeds = range(100, 100 + _AT_A_TIME * _CHANGES)
+    prompts = [prompt for seed in seeds for prompt in random_prompts(1, 6, seed=seed)]
     return [
         replace(one, sampling=replace(one.sampling, temperature=float(number % 3 == 2)))
         for number, one in enumerate(requests(prompts, temperature=0.0, tokens=_TOKENS))
@@ -143,10 +146,11 @@ class Replica:
 
 @dataclass
 class Load:
-    """Clients that ask every replica for the same texts over and over, one request at a time each."""
+    """Clients that ask every replica for the same few texts over and over, one request at a time each."""
 
     site: Ground
     replicas: Sequence[Replica]
+    changes: int = 0
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -162,6 +166,11 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    def change(self) -> None:
+        """To texts that nobody has learnt yet: who knows the old ones by heart has nothing left to learn from them."""
+        self.changes += 1
+        assert self.changes < _CHANGES, "no other texts are left"
+
     def taken(self) -> list[float]:
         """Seconds of the requests since this was last asked."""
         taken, self.seconds = self.seconds, []
@@ -170,7 +179,7 @@ class Load:
     def _ask(self, replica: Replica, turn: int) -> None:
         with httpx.Client(timeout=60) as client:
             while not self._stopping.is_set():
-                self._ask_once(client, replica, turn % len(self.site.asked))
+                self._ask_once(client, replica, self.changes * _AT_A_TIME + turn % _AT_A_TIME)
                 turn += 1
 
     def _ask_once(self, client: httpx.Client, replica: Replica, number: int) -> None:

@@ -153,7 +153,7 @@ def test_dropped_row_padding_is_caught(tmp_path: Path) -> None:
     assembly.target.row_multiple = assembly.target.fewest_rows = 1
     independent = rows_are_independent(assembly.target)
     mismatched = compared = 0
-    for seed in range(4):
+    for seed in range(1 if independent else 4):
         if not mismatched:
             result = compare(assembly, "none", seed=seed)
             mismatched += result.mismatched_tokens

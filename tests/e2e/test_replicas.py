@@ -32,6 +32,7 @@ def _no_wrong_token(running: Fleet) -> Iterator[None]:
 
 def learns(running: Fleet) -> None:
     """All go on from what they agree on."""
+    running.load.change()
     before = running.newest()
     took = running.wait(lambda: running.agree(beyond=before), LEARNING_SECONDS)
     print(f"a newer version served by all after {took:.1f} s")
