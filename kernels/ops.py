@@ -12,7 +12,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered, tree_attention
+from kernels import (
+    accept,
+    commit_slots,
+    draft_loss,
+    rank_features,
+    rms_norm,
+    rotary,
+    sample,
+    sample_filtered,
+    silu_mul,
+    store_kv,
+    tree_attention,
+)
 from kernels.accept import Accepted
 from kernels.commit_slots import CommittedSlots
 from kernels.draft_loss import HeadLoss
@@ -52,6 +64,10 @@ class DraftObjective(Protocol):
 class Ops:
     """One implementation of each op; what they do is said at the references."""
 
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     plan_attention: PlanAttention
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], Choice]
     sample_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters], Choice]
@@ -62,6 +78,10 @@ class Ops:
 
 
 REFERENCE = Ops(
+    rms_norm=rms_norm.rms_norm,
+    rotary=rotary.rotary,
+    silu_mul=silu_mul.silu_mul,
+    store_kv=store_kv.store_kv,
     plan_attention=tree_attention.plan_attention,
     sample=sample.sample,
     sample_filtered=sample_filtered.sample_filtered,
@@ -84,9 +104,25 @@ def _table(device_type: str) -> Ops:
 
 def _device_table() -> Ops:
     """Imported only here: Triton is not installed where there is no device for it."""
-    from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered, tree_attention
+    from kernels.triton import (
+        accept,
+        commit_slots,
+        draft_loss,
+        rank_features,
+        rms_norm,
+        rotary,
+        sample,
+        sample_filtered,
+        silu_mul,
+        store_kv,
+        tree_attention,
+    )
 
     return Ops(
+        rms_norm=rms_norm.rms_norm,
+        rotary=rotary.rotary,
+        silu_mul=silu_mul.silu_mul,
+        store_kv=store_kv.store_kv,
         plan_attention=tree_attention.plan_attention,
         sample=sample.sample,
         sample_filtered=sample_filtered.sample_filtered,

@@ -110,9 +110,9 @@ class Attention(Protocol):
     ) -> Tensor:
         """Attend all rows in one layer.
 
-        query [rows, query heads, head_dim] float32; pool [2, slots, heads, head_dim], the layer's keys and values with
-        this forward's rows written; returns [rows, query heads, head_dim] float32. `softcap` bounds scores to +-softcap
-        by tanh (Gemma 2).
+        query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and values
+        with this forward's rows written; returns [rows, query heads, head_dim] in the query's type, from sums in
+        float32. `softcap` bounds scores to +-softcap by tanh (Gemma 2).
         """
         ...
 
@@ -128,11 +128,12 @@ class AttentionPlan:
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
         """As `Attention.attend`; the pool must be float32."""
-        flat_query = query.reshape(-1, query.shape[-1]) * (scale * LOG2_E)  # [rows * query heads, head_dim]
+        queries = query.to(torch.float32).reshape(-1, query.shape[-1])  # [rows * query heads, head_dim]
+        flat_query = queries * (scale * LOG2_E)
         flat_pool = pool.view(-1, pool.shape[-1])  # [2 * slots * heads, head_dim]
         parts = [_attend(flat_query, flat_pool, bucket, pool.shape[2], window, softcap) for bucket in self.buckets]
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return attended.index_select(0, self.out_members).view(query.shape)
+        return attended.index_select(0, self.out_members).view(query.shape).to(query.dtype)
 
 
 def plan_attention(

@@ -49,15 +49,16 @@ class TilePlan:
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
         """As the reference's `tree_attention`; padding rows get zeros."""
-        # query [rows, query heads, dim] float32; pool [2, slots, heads, dim] -> as query
+        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> as query
+        query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
         shape = _Shape.of(query.shape[1], heads, dim, self.slot_table.shape[1])
         cap = 0.0 if softcap is None else softcap * LOG2_E
         bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
-            sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim)
-            tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members)
+            sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
+            tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
             rows, table = self.rows, self.slot_table
             layout = (tiles, rows.sequence, rows.positions, rows.table_rows, table, table.shape[1])
             tree = (rows.node, rows.chain_end, rows.node_slots, rows.node_depths, rows.ancestors)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
 from service.errors import StartupError
 
 GIB = 1 << 30
@@ -40,6 +41,7 @@ class KVPool:
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()
+        self._store = ops.on(device).store_kv
         self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * places, kv_heads, head_dim]
 
     def use(self, user: object, slots: range) -> bool:
@@ -76,8 +78,7 @@ class KVPool:
 
     def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows' keys and values. # places [2, rows]; keys, values [rows, kv_heads, head_dim]"""
-        both = torch.cat([keys, values]).to(self.dtype)
-        self._places[index].index_copy_(0, places.view(-1), both)
+        self._store(self._places[index], places, keys, values)
 
 
 def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:

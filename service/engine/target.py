@@ -203,10 +203,9 @@ def slot_attention(
     keys, values = key.transpose(1, 2)[0, :num_rows], value.transpose(1, 2)[0, :num_rows]
     tree_step.pool.write(module.layer_idx, tree_step.places, keys, values)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = query.transpose(1, 2)[0].to(torch.float32).contiguous()
     layer = tree_step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
-    out = tree_step.plan.attend(queries, layer, scale=scale, window=sliding_window, softcap=softcap)
-    return out.to(query.dtype)[None], None
+    rows = query.transpose(1, 2)[0]
+    return tree_step.plan.attend(rows, layer, scale=scale, window=sliding_window, softcap=softcap)[None], None
 
 
 _HARMLESS = frozenset(

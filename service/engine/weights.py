@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from service.engine import dummy, linear, norms
+from service.engine import dummy, linear
 from service.engine.kv_pool import KVShape
+from service.engine.short_forms import shorten_layers
 from service.engine.target import ATTENTION_NAME
 from service.errors import StartupError
 
@@ -87,11 +88,12 @@ def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devi
     fingerprint = weights_fingerprint(model)
     nn.Module.to(model.eval().requires_grad_(False), device)
     parts, read_bytes = target_parts(model), bytes_read_per_step(model)
-    norms.shorten_norms(model)
     if linear.can_pack(model.dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     elif device.type == "cuda":
         logger.info("joined %d linear layers", linear.fuse_linears(model))
+    shortened = shorten_layers(model, device, model.dtype)
+    logger.info("shortened %s", ", ".join(f"{count} {kind}" for kind, count in shortened.items()))
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,

@@ -18,7 +18,18 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels.sample_filtered import Filters
-from kernels.triton import accept, commit_slots, draft_loss, rank_features, sample, sample_filtered
+from kernels.triton import (
+    accept,
+    commit_slots,
+    draft_loss,
+    rank_features,
+    rms_norm,
+    rotary,
+    sample,
+    sample_filtered,
+    silu_mul,
+    store_kv,
+)
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
@@ -90,6 +101,7 @@ def launch_everything(dtype: torch.dtype) -> None:
     heads = Heads(2, 4, 128)
     text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
     attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype)
+    _launch_layer(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     sample.sample(logits, zeros, zeros, zeros.float())
     sample_filtered.sample_filtered(logits, zeros, zeros, zeros.float(), Filters(zeros.float(), zeros, zeros.double()))
@@ -99,6 +111,17 @@ def launch_everything(dtype: torch.dtype) -> None:
     commit_slots.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
     states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
     draft_loss.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
+
+
+def _launch_layer(dtype: torch.dtype) -> None:
+    """What a decoder layer asks for beside attention, in the sizes of an 8B model."""
+    hidden, joined = torch.randn(1, 4, 4096).to(dtype), torch.randn(1, 4, 2 * 14336).to(dtype)
+    rms_norm.rms_norm(hidden, hidden[0, 0], 1e-5)
+    silu_mul.silu_mul(joined)
+    query, key = hidden.view(1, 4, 32, 128).transpose(1, 2), hidden[..., :1024].view(1, 4, 8, 128).transpose(1, 2)
+    rotary.rotary(query, key, hidden[..., :128], hidden[..., :128])
+    rows = key.transpose(1, 2)[0]
+    store_kv.store_kv(torch.zeros(10, 8, 128, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64), rows, rows)
 
 
 def main(architecture: int) -> None:

@@ -1,7 +1,7 @@
-"""What Triton's interpreter lacks: device functions, and products in the device's order.
+"""What Triton's interpreter lacks: device functions, products in the device's order, and rounding to bf16.
 
 Logarithms are torch's, so that they have the bits of the reference on the CPU. Products in full precision run key by
-key, as the multiply-adds of a device do.
+key, as the multiply-adds of a device do. The interpreter cuts float32 off where a device rounds to the nearest bf16.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,15 @@ from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
+_Cast = Callable[[InterpreterBuilder, TensorHandle, tl.dtype], TensorHandle]
+
+
 def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the interpreter what it lacks."""
     monkeypatch.setattr(libdevice, "log", _elementwise(torch.log))
     monkeypatch.setattr(libdevice, "log1p", _elementwise(torch.log1p))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", _rounding(InterpreterBuilder.cast_impl))
 
 
 def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[tl.tensor], tl.tensor]:
@@ -45,6 +49,18 @@ def _dot(
     for key in range(rows.shape[1]):
         total += rows[:, key, None] * columns[key]
     return TensorHandle(total, start.dtype.scalar)
+
+
+def _rounding(cast: _Cast) -> _Cast:
+    """The same for all types but float32 to bf16."""
+
+    def rounded(builder: InterpreterBuilder, handle: TensorHandle, to: tl.dtype) -> TensorHandle:
+        if handle.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(builder, handle, to)
+        nearest = torch.from_numpy(np.array(handle.data, dtype=np.float32)).to(torch.bfloat16)
+        return TensorHandle(nearest.view(torch.uint16).numpy(), tl.bfloat16)
+
+    return rounded
 
 
 def _float32(handle: TensorHandle) -> NDArray[np.float32]:

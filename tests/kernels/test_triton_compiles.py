@@ -19,6 +19,10 @@ KERNELS = {
     "_walk",
     "_commit",
     "_dense_gradient",
+    "_norm",
+    "_gate",
+    "_rotate",
+    "_store",
 }
 SMALLEST_SHARED = 99 * 1024  # bytes a program may have on the smallest of these devices
 MOST_SPILLED = 32  # bytes of a thread
