@@ -30,10 +30,18 @@ class CostTable:
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
         """Predicted seconds of forwards of so many rows, at a mean context length per sequence. # [n] -> [n]"""
+        return self.along(self.curve(context, sequences), rows)
+
+    def curve(self, context: float, sequences: int) -> FloatArray:
+        """Seconds at the row points. # -> [row points]"""
         # What is extended beyond the last point can fall, in the end below zero.
         by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
-        curve = _between(self.contexts, context, by_context)  # [row points]
-        return _along(self.rows, np.maximum.accumulate(curve), rows)
+        rising: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        return rising
+
+    def along(self, curve: FloatArray, rows: FloatArray) -> FloatArray:
+        """What a curve says of so many rows. # curve [row points], rows [n] -> [n]"""
+        return _along(self.rows, curve, rows)
 
     def to(self, device: torch.device) -> "CostTable":
         """Itself: predictions are made on the host, whatever the device."""

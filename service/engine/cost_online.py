@@ -13,6 +13,7 @@ them are: a bump that nobody runs into is a trap, for behind it a budget takes a
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class OnlineCosts:
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
+        self._curve = lru_cache(maxsize=2)(table.curve)  # a step asks several times for the same
         self._day = 0.0
         self._shapes: dict[int, _Shape] = {}
         self._newest = _Shape(np.zeros_like(_POINTS))
@@ -51,7 +53,8 @@ class OnlineCosts:
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
         """Corrected seconds of forwards of so many rows, which must rise. # [n] -> [n]"""
         shape = self._shapes.get(sequences.bit_length(), self._newest)
-        seconds = self._table.verify_seconds(rows, context, sequences) * np.exp(self._day + shape.at(rows))
+        table = self._table.along(self._curve(context, sequences), rows)
+        seconds = table * np.exp(self._day + shape.at(rows))
         # What more rows were seen to take, fewer cannot exceed, even if nobody has run them lately.
         rising: FloatArray = np.minimum.accumulate(seconds[::-1])[::-1]
         return rising

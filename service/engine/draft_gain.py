@@ -19,6 +19,7 @@ from service.engine.load import Load, StepOutcome
 _FIRST_REFERENCES = 2
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 128
+_LONGEST_CLEAR_PAUSE = 512
 """A size of batch begins with plain steps, and has others after so many steps with nodes, more and more of them: what
 drafting gains is measured against what a plain step takes."""
 _BESIDE_PROMPTS = 0.25
@@ -48,7 +49,7 @@ class DraftGain:
 
     def refusal(self, load: Load) -> str | None:
         """Why drafting would be a waste in this step."""
-        if not self._purses.of(load.num_drafting).is_open:
+        if not self._purses.of(load.num_sequences).is_open:
             return "stands_down"
         return "reference" if self._book(load).references_due else None
 
@@ -69,7 +70,7 @@ class DraftGain:
         """Take in a step; returns the verify seconds that had been predicted."""
         load = outcome.load
         if outcome.followed:
-            self._books[load.num_sequences.bit_length()].owed_seconds += outcome.follow_seconds
+            self._book(load).owed_seconds += outcome.follow_seconds
         if load.num_drafting:
             self._judge(self._book(load), outcome)
         rows = load.num_rows + outcome.num_nodes
@@ -77,16 +78,16 @@ class DraftGain:
         return self.costs.learn(rows, load.context, load.num_sequences, outcome.verify_seconds)
 
     def _book(self, load: Load) -> "_Book":
-        return self._books[load.num_drafting.bit_length()]
+        return self._books[load.num_sequences.bit_length()]
 
     def _judge(self, book: "_Book", outcome: StepOutcome) -> None:
         """Enter what drafting gained or cost in this step, in plain steps."""
-        load = outcome.load
+        load, purse = outcome.load, self._purses.of(outcome.load.num_sequences)
         book.count(outcome.num_nodes, reads=load.num_rows > load.num_drafting)
         plain = self.plain_seconds(load)
         if not outcome.drafted:
             book.note_plain(outcome.other_seconds)
-            self._purses.of(load.num_drafting).rest()
+            purse.rest()
             return
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
         foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
@@ -97,7 +98,8 @@ class DraftGain:
         gained = outcome.accepted_tokens / load.num_drafting * plain
         gain = (gained - spent) / plain - _UNSEEN
         book.note_gain(gain)
-        self._purses.of(load.num_drafting).settle(gain - book.pay() / plain)
+        # Where some still read their prompts, a step of those that draft is a part of what the purse is counted in.
+        purse.settle(load.num_drafting / load.num_sequences * (gain - book.pay() / plain))
 
 
 class _Book:
@@ -111,6 +113,7 @@ class _Book:
         self._pause = _FIRST_PAUSE
         self._drafted_other_seconds = 0.0
         self._gain = 0.0
+        self._gains_noted = 0
 
     def count(self, num_nodes: int, *, reads: bool) -> None:
         """One more step, with so many nodes, that reads prompts or not."""
@@ -119,9 +122,10 @@ class _Book:
             return
         self._steps_with_nodes += 1
         if self._steps_with_nodes >= self._pause:
-            self.references_due = 1.0 if self._gain > _CLEAR else float(_REFERENCES)
+            clear = self._gain > _CLEAR
+            self.references_due = 1.0 if clear else float(_REFERENCES)
             self._steps_with_nodes = 0
-            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+            self._pause = min(_LONGEST_CLEAR_PAUSE if clear else _LONGEST_PAUSE, 2 * self._pause)
 
     def pay(self) -> float:
         """What following the texts has taken until now."""
@@ -130,7 +134,8 @@ class _Book:
 
     def note_gain(self, gain: float) -> None:
         """A step with drafts gained so many plain ones."""
-        self._gain += _RATE * (gain - self._gain)
+        self._gains_noted += 1
+        self._gain += max(_RATE, 1 / self._gains_noted) * (gain - self._gain)
 
     def note_plain(self, seconds: float) -> None:
         self.plain_other_seconds = _moved(self.plain_other_seconds, seconds)
