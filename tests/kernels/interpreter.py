@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-
 _Cast = Callable[[InterpreterBuilder, TensorHandle, tl.dtype], TensorHandle]
 
 

@@ -38,24 +38,32 @@ def table(error: float = 1.0) -> CostTable:
 
 class World:
     """Chains of DEPTH nodes for each of `batch` sequences, a node accepted with probability `truth` given its parent,
-    whatever the drafter `claims`. Time passes as the formulas say."""
+    whatever the drafter `claims`. In every second step one may read its prompt, and only then texts are followed.
+    Time passes as the formulas say."""
 
     def __init__(
-        self, batch: int, claims: float, *, error: float = 1.0, noise: float = 0.0, follow_seconds: float = 0.0
+        self,
+        batch: int,
+        claims: float,
+        *,
+        error: float = 1.0,
+        noise: float = 0.0,
+        follow_seconds: float = 0.0,
+        one_reads: bool = False,
     ) -> None:
         drafts = DraftCosts(blocks=np.ones(1), batches=np.ones(1), seconds=np.array([[DRAFT_SECONDS]]))
         self.policy = CostBudget(table(error), drafts)
         self.recalibration = Recalibration()
         self.rng = random.Random(0)
         self.batch, self.claims, self.noise = batch, claims, noise
-        self.follow_seconds = follow_seconds
+        self.follow_seconds, self.one_reads = follow_seconds, one_reads
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
         self.followed: list[bool] = []  # step by step
         self.drafted: list[bool] = []
 
     @property
     def plain_speed(self) -> float:
-        return self.batch / (true_seconds(self.batch) + OTHER_SECONDS)
+        return (self.batch - self.one_reads / 2) / (true_seconds(self.batch) + OTHER_SECONDS)
 
     def speed(self, steps: int, truth: Callable[[], float]) -> float:
         """Tokens per second over so many steps."""
@@ -65,15 +73,16 @@ class World:
         return (self.tokens - tokens) / (self.seconds - seconds)
 
     def step(self, truth: float) -> None:
-        load = Load(self.batch, 1.0, 10_000, num_drafting=self.batch, num_sequences=self.batch)
+        reads = self.one_reads and len(self.drafted) % 2 == 0
+        load = Load(self.batch, 1.0, 10_000, num_drafting=self.batch - reads, num_sequences=self.batch)
         drafted = self.policy.refusal(load) is None
-        keep, accepted = ([0] * self.batch, 0)
+        keep, accepted = ([0] * load.num_drafting, 0)
         if drafted:
             keep, accepted = self._draft(load, truth)
         verify = true_seconds(self.batch + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         followed = drafted or self.policy.follows(load)
-        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * followed
-        self.tokens += self.batch + accepted
+        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == self.one_reads)
+        self.tokens += load.num_drafting + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
         self.drafted_steps += drafted
         self.drafted.append(drafted)
@@ -93,11 +102,11 @@ class World:
         )
 
     def _draft(self, load: Load, truth: float) -> tuple[list[int], int]:
-        places = torch.arange(DEPTH).expand(self.batch, -1)
-        survival = torch.full((self.batch, DEPTH), self.claims).cumprod(1)
-        raw = DraftTree(places, places - 1, places + 1, survival, torch.full((self.batch,), DEPTH))
+        places = torch.arange(DEPTH).expand(load.num_drafting, -1)
+        survival = torch.full(places.shape, self.claims).cumprod(1)
+        raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
         candidates, claims = self.recalibration.correct(raw)
-        budget = self.policy.choose(candidates, torch.full((self.batch,), DEPTH), load)
+        budget = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
         keep: list[int] = budget.num_keep.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         tree = DraftTree(places, places - 1, places + 1, candidates.survival, budget.num_keep)
@@ -136,6 +145,14 @@ def test_what_following_the_texts_takes_counts(follow_seconds: float, pays: bool
     world = World(8, 0.6, noise=0.1, follow_seconds=follow_seconds)
     world.speed(300, lambda: 0.5)
     assert world.speed(2_000, lambda: 0.5) >= (1.1 if pays else 0.98) * world.plain_speed
+    assert (world.drafted_steps > 2_000) == pays
+
+
+@pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (1.0, False)])
+def test_those_who_read_their_prompts_are_of_one_batch_with_those_who_draft(follow_seconds: float, pays: bool) -> None:
+    world = World(16, 0.6, noise=0.1, follow_seconds=follow_seconds, one_reads=True)
+    world.speed(300, lambda: 0.5)
+    assert world.speed(2_000, lambda: 0.5) >= (1.05 if pays else 0.98) * world.plain_speed
     assert (world.drafted_steps > 2_000) == pays
 
 
