@@ -93,10 +93,12 @@ def attend(
     plan_with: PlanAttention = plan_attention,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    query_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Run a step in scrambled slots, with everything else in the pool NaN and chain rows before nodes.
 
-    Members are padded to so many times the multiple that is exact here. Keys and values are kept as `dtype`.
+    Members are padded to so many times the multiple that is exact here. Keys and values are kept as `dtype`, queries
+    are asked and answered as `query_dtype`.
     Returns per part [rows, query heads, dim] float32.
     """
     lengths = [part.stacked("keys").shape[0] for part in parts]
@@ -118,8 +120,10 @@ def attend(
         member_multiple=multiples * exact_row_multiple(WIDTH, heads.dim, pool.device),
     )
     out = torch.empty_like(queries)
-    ordered = queries[order].to(device)
-    out[order] = plan.attend(ordered, pool.to(device), scale=1.0, window=window, softcap=softcap).cpu()
+    ordered = queries[order].to(query_dtype).to(device)
+    answered = plan.attend(ordered, pool.to(device), scale=1.0, window=window, softcap=softcap)
+    assert answered.dtype == query_dtype, "results have the type of the queries"
+    out[order] = answered.cpu().float()
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))
 
 

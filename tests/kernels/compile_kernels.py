@@ -100,7 +100,7 @@ def launch_everything(dtype: torch.dtype) -> None:
     """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
     heads = Heads(2, 4, 128)
     text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
-    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype)
+    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype, query_dtype=dtype)
     _launch_layer(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     sample.sample(logits, zeros, zeros, zeros.float())

@@ -152,6 +152,15 @@ def test_few_tiles_at_a_time_are_the_same_bits(device: str, monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(run(parts, heads, device=device), whole, strict=True))
 
 
+def test_results_have_the_type_of_the_queries(device: str) -> None:
+    heads, rng = Heads(2, 2, 16), random.Random(3)
+    parts = [rounded(decoding(rng, heads, context, count), torch.bfloat16) for context, count in ((90, 5), (600, 0))]
+    whole = run(parts, heads, device=device, dtype=torch.bfloat16)
+    halves = run(parts, heads, device=device, dtype=torch.bfloat16, query_dtype=torch.bfloat16)
+    for precise, half in zip(whole, halves, strict=True):
+        assert torch.equal(half, precise.bfloat16().float())
+
+
 def test_rows_may_stand_in_any_order_and_more_than_once(device: str) -> None:
     """A recorded shape is filled up with copies of its first row, behind the nodes."""
     heads = Heads(1, 2, 16)
