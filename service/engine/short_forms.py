@@ -78,7 +78,7 @@ def _shorten_norm(parent: nn.Module, name: str, table: Ops) -> bool:
 
 def _is_rms_norm(norm: nn.Module) -> bool:
     """Whether it gives the reference's bits for a few random rows of uneven size."""
-    here = copy.deepcopy(norm).cpu()
+    here = copy.deepcopy(norm).cpu()  # planned transfer: at load
     weight, epsilon = here.get_parameter("weight"), float(here.variance_epsilon)  # type: ignore[arg-type]
     trials = (_uneven(rows, weight.shape[0], weight.dtype) for rows in _TRIAL_ROWS)
     return all(torch.equal(here(x), REFERENCE.rms_norm(x, weight, epsilon)) for x in trials)
