@@ -103,9 +103,9 @@ def _is_gate(mlp: nn.Module, dtype: torch.dtype) -> bool:
     )
     try:
         found = type(mlp).forward(stand_in, gate)
-    except (AttributeError, TypeError):  # it asks for more than these
+    except (AttributeError, RuntimeError, TypeError):  # it asks for more than these
         return False
-    return torch.equal(found, REFERENCE.silu_mul(torch.cat([gate, up], dim=-1)))
+    return isinstance(found, Tensor) and torch.equal(found, REFERENCE.silu_mul(torch.cat([gate, up], dim=-1)))
 
 
 def _shorten_rotaries(model: nn.Module, table: Ops, dtype: torch.dtype) -> int:
@@ -137,10 +137,14 @@ def _is_rotary(theirs: Callable[..., object], dtype: torch.dtype) -> bool:
 
 
 def _or_else(ours: Callable[..., object], theirs: Callable[..., object]) -> Callable[..., object]:
-    """Ours for what was tried, theirs for calls with more arguments."""
+    """Ours for what was tried; theirs for calls with more arguments, for heads that are rotated in part and for angles
+    of another type."""
 
     def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object) -> object:
-        return theirs(query, key, cos, sin, *others, **named) if others or named else ours(query, key, cos, sin)
+        is_tried = (cos.dim(), cos.shape[-1], cos.dtype) == (3, query.shape[-1], query.dtype)
+        if others or named or not is_tried:
+            return theirs(query, key, cos, sin, *others, **named)
+        return ours(query, key, cos, sin)
 
     return rotary
 

@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from kernels.rotary import rotary
 from service.engine.linear import fuse_linears
 from service.engine.short_forms import GatedMLP, ShortRMSNorm, shorten_layers
 from tests.tiny_models import FAMILIES, tiny_model
@@ -134,6 +135,23 @@ def test_other_models_of_the_family_keep_their_rotary_embedding(tmp_path: Path) 
     attention = model.model.layers[0].self_attn
     assert attention.forward.__globals__["apply_rotary_pos_emb"] is not before
     assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is before
+
+
+def in_part(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As many numbers of a head as there are angles, as Phi-3 rotates."""
+    width = cos.shape[-1]
+    turned = rotary(query[..., :width], key[..., :width], cos, sin)
+    return torch.cat([turned[0], query[..., width:]], -1), torch.cat([turned[1], key[..., width:]], -1)
+
+
+def test_heads_that_are_rotated_in_part_are_left_to_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama", tmp_path), dtype=torch.float32)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", in_part)
+    assert shorten(model)["rotary embeddings"] > 0
+    found = model.model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"]
+    query, key, angles = torch.randn(1, 4, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 7, 8)
+    for part, expected in zip(found(query, key, angles, angles), in_part(query, key, angles, angles), strict=True):
+        assert torch.equal(part, expected)
 
 
 def interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
