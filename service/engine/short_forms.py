@@ -70,16 +70,18 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _shorten_norm(parent: nn.Module, name: str, table: Ops) -> bool:
     norm = parent.get_submodule(name)
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or not _is_rms_norm(norm):
+    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float):
+        return False
+    if not _is_rms_norm(norm, epsilon):
         return False
     setattr(parent, name, ShortRMSNorm(weight, epsilon, table.rms_norm))
     return True
 
 
-def _is_rms_norm(norm: nn.Module) -> bool:
+def _is_rms_norm(norm: nn.Module, epsilon: float) -> bool:
     """Whether it gives the reference's bits for a few random rows of uneven size."""
     here = copy.deepcopy(norm).cpu()  # planned transfer: at load
-    weight, epsilon = here.get_parameter("weight"), float(here.variance_epsilon)  # type: ignore[arg-type]
+    weight = here.get_parameter("weight")
     trials = (_uneven(rows, weight.shape[0], weight.dtype) for rows in _TRIAL_ROWS)
     return all(torch.equal(here(x), REFERENCE.rms_norm(x, weight, epsilon)) for x in trials)
 
