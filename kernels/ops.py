@@ -16,6 +16,7 @@ from kernels import (
     accept,
     commit_slots,
     draft_loss,
+    linear,
     rank_features,
     rms_norm,
     rotary,
@@ -29,6 +30,7 @@ from kernels.accept import Accepted
 from kernels.commit_slots import CommittedSlots
 from kernels.draft_loss import HeadLoss
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
+from kernels.linear import Product
 from kernels.sample import Choice
 from kernels.sample_filtered import Filters
 from kernels.tree_attention import Attention, AttentionRows
@@ -64,6 +66,7 @@ class DraftObjective(Protocol):
 class Ops:
     """One implementation of each op; what they do is said at the references."""
 
+    plan_linear: Callable[[Tensor, Tensor | None], Product]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
@@ -78,6 +81,7 @@ class Ops:
 
 
 REFERENCE = Ops(
+    plan_linear=linear.plan_linear,
     rms_norm=rms_norm.rms_norm,
     rotary=rotary.rotary,
     silu_mul=silu_mul.silu_mul,
@@ -108,6 +112,7 @@ def _device_table() -> Ops:
         accept,
         commit_slots,
         draft_loss,
+        linear,
         rank_features,
         rms_norm,
         rotary,
@@ -119,6 +124,7 @@ def _device_table() -> Ops:
     )
 
     return Ops(
+        plan_linear=linear.plan_linear,
         rms_norm=rms_norm.rms_norm,
         rotary=rotary.rotary,
         silu_mul=silu_mul.silu_mul,

@@ -1,5 +1,5 @@
-"""Linear layers as devices like them: one product for layers that read the same input, and on a CPU with bf16
-arithmetic weights reordered once.
+"""Linear layers as devices like them: one product for layers that read the same input, on a CPU with bf16 arithmetic
+weights reordered once, on other devices the table's product, whose rows do not depend on their company.
 
 oneDNN otherwise reorders a bf16 weight at every call, which costs more than the product itself when there are few
 rows. Fusing changes no sum: each output column is a product of its own.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kernels import ops
 from service.engine import instructions
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -62,20 +63,23 @@ class PackedLinear(nn.Module):
         return out
 
 
-class JoinedLinear(nn.Module):
-    """`nn.Linear` around a weight that is there already."""
+class PlannedLinear(nn.Module):
+    """`nn.Linear` around a weight that is there already, by the product of the weight's device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
+        self._product = ops.on(weight.device).plan_linear(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]"""
-        return functional.linear(x, self.weight, self.bias)
+        return self._product(x)
+
+    __call__ = forward  # nobody hooks a product, and looking for hooks costs as much as some of them
 
 
-Product = PackedLinear | JoinedLinear
+Product = PackedLinear | PlannedLinear
 MakeProduct = Callable[[Tensor, Tensor | None], Product]
 
 
@@ -127,30 +131,33 @@ def fewest_rows(model: nn.Module) -> int:
     return FEWEST_ROWS if any(isinstance(module, PackedLinear) for module in model.modules()) else 1
 
 
-@torch.no_grad()
 def pack_linears(model: nn.Module) -> int:
     """Replace every `nn.Linear` below `model` by its packed form, freeing the originals; returns how many.
 
     An output head tied to the embedding gets a packed copy; the embedding keeps its own storage.
     """
-    replaced = 0
-    for parent in list(model.modules()):
-        for names in FUSED:
-            replaced += _fuse(parent, names, PackedLinear)
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
-                replaced += 1
-    return replaced
+    return _replace(model, PackedLinear)
+
+
+def plan_linears(model: nn.Module) -> int:
+    """Replace every `nn.Linear` below `model` by the product of its device; returns how many.
+
+    Layers of one input are copied into one; all others keep their storage.
+    """
+    return _replace(model, PlannedLinear)
 
 
 @torch.no_grad()
-def fuse_linears(model: nn.Module) -> int:
-    """Replace every group of layers of one input below `model` by one product, freeing the originals.
-
-    Returns how many layers were replaced.
-    """
-    return sum(_fuse(parent, names, JoinedLinear) for parent in list(model.modules()) for names in FUSED)
+def _replace(model: nn.Module, make: MakeProduct) -> int:
+    replaced = 0
+    for parent in list(model.modules()):
+        for names in FUSED:
+            replaced += _fuse(parent, names, make)
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, make(child.weight, child.bias))
+                replaced += 1
+    return replaced
 
 
 def _fuse(parent: nn.Module, names: Sequence[str], make: MakeProduct) -> int:

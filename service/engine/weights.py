@@ -91,7 +91,7 @@ def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devi
     if linear.can_pack(model.dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     elif device.type == "cuda":
-        logger.info("joined %d linear layers", linear.fuse_linears(model))
+        logger.info("planned %d linear layers for this device", linear.plan_linears(model))
     shortened = shorten_layers(model, device, model.dtype)
     logger.info("shortened %s", ", ".join(f"{count} {kind}" for kind, count in shortened.items()))
     text = model.config.get_text_config()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from adaptation.streams import beside
-from drafters.protocol import DraftContext, Noise, Read
+from drafters.protocol import Committed, DraftContext, Noise, Read, TargetTops
+from drafters.tree import DraftTree, VerifyResult
 from kernels.gumbel import hash_bits
 from service.adaptive import Adaptive
 from service.assembly import Assembly, assemble
@@ -144,6 +145,7 @@ def test_a_publish_reaches_captured_forwards(learned: Assembly, tmp_path: Path) 
         adaptive.worker.ask(lambda: _publish_something_else(adaptive)).result()
         after = _proposals(adaptive)
         assert texts(adaptive.engine, asked) == expected
+    assert (before > 0).any()
     assert torch.equal(before, same)
     assert not torch.equal(before, after)
 
@@ -160,12 +162,24 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
     adaptive.pair.between_steps()
     drafter = adaptive.engine.drafter
     width = len(drafter.tap_layers) * adaptive.network.config.hidden_size
-    features = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    slots = torch.arange(1, 21, device=DEVICE)
+    features = torch.randn(21, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    slots, row = torch.arange(1, 22, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     drafter.start([DraftContext(0, list(range(21)))])
-    drafter.read(Read(row=0, start=0, tokens=slots, slots=slots, features=features))
-    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 20))
+    drafter.read(Read(row=0, start=0, tokens=slots[:20], slots=slots[:20], features=features[:20]))
+    drafter.commit(
+        Committed(
+            rows=row,
+            tokens=row[:, None] + 21,
+            counts=row + 1,
+            tree=DraftTree.empty(1).to(DEVICE),
+            result=VerifyResult(*[row.new_zeros(1, 0)] * 4),
+            features=features[None, 20:],
+            positions=row + 20,
+            slots=slots[None, 20:],
+            tops=TargetTops(row.new_zeros(1, 1, drafter.target_top), torch.zeros(1, 1, drafter.target_top, device=DEVICE)),
+        )
+    )
+    grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 21))
     drafter.finish([0])
     return grown.survival.clone()
 

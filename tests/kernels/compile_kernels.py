@@ -22,6 +22,7 @@ from kernels.triton import (
     accept,
     commit_slots,
     draft_loss,
+    linear,
     rank_features,
     rms_norm,
     rotary,
@@ -42,7 +43,8 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-_RESERVED = ("grid", "warmup", "enable_fp_fusion", "num_warps", "num_stages")
+_OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
+_RESERVED = ("grid", "warmup", *_OPTIONS)
 
 
 def catch_launches(architecture: int) -> dict[str, str]:
@@ -58,7 +60,7 @@ def catch_launches(architecture: int) -> dict[str, str]:
         key = f"{kernel.__name__}({', '.join(kind for kind in signature.values() if kind != 'constexpr')}) {constants}"
         if key not in compiled:
             source = ASTSource(kernel, signature, constants, _aligned(kernel, signature, named))
-            wanted = {"enable_fp_fusion": options["enable_fp_fusion"]}
+            wanted = {name: options[name] for name in _OPTIONS if name in options}
             done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=wanted)
             compiled[key] = f"{_resources(done.asm['cubin'])} SHARED:{done.metadata.shared}"
 
@@ -116,6 +118,9 @@ def launch_everything(dtype: torch.dtype) -> None:
 def _launch_layer(dtype: torch.dtype) -> None:
     """What a decoder layer asks for beside attention, in the sizes of an 8B model."""
     hidden, joined = torch.randn(1, 4, 4096).to(dtype), torch.randn(1, 4, 2 * 14336).to(dtype)
+    weight = torch.zeros(4096, 4096, dtype=dtype)
+    for rows in (1, 32, 64, 128):
+        linear.plan_linear(weight, None)(torch.zeros(rows, 4096, dtype=dtype))
     rms_norm.rms_norm(hidden, hidden[0, 0], 1e-5)
     silu_mul.silu_mul(joined)
     query, key = hidden.view(1, 4, 32, 128).transpose(1, 2), hidden[..., :1024].view(1, 4, 8, 128).transpose(1, 2)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels.rotary import rotary
-from service.engine.linear import fuse_linears
+from service.engine.linear import plan_linears
 from service.engine.short_forms import GatedMLP, ShortRMSNorm, shorten_layers
 from tests.tiny_models import FAMILIES, tiny_model
 
@@ -72,7 +72,7 @@ def gated(activation: str, kind: type[LlamaMLP] = LlamaMLP) -> LlamaMLP:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gate_reads_the_joined_product(dtype: torch.dtype) -> None:
     model = nn.Sequential(gated("silu").to(dtype))
-    fuse_linears(model)
+    plan_linears(model)
     plain = model[0]
     assert shorten(model, dtype)["gates"] == 1
     assert isinstance(model[0], GatedMLP)
@@ -102,7 +102,7 @@ class Resized(LlamaMLP):
 @pytest.mark.parametrize("mlp", [gated("gelu"), gated("silu", Doubled), gated("silu", Resized)])
 def test_a_layer_of_another_kind_stays(mlp: LlamaMLP) -> None:
     model = nn.Sequential(mlp)
-    fuse_linears(model)
+    plan_linears(model)
     assert shorten(model)["gates"] == 0
     assert model[0] is mlp
 
@@ -120,7 +120,7 @@ def test_a_whole_model_computes_what_it_did(family: str, tmp_path: Path) -> None
     folder = tiny_model(family, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = copy.deepcopy(plain)
-    fuse_linears(model)
+    plan_linears(model)
     counts = shorten(model)
     gates, rotaries = SHORT.get(family, (False, True))
     layers = model.config.get_text_config().num_hidden_layers
