@@ -1,4 +1,4 @@
-"""A linear layer whose rows do not depend on their company: a row has the same bits alone and among any number of others.
+"""A linear layer whose rows do not depend on their company: a row has the same bits alone and among any others.
 
     y = x W^T + b
 

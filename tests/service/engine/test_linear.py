@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from service.engine.linear import FEWEST_ROWS, PackedLinear, PlannedLinear, can_pack, fewest_rows, pack_linears, plan_linears
+from service.engine.linear import (
+    FEWEST_ROWS,
+    PackedLinear,
+    PlannedLinear,
+    can_pack,
+    fewest_rows,
+    pack_linears,
+    plan_linears,
+)
 
 torch.set_num_threads(1)
 
