@@ -76,7 +76,8 @@ class Findings:
 
     def tests(self, *, for_real: bool) -> bool:
         """Run the tests that need a device; in a rehearsal only see that they can be found."""
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *_TESTS, *([] if for_real else ["--collect-only"])]
+        options = [] if for_real else ["--collect-only"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *options, *_TESTS]
         self._say("tests marked gpu")
         done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
         lines = done.stdout.strip().splitlines()

@@ -177,9 +177,7 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
             features=features[None, 20:],
             positions=row + 20,
             slots=slots[None, 20:],
-            tops=TargetTops(
-                row.new_zeros(1, 1, drafter.target_top), torch.zeros(1, 1, drafter.target_top, device=DEVICE)
-            ),
+            tops=TargetTops(tops.long(), tops),
         )
     )
     grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 21))
