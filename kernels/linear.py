@@ -3,9 +3,9 @@
     y = x W^T + b
 
 Libraries pick their algorithm, and with it the order of a row's sum, by the number of rows; then a token that is
-verified beside others can differ from one that is decoded alone. The device kernel sums every row in one order, that
-of its columns; how many columns make a section depends on the layer's shape only. The idea, elsewhere called batch
-invariance, is that of "Defeating Nondeterminism in LLM Inference" (He et al., 2025).
+verified beside others can differ from one that is decoded alone. The device kernel sums every row in the order of its
+columns. The idea, elsewhere called batch invariance, is that of "Defeating Nondeterminism in LLM Inference" (He et
+al., 2025).
 
 Legend: in, out = widths of the layer.
 """

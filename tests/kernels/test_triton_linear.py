@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear as reference
-from kernels.triton.linear import num_sections, plan_linear
+from kernels.triton.linear import plan_linear
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SHAPES = [(64, 48), (576, 100), (1024, 64), (1100, 70), (2048, 192)]  # columns, features
@@ -52,10 +52,3 @@ def test_shapes_are_kept(device: str) -> None:
     product = plan_linear(weight, None)
     assert product(torch.ones(1, 3, 64, device=device)).shape == (1, 3, 48)
     assert product(torch.ones(1, 0, 64, device=device)).shape == (1, 0, 48)
-
-
-def test_columns_are_cut_where_few_features_would_leave_processors_idle() -> None:
-    assert num_sections(128_256, 4096) == 1
-    assert num_sections(4096, 4096) == 4
-    assert num_sections(576, 576) == 1
-    assert num_sections(64, 1 << 20) == 8
