@@ -9,10 +9,12 @@ Weights are the left factor of the products, so that tiles of few and of many ro
 """
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor
 
 from kernels.linear import Product
 
@@ -23,20 +25,28 @@ class _Tile:
 
     rows: int
     features: int
-    columns: int
+    columns: int  # at once
     warps: int
-    stages: int
+    stages: int  # at most: fewer where a device has less shared memory, which changes no bit
+    fewest: int  # programs that make it worth while
+
+    def stage_bytes(self, item: int) -> int:
+        """Shared memory of one stage, for numbers of so many bytes."""
+        return (self.rows + self.features) * self.columns * item
 
 
-_TILES = {
-    16: _Tile(16, 64, 256, 4, 4),
-    32: _Tile(32, 64, 128, 4, 5),
-    64: _Tile(64, 64, 64, 4, 5),
-    128: _Tile(128, 128, 64, 8, 4),
-}
-"""By the most rows they are for; more rows are more tiles of the last kind."""
+_TILES = (
+    _Tile(256, 128, 64, 8, 3, fewest=256),
+    _Tile(128, 128, 64, 8, 4, fewest=96),
+    _Tile(128, 64, 64, 4, 6, fewest=96),
+    _Tile(64, 64, 128, 4, 4, fewest=96),
+    _Tile(32, 64, 128, 4, 6, fewest=0),
+    _Tile(16, 64, 128, 4, 6, fewest=0),
+)
+"""Largest first: they compute most with what they read, but a device has work for a hundred programs and more.
+Chosen by time on an H100, with the layers of an 8B model and 1 to 2048 rows (docs/gpu.md)."""
 
-_FLOAT32 = _Tile(16, 64, 32, 4, 2)
+_FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 """Products in full precision run without matrix instructions, and their tiles must fit into registers."""
 
 
@@ -57,7 +67,7 @@ def plan_linear(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     (rows, columns), features = x.shape, out.shape[1]
-    tile = _FLOAT32 if x.dtype == float32 else _tile_for(rows)
+    tile = _FLOAT32 if x.dtype == torch.float32 else _tile_for(rows, features)
     _linear[triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features)](
         x,
         weight,
@@ -72,13 +82,28 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         FEATURES=tile.features,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=min(tile.stages, _shared_memory(x.device) // tile.stage_bytes(x.element_size())),
         enable_fp_fusion=True,
     )
 
 
-def _tile_for(rows: int) -> _Tile:
-    return next((tile for most, tile in _TILES.items() if rows <= most), _TILES[max(_TILES)])
+def _tile_for(rows: int, features: int) -> _Tile:
+    """The largest tile that the rows fill by more than half and that leaves a device enough programs."""
+
+    def fits(tile: _Tile) -> bool:
+        programs = triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features)
+        return 2 * rows > tile.rows and programs >= tile.fewest
+
+    return next(filter(fits, _TILES), _TILES[-1])
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have."""
+    if device.type != "cuda":  # interpreted
+        return 1 << 30
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"])
 
 
 @triton.jit(do_not_specialize=["rows"])

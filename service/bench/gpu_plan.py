@@ -45,12 +45,12 @@ FULL = Plan(
     repeats=20,
     copied_bytes=1 << 30,
     steps=64,
-    answers=12,
+    answers=8,
     answer_tokens=128,
-    exact_tokens=10_000,
-    training_requests=96,
-    updates=8,
-    patience_seconds=60,
+    exact_tokens=5_000,
+    training_requests=64,
+    updates=4,
+    patience_seconds=40,
 )
 DRY = Plan(
     for_real=False,

@@ -7,17 +7,18 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from service.assembly import Assembly
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_attention import attention_figures
 from service.bench.gpu_figures import Figure, Judged, judge
 from service.bench.gpu_plan import DRY, FULL, Plan, check_device, large_assembly, small_assembly
@@ -31,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
-_TESTS = ("tests/kernels", "tests/service/engine/test_graphs.py", "tests/e2e/test_cuda.py")
-"""Where tests marked gpu are; the others ask for packages that need not be on a machine that measures."""
+_KERNEL_TESTS = ("tests/kernels",)
+_ENGINE_TESTS = ("tests/service/engine/test_graphs.py", "tests/e2e/test_cuda.py")
+"""Where tests marked gpu are; others ask for packages that need not be on a machine that measures."""
 
 _Sections = dict[str, Callable[[], Iterator[Figure]]]
 
@@ -43,12 +45,13 @@ def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path
     plan, run = (DRY if dry_run else FULL), Findings()
     check_device(config, plan, torch.cuda.device_count())
     tests_pass = not with_tests or run.tests(for_real=plan.for_real)
-    for name in plan.large:
+    first, *others = plan.large
+    run.large(config, plan, first)
+    _forget()
+    conditions = run.small(config, plan)
+    for name in others:
+        _forget()
         run.large(config, plan, name)
-        _forget(torch.cuda.is_available())
-    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        assembly = small_assembly(config, plan, Path(folder))
-        run.small(assembly, plan)
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
     summary = {
@@ -58,7 +61,7 @@ def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path
         "failed": run.failed,
         "aims": [asdict(aim) for aim in judged],
     }
-    write_report(out, conditions_of(assembly), [figure.as_json() for figure in run.figures], summary)
+    write_report(out, conditions, [figure.as_json() for figure in run.figures], summary)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
     return tests_pass and exact and not run.failed
 
@@ -76,14 +79,12 @@ class Findings:
 
     def tests(self, *, for_real: bool) -> bool:
         """Run the tests that need a device; in a rehearsal only see that they can be found."""
-        options = [] if for_real else ["--collect-only"]
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *options, *_TESTS]
         self._say("tests marked gpu")
-        done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
-        lines = done.stdout.strip().splitlines()
-        self.test_line = lines[-1] if lines else done.stderr.strip()[-200:]
+        workers = ["-n", "auto"] if find_spec("xdist") else []  # kernels compile one by one
+        kernels, engine = _tested(_KERNEL_TESTS, workers, for_real), _tested(_ENGINE_TESTS, [], for_real)
+        self.test_line = f"kernels: {kernels.said}; engine: {engine.said}"
         self._say(self.test_line)
-        return done.returncode == 0
+        return kernels.passed and engine.passed
 
     def large(self, config: ServiceConfig, plan: Plan, name: str) -> None:
         if self._late(f"steps of {name}", plan):
@@ -102,17 +103,21 @@ class Findings:
             },
         )
 
-    def small(self, assembly: Assembly, plan: Plan) -> None:
-        self._collect(
-            plan,
-            {
-                "exactness": lambda: exactness_figures(assembly, plan),
-                "speed": lambda: speed_figures(assembly, plan),
-                f"steps of {assembly.config.model}": lambda: step_figures(assembly, plan),
-                "load": lambda: load_figures(assembly, plan),
-                "training": lambda: training_figures(assembly, plan),
-            },
-        )
+    def small(self, config: ServiceConfig, plan: Plan) -> Conditions:
+        """Measure the served model; returns what it ran on."""
+        with TemporaryDirectory(prefix="adaptree-bench-") as folder:
+            assembly = small_assembly(config, plan, Path(folder))
+            self._collect(
+                plan,
+                {
+                    "speed": lambda: speed_figures(assembly, plan),
+                    f"steps of {assembly.config.model}": lambda: step_figures(assembly, plan),
+                    "training": lambda: training_figures(assembly, plan),
+                    "exactness": lambda: exactness_figures(assembly, plan),
+                    "load": lambda: load_figures(assembly, plan),
+                },
+            )
+            return conditions_of(assembly)
 
     def _collect(self, plan: Plan, sections: _Sections) -> None:
         for name, section in sections.items():
@@ -143,10 +148,27 @@ class Findings:
         self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)
 
 
-def _forget(on_device: bool) -> None:
-    """Give a large model's memory back before the next one comes."""
+class _Tested(NamedTuple):
+    passed: bool
+    said: str  # the last line
+
+
+def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> _Tested:
+    """Run tests that need a device, away from plugins that refuse workers; without one see that they can be found."""
+    how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", *how, *paths]
+    done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if failed:
+        logger.error("%s", "\n".join(failed))
+    lines = done.stdout.strip().splitlines()
+    return _Tested(done.returncode == 0, lines[-1] if lines else done.stderr.strip()[-200:])
+
+
+def _forget() -> None:
+    """Give a model's memory back before the next one comes."""
     gc.collect()
-    if on_device:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

@@ -12,9 +12,6 @@ import torch
 
 from service.engine.streams import HIGH_PRIORITY
 
-_WARM_UPS = 2
-"""Runs before a capture: libraries choose their algorithms and allocate their workspaces in the first ones."""
-
 
 class Graphs(Protocol):
     """Makes a computation repeatable."""
@@ -53,11 +50,11 @@ class CudaGraphs:
         return graph.replay
 
     def _warm_up(self, compute: Callable[[], None]) -> None:
+        """Libraries choose their algorithms and allocate their workspaces in the first run on a stream."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                compute()
+            compute()
         main.wait_stream(self._stream)
 
 

@@ -119,8 +119,8 @@ def _launch_layer(dtype: torch.dtype) -> None:
     """What a decoder layer asks for beside attention, in the sizes of an 8B model."""
     hidden, joined = torch.randn(1, 4, 4096).to(dtype), torch.randn(1, 4, 2 * 14336).to(dtype)
     weight = torch.zeros(4096, 4096, dtype=dtype)
-    for rows in (1, 32, 64, 128):
-        linear.plan_linear(weight, None)(torch.zeros(rows, 4096, dtype=dtype))
+    for number in (1, 32, 64, 128, 256, 2048):
+        linear.plan_linear(weight, None)(torch.zeros(number, 4096, dtype=dtype))
     rms_norm.rms_norm(hidden, hidden[0, 0], 1e-5)
     silu_mul.silu_mul(joined)
     query, key = hidden.view(1, 4, 32, 128).transpose(1, 2), hidden[..., :1024].view(1, 4, 8, 128).transpose(1, 2)
