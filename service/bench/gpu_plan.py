@@ -92,8 +92,8 @@ def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
 
 def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
     """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
-    if plan.for_real:
-        return assemble(config)
+    if plan.for_real:  # room beside it for more engines than a server has
+        return assemble(_changed(config, plan, {"kv_cache_gib": 8}))
     sizes = {"max_model_len": 512, "max_sequences": 2, "kv_cache_gib": 0.1, "max_budget": 8, "budget_policy": "fixed"}
     values = {**_DRY, **sizes, "drafter": "specblock"}
     first = assemble(_changed(config, plan, values))

@@ -21,6 +21,7 @@ from rich.table import Table
 from service.bench.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_attention import attention_figures
 from service.bench.gpu_figures import Figure, Judged, judge
+from service.bench.gpu_linear import linear_figures
 from service.bench.gpu_plan import DRY, FULL, Plan, check_device, large_assembly, small_assembly
 from service.bench.gpu_serving import exactness_figures, load_figures, speed_figures
 from service.bench.gpu_steps import step_figures
@@ -100,6 +101,9 @@ class Findings:
                 f"attention of {name}": lambda: attention_figures(
                     assembly.target.device, assembly.loaded.kv_shape, plan
                 ),
+                f"linear layers of {name}": lambda: linear_figures(
+                    assembly.target.device, assembly.loaded.model.config, assembly.loaded.model.dtype, plan
+                ),
             },
         )
 
@@ -156,7 +160,7 @@ class _Tested(NamedTuple):
 def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> _Tested:
     """Run tests that need a device, away from plugins that refuse workers; without one see that they can be found."""
     how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", *how, *paths]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *how, *paths]
     done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if failed:

@@ -136,7 +136,11 @@ def test_learning_beside_serving(learned: Assembly, tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_a_publish_reaches_captured_forwards(learned: Assembly, tmp_path: Path) -> None:
+def test_a_publish_reaches_captured_forwards(folder: Path, assembly: Assembly, tmp_path: Path) -> None:
+    drafter = save_drafter(
+        folder / "drafter of one block", assembly
+    )  # whether a second one pays is a matter of seconds
+    learned = assemble(settings(folder, drafter="specblock", drafter_path=drafter, budget_policy="fixed"))
     asked = requests(list(random_prompts(2, 30)), temperature=0.0, tokens=24)
     with serving(DEVICE), learning(learned, tmp_path, policy="never") as adaptive:
         expected = texts(adaptive.engine, asked)

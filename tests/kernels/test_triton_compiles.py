@@ -11,6 +11,7 @@ import pytest
 from tests.architecture.rules import ROOT
 
 KERNELS = {
+    "_linear",
     "_prefix_kernel",
     "_tail_kernel",
     "_best_of_parts",

@@ -34,7 +34,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     sections = {row["section"] for row in report["rows"]}
     assert sections == {
-        "decode", "verify", "graphs", "drafter", "attention", "exactness", "speed", "load", "training",
+        "decode", "verify", "graphs", "drafter", "attention", "linear", "exactness", "speed", "load", "training",
     }  # fmt: skip
     assert report["summary"]["dry_run"] is True
     assert report["summary"]["skipped"] == []
