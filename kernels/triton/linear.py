@@ -46,6 +46,8 @@ _TILES = (
 """Largest first: they compute most with what they read, but a device has work for a hundred programs and more.
 Chosen by time on an H100, with the layers of an 8B model and 1 to 2048 rows (docs/gpu.md)."""
 
+_SMALLEST_SHARED = 99 * 1024
+
 _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 """Products in full precision run without matrix instructions, and their tiles must fit into registers."""
 
@@ -53,9 +55,9 @@ _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 def plan_linear(weight: Tensor, bias: Tensor | None) -> Product:
     """As the reference's `plan_linear`."""
     weight = weight.contiguous()
+    features, columns = weight.shape
 
     def product(x: Tensor) -> Tensor:
-        features, columns = weight.shape
         lines = x.reshape(-1, columns).contiguous()
         out = x.new_empty(lines.shape[0], features)
         if lines.shape[0]:
@@ -99,9 +101,9 @@ def _tile_for(rows: int, features: int) -> _Tile:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program can have."""
-    if device.type != "cuda":  # interpreted
-        return 1 << 30
+    """Bytes that one program can have; where there is no device, what the smallest has."""
+    if device.type != "cuda":
+        return _SMALLEST_SHARED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return int(properties["max_shared_mem"])
 

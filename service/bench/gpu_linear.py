@@ -18,13 +18,16 @@ from service.bench.gpu_clock import device_seconds
 from service.bench.gpu_figures import Figure
 from service.bench.gpu_plan import Plan
 from service.engine.graphs import graphs_for
+from service.engine.kv_pool import KVShape
+from service.engine.weights import LoadedModel
 
 
 @torch.inference_mode()
-def linear_figures(device: torch.device, config: PreTrainedConfig, dtype: torch.dtype, plan: Plan) -> Iterator[Figure]:
+def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
     """Both products of each kind of layer, by rows; a replay of all copies, divided by how many there are."""
+    device, dtype = loaded.model.device, loaded.model.dtype
     plan_linear, graphs = ops.on(device).plan_linear, graphs_for(device)
-    for name, (features, columns) in layers_of(config).items():
+    for name, (features, columns) in layers_of(loaded.model.config.get_text_config(), loaded.kv_shape).items():
         weights = _copies(features, columns, dtype, device, plan.copied_bytes)
         for rows in plan.rows:
             x = torch.randn(rows, columns, dtype=dtype, device=device)
@@ -41,11 +44,10 @@ def linear_figures(device: torch.device, config: PreTrainedConfig, dtype: torch.
                 yield Figure("linear", which, seconds * 1e6, "us", at)
 
 
-def layers_of(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+def layers_of(config: PreTrainedConfig, shape: KVShape) -> dict[str, tuple[int, int]]:
     """Features and columns of a decoder's joined layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    queries, keys = config.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "q, k, v": (queries + 2 * keys, hidden),
         "o": (hidden, queries),

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
-_KERNEL_TESTS = ("tests/kernels",)
-_ENGINE_TESTS = ("tests/service/engine/test_graphs.py", "tests/e2e/test_cuda.py")
+KERNEL_TESTS = ("tests/kernels",)
+ENGINE_TESTS = ("tests/drafters/test_late.py", "tests/service/engine/test_graphs.py", "tests/e2e/test_cuda.py")
 """Where tests marked gpu are; others ask for packages that need not be on a machine that measures."""
 
 _Sections = dict[str, Callable[[], Iterator[Figure]]]
@@ -82,7 +82,7 @@ class Findings:
         """Run the tests that need a device; in a rehearsal only see that they can be found."""
         self._say("tests marked gpu")
         workers = ["-n", "auto"] if find_spec("xdist") else []  # kernels compile one by one
-        kernels, engine = _tested(_KERNEL_TESTS, workers, for_real), _tested(_ENGINE_TESTS, [], for_real)
+        kernels, engine = _tested(KERNEL_TESTS, workers, for_real), _tested(ENGINE_TESTS, [], for_real)
         self.test_line = f"kernels: {kernels.said}; engine: {engine.said}"
         self._say(self.test_line)
         return kernels.passed and engine.passed
@@ -101,9 +101,7 @@ class Findings:
                 f"attention of {name}": lambda: attention_figures(
                     assembly.target.device, assembly.loaded.kv_shape, plan
                 ),
-                f"linear layers of {name}": lambda: linear_figures(
-                    assembly.target.device, assembly.loaded.model.config, assembly.loaded.model.dtype, plan
-                ),
+                f"linear layers of {name}": lambda: linear_figures(assembly.loaded, plan),
             },
         )
 

@@ -98,10 +98,6 @@ def _resources(program: bytes) -> str:
     return " ".join(re.findall(r"REG:\d+|STACK:\d+", said))
 
 
-_SMALLEST_SHARED = 99 * 1024
-"""Bytes that a program may have on the smallest device: linear layers take what there is."""
-
-
 def launch_everything(dtype: torch.dtype) -> None:
     """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
     heads = Heads(2, 4, 128)
@@ -134,7 +130,6 @@ def _launch_layer(dtype: torch.dtype) -> None:
 
 
 def main(architecture: int) -> None:
-    linear._shared_memory = lambda device: _SMALLEST_SHARED  # type: ignore[assignment]
     listing = catch_launches(architecture)
     for dtype in (torch.float32, torch.bfloat16):
         launch_everything(dtype)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from service.bench.gpu_clock import copy_bandwidth, device_seconds, wall_seconds
 from service.bench.gpu_figures import AIMS, Figure, NotMeasured, judge
 from service.bench.gpu_plan import DRY, FULL, check_device, small_assembly
-from service.bench.gpu_report import Findings
+from service.bench.gpu_report import ENGINE_TESTS, KERNEL_TESTS, Findings
 from service.bench.gpu_steps import read_bytes
 from service.bench.gpu_training import training_figures
 from service.cli import app
@@ -64,6 +64,13 @@ def test_a_section_that_breaks_costs_no_other() -> None:
     findings.measure("sound", lambda: iter([Figure("load", "plain", 2.0, "tokens/s")]))
     assert findings.failed == {"broken": "NotMeasured: nothing came"}
     assert [figure.name for figure in findings.figures] == ["plain"]
+
+
+def test_every_file_with_tests_for_a_gpu_is_run() -> None:
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
+    run = [ROOT / name for name in (*KERNEL_TESTS, *ENGINE_TESTS)]
+    assert len(marked) >= len(run)
+    assert all(any(path.is_relative_to(place) for place in run) for path in marked)
 
 
 def test_a_gpu_is_needed_for_more_than_a_rehearsal() -> None:
