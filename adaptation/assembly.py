@@ -21,6 +21,7 @@ from adaptation.build import (
     build_rules,
     build_snapshots,
     build_traffic_change,
+    build_vocabulary,
     build_watch,
 )
 from adaptation.config import AdaptationConfig
@@ -36,6 +37,7 @@ from adaptation.overview import Overview
 from adaptation.pair import DrafterPair, Prepare
 from adaptation.products import bf16_is_faster
 from adaptation.trainer import Trainer
+from adaptation.vocabulary import Rows, untrained_rows
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
 
@@ -46,7 +48,7 @@ class ServedDrafter:
 
     config: SpecBlockConfig
     weights: Mapping[str, Tensor]  # by name, in the serving dtype, taken before linear layers were packed
-    vocabulary: Tensor  # [draft_vocab] int64, target ids
+    target_head: Tensor | None  # [target_vocab, hidden], rows for tokens it may come to propose; None: there are none
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
     max_nodes: int  # of a tree
@@ -80,23 +82,27 @@ def build_learner(
     autocast = in_bf16 and bf16_is_faster(train_device)
     pair = _pair(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
     policy = build_policy(config, clock=clock, rng=random.Random(seed))
-    buffers = build_buffers(config)
+    buffers = build_buffers(config, rng=random.Random(seed + 2))
     held_back = build_held_back(config, rng=random.Random(seed + 1))
+    vocab, has_rows = drafter.config.target_vocab_size, drafter.target_head is not None
+    vocabulary = build_vocabulary(config, vocab=vocab, has_rows=has_rows)
+    rows = untrained_rows(pair.anchor, drafter.target_head)
     quota = build_quota(config, clock=clock)
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, history = build_watch(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
     learner = Learner(
         pair=pair,
-        trainer=_trainer(config, drafter, pair, autocast=autocast, seed=seed),
+        trainer=_trainer(config, drafter, pair, rows, autocast=autocast, seed=seed),
         policy=policy,
         intake=intake,
         buffers=buffers,
+        vocabulary=vocabulary,
         held_back=held_back,
         judge=_judge(config, drafter, pair),
         watch=watch,
         traffic=build_traffic_change(config),
-        drift=Drift(pair.anchor, drafter.embed, most_texts=config.probe_texts),
+        drift=Drift(pair.anchor, drafter.embed, rows, most_texts=config.probe_texts),
         memory=Memory(folder),
         emit=history,
         kept_refusals=config.kept_refusals,
@@ -127,7 +133,6 @@ def _pair(
 ) -> DrafterPair:
     return DrafterPair(
         drafter.weights,
-        drafter.vocabulary,
         drafter.config,
         prepare=drafter.prepare,
         snapshots=build_snapshots(config, folder / "snapshots"),
@@ -137,12 +142,13 @@ def _pair(
 
 
 def _trainer(
-    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, *, autocast: bool, seed: int
+    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, rows: Rows, *, autocast: bool, seed: int
 ) -> Trainer:
     return Trainer(
         pair.training,
         pair.anchor,
         drafter.embed,
+        rows,
         rules=build_rules(config, autocast=autocast),
         generator=torch.Generator().manual_seed(seed),
     )

@@ -18,16 +18,27 @@ _HURRIED_SHARE = 0.5
 class LessonBuffers:
     """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each.
 
-    Full updates hear the latest lessons of earlier ones again: what a few new texts alone teach fits only them.
+    Full updates hear some of the latest lessons of earlier ones again: what a few new texts alone teach fits only them.
     """
 
-    def __init__(self, *, most_positions: int, most_lessons: Mapping[Arm, int], rehearsed: int) -> None:
-        """`rehearsed`: earlier lessons that a full update hears again."""
+    def __init__(
+        self,
+        *,
+        most_positions: int,
+        most_lessons: Mapping[Arm, int],
+        rehearsed: int,
+        update_lessons: int,
+        rng: random.Random,
+    ) -> None:
+        """`rehearsed`: earlier lessons that are kept to be heard again; `update_lessons`: as many as a full update has
+        time for, so that `rng` draws from them what new ones leave room for."""
         self.num_dropped = 0  # lessons
         self._most_lessons = most_lessons
         self._most_positions = most_positions
         self._waiting: deque[tuple[Arm, Lesson]] = deque()
         self._rehearsed: deque[Lesson] = deque(maxlen=rehearsed)
+        self._update_lessons = update_lessons
+        self._rng = rng
 
     @property
     def positions(self) -> int:
@@ -50,7 +61,8 @@ class LessonBuffers:
         self._waiting = deque((name, lesson) for name, lesson in self._waiting if name != arm)
         if arm == "head":
             return taken
-        heard_again = list(self._rehearsed)
+        room = max(0, self._update_lessons - len(taken))
+        heard_again = self._rng.sample(self._rehearsed, min(room, len(self._rehearsed)))
         self._rehearsed.extend(taken)
         return heard_again + taken
 

@@ -20,6 +20,7 @@ from adaptation.policy import Policy
 from adaptation.quota import Quota
 from adaptation.snapshots import SnapshotRing
 from adaptation.trainer import Rules
+from adaptation.vocabulary import DraftVocabulary, TokenCounts
 from adaptation.watch import Watch
 from adaptation.worker import Loop, Worker
 
@@ -93,12 +94,19 @@ def _bandit_rules(config: AdaptationConfig) -> BanditRules:
     )
 
 
-def build_buffers(config: AdaptationConfig) -> LessonBuffers:
+def build_buffers(config: AdaptationConfig, *, rng: random.Random) -> LessonBuffers:
     return LessonBuffers(
         most_positions=config.buffer_positions,
         most_lessons={"head": config.head_queries, "full": max(config.full_queries, config.always_queries)},
         rehearsed=config.rehearsed_texts,
+        update_lessons=config.full_steps * config.step_texts,
+        rng=rng,
     )
+
+
+def build_vocabulary(config: AdaptationConfig, *, vocab: int, has_rows: bool) -> DraftVocabulary:
+    """`has_rows`: new tokens have something to start from."""
+    return DraftVocabulary(TokenCounts(vocab), least_count=config.exchange_count if has_rows else 0)
 
 
 def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack:

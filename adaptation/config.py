@@ -65,18 +65,24 @@ class AdaptationConfig(BaseModel):
         ge=1,
     )
     head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
-    full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
+    full_queries: int = _knob(16, "Queries in the buffer of the full update.", ge=1)
     always_queries: int = _knob(8, "Queries between two updates of the policy `always`.", ge=1)
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
-    full_learning_rate: float = _knob(1e-4, "Learning rate of full updates.", gt=0)
+    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates.", gt=0)
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
     full_steps: int = _knob(
         12, "Optimizer steps of a full update, which goes through its texts as often as it takes.", ge=1, le=1024
     )
     rehearsed_texts: int = _knob(
-        16, "Texts of earlier full updates, the latest ones, that each full update hears again.", ge=0
+        64, "Texts of earlier full updates, the latest ones, some of which each full update hears again.", ge=0
+    )
+    exchange_count: int = _knob(
+        2,
+        "Times that a token outside the draft vocabulary must have been said more often than one inside to take its "
+        "place in an update; 0: the drafter proposes from the deployed vocabulary for ever.",
+        ge=0,
     )
     step_texts: int = _knob(2, "Texts per optimizer step of a full update.", ge=1)
     warm_up_steps: int = _knob(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from adaptation.losses import TextDivergence
+from adaptation.vocabulary import Rows
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 
@@ -17,8 +18,8 @@ _ANCHORS = 8
 class Drift:
     """KL(drafter || anchor) on the first texts it was given."""
 
-    def __init__(self, anchor: SpecBlock, embed: Embed, *, most_texts: int) -> None:
-        self._divergence = TextDivergence(anchor, embed, anchors=_ANCHORS)
+    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, most_texts: int) -> None:
+        self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         self._reach = 2 * anchor.config.block_size
         self._device = anchor.d2t.device
         self._most_texts = most_texts

@@ -25,6 +25,7 @@ from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
 from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
+from adaptation.vocabulary import DraftVocabulary
 from adaptation.watch import Alarm, Watch
 from drafters.feedback import QueryFeedback
 
@@ -44,6 +45,7 @@ class Learner:
         policy: Policy,
         intake: Intake,
         buffers: LessonBuffers,
+        vocabulary: DraftVocabulary,
         held_back: HeldBack,
         judge: Judge,
         watch: Watch,
@@ -67,6 +69,7 @@ class Learner:
         self._policy = policy
         self._intake = intake
         self._buffers = buffers
+        self._vocabulary = vocabulary
         self._held_back = held_back
         self._judge = judge
         self._watch = watch
@@ -90,6 +93,8 @@ class Learner:
         taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
         if taken.held_back and taken.text is not None and not self._drift.ready:
             self._drift.offer([taken.text.example])
+        if taken.admission.admitted and not taken.held_back:
+            self._vocabulary.hear(feedback.query.tokens[feedback.prompt :])
         self._notice_change(feedback, taken)
         self._listen(feedback, taken)
         return taken
@@ -162,7 +167,7 @@ class Learner:
         at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
         """
         pair = self._pair
-        parts = {"policy": self._policy.state(), **self._watch.state()}
+        parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._watch.state()}
         try:
             self._memory.save(newest=pair.newest, origin=pair.latest_origin, condemned=pair.condemned, parts=parts)
             if training:
@@ -247,7 +252,8 @@ class Learner:
 
     def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
         began = self._worked()
-        report = self._trainer.update(arm, self._buffers.take(arm), interrupted)
+        wanted = self._vocabulary.wanted(self._trainer.vocabulary)
+        report = self._trainer.update(arm, self._buffers.take(arm), interrupted, vocabulary=wanted)
         self._spend(self._worked() - began)
         self.num_updates[arm] += report.applied
         return report
@@ -319,6 +325,8 @@ class Learner:
             try:
                 if name == "policy":
                     self._policy.restore(state)
+                elif name == "tokens":
+                    self._vocabulary.counts.restore(state)
                 else:
                     self._watch.restore(name, state)
             except ValueError as error:

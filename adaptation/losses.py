@@ -4,8 +4,9 @@ the rank head's loss. Legend: rows = positions, vocab = the drafter's.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
+from adaptation.vocabulary import Rows
 from drafters.feedback import Marks
 from drafters.specblock.features import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
@@ -22,26 +23,29 @@ def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
 def rank_loss(model: SpecBlock, marks: Marks, features: Tensor, ids: Tensor) -> Tensor:
     """Cross-entropy of the rank head at marked positions, on `rank_features` of what the draft head says now."""
     # features [rows, NUM_FEATURES], ids [rows, TOP]
-    return cross_entropy(model.rank_logits(marks.states, features), rank_class(ids, marks.drafted))
+    return cross_entropy(model.rank_logits(marks.states, features), rank_class(ids, model.t2d[marks.tokens]))
 
 
 class TextDivergence:
     """KL(drafter || anchor) on texts: at every labelled position's first entry, and along whole blocks as far as the
-    anchor could draft the text (valid prefix)."""
+    anchor could draft the text (valid prefix). The anchor proposes from the drafter's vocabulary: what it would say of
+    tokens that it was not deployed for, `rows` knows."""
 
-    def __init__(self, anchor: SpecBlock, embed: Embed, *, anchors: int) -> None:
+    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, anchors: int) -> None:
         self._anchor = anchor
         self._embed = embed
+        self._rows = rows
         self._num_anchors = anchors
 
     def __call__(self, model: SpecBlock, batch: Batch) -> Tensor:
         starts = self._starts(batch)
+        head = self._rows(model.d2t)
         with torch.no_grad():
             known = TrainingForward(self._anchor, self._embed).first(batch, starts)
-            valid = self._valid(batch, starts, known.states)
+            valid = self._valid(model, head, batch, starts, known.states)
             labelled = batch.label_index[:, 2 : 2 + known.stream.shape[1]] >= 0
             states = torch.cat([known.stream[labelled], known.states[valid]])
-            anchor_logits = self._anchor.lm_head(states)
+            anchor_logits = linear(states, head)
         own = TrainingForward(model, self._embed).first(batch, starts)
         return anchor_divergence(
             model.lm_head(torch.cat([own.stream[labelled], own.states[valid]])),
@@ -55,13 +59,13 @@ class TextDivergence:
         first = labelled.long().argmax(1)[:, None]
         return first + (share * labelled.sum(1)[:, None]).long()
 
-    def _valid(self, batch: Batch, starts: Tensor, states: Tensor) -> Tensor:
+    def _valid(self, model: SpecBlock, head: Tensor, batch: Batch, starts: Tensor, states: Tensor) -> Tensor:
         """Later entries of the blocks that the anchor drafter could have reached. # -> [batch, anchors, block] bool"""
         size = states.shape[2]
         predicted = starts[:, :, None] + 2 + torch.arange(size, device=starts.device)
         tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1)).view_as(predicted)
-        drafted = self._anchor.t2d[tokens]
-        _, ids = rank_features(self._anchor.lm_head(states))
+        drafted = model.t2d[tokens]
+        _, ids = rank_features(linear(states, head))
         reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0

@@ -48,6 +48,13 @@ class Adam:
         }
 
     @torch.no_grad()
+    def forget(self, name: str, rows: Tensor) -> None:
+        """What it knows of some rows of one parameter. # rows [rows] bool"""
+        state = self._optimizer.state[self._parameters[name]]
+        state["exp_avg"][rows] = 0
+        state["exp_avg_sq"][rows] = 0
+
+    @torch.no_grad()
     def reset(self) -> None:
         for value in self.tensors().values():
             value.zero_()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from adaptation.snapshot_folder import Layout, SnapshotInfo, layout_of
 from adaptation.snapshots import Refusal, SnapshotRing
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import weights_of, write_weights
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
@@ -55,7 +57,6 @@ class DrafterPair:
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        vocabulary: Tensor,
         config: SpecBlockConfig,
         *,
         prepare: Prepare,
@@ -63,17 +64,17 @@ class DrafterPair:
         train_device: torch.device | str,
         replica_dtype: torch.dtype | None = None,
     ) -> None:
-        """`weights` as they are served, by name; `vocabulary` [draft_vocab] int64, target ids; `replica_dtype`: what
-        the replica computes in, on the very weights that are served, where that is faster than their own type."""
+        """`weights` as they are served, by name; `replica_dtype`: what the replica computes in, on the very weights
+        that are served, where that is faster than their own type."""
         self.snapshots = snapshots
         self.waits: Callable[[], None] = _nobody_waits
         self._prepare = prepare
         self._served = {name: value.detach().clone() for name, value in weights.items()}
         self._first = {name: value.cpu().clone() for name, value in self._served.items()}
         self._layout = layout_of(self._first)
-        self.anchor = _model(config, vocabulary, weights, torch.float32, train_device)
-        self.training = _model(config, vocabulary, weights, torch.float32, train_device).requires_grad_(True)
-        self._replica = _model(config, vocabulary, weights, replica_dtype or self._dtype, train_device)
+        self.anchor = _model(config, weights, torch.float32, train_device)
+        self.training = _model(config, weights, torch.float32, train_device).requires_grad_(True)
+        self._replica = _model(config, weights, replica_dtype or self._dtype, train_device)
         self.version = self.origin = ANCHOR
         self.condemned: set[int] = set()
         self.num_not_removed = 0
@@ -129,7 +130,7 @@ class DrafterPair:
         """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
         assert not self.pending, "the version before has not reached the engine"
         replaced = self._served
-        version = self._add(self._as_served(dict(self.training.named_parameters())), scores)
+        version = self._add(self._as_served(weights_of(self.training)), scores)
         self._previous = replaced
         return version
 
@@ -174,23 +175,21 @@ class DrafterPair:
     @torch.no_grad()
     def train_from_served(self) -> dict[str, Tensor]:
         """The served weights, for the training copy to go on from."""
-        return {name: value.float() for name, value in self._latest().items()}
+        return {name: value.float() if value.is_floating_point() else value for name, value in self._latest().items()}
 
     def served(self) -> SpecBlock:
         """The replica with the weights that are served. It is one model: the next call of its kind changes it."""
         return self._as_replica(self._latest())
 
-    @torch.no_grad()
     def served_in_full(self) -> SpecBlock:
         """A new model with the served weights in fp32, as the anchor is held."""
         model = copy.deepcopy(self.anchor)
-        for name, value in model.named_parameters():
-            value.copy_(self._latest()[name])
+        write_weights(model, self._latest())
         return model
 
     def candidate(self) -> SpecBlock:
         """The replica with the training copy's weights, as they would be served."""
-        return self._as_replica(self._as_served(dict(self.training.named_parameters())))
+        return self._as_replica(self._as_served(weights_of(self.training)))
 
     @property
     def has_previous(self) -> bool:
@@ -267,31 +266,14 @@ class DrafterPair:
             for name, value in self._served.items()
         }
 
-    @torch.no_grad()
     def _as_replica(self, weights: Mapping[str, Tensor]) -> SpecBlock:
-        for name, value in self._replica.named_parameters():
-            value.copy_(weights[name])
+        write_weights(self._replica, weights)
         return self._replica
-
-
-def weights_of(model: SpecBlock) -> dict[str, Tensor]:
-    """The weights themselves, by name; to be asked before linear layers are packed."""
-    return {name: value.detach() for name, value in model.named_parameters()}
 
 
 def in_place(model: SpecBlock) -> Prepare:
     """How weights reach a drafter whose layers are not packed: there is nothing to prepare."""
-    parameters = dict(model.named_parameters())
-
-    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        @torch.no_grad()
-        def write() -> None:
-            for name, value in parameters.items():
-                value.copy_(weights[name])
-
-        return write
-
-    return prepare
+    return lambda weights: partial(write_weights, model, weights)
 
 
 def _nobody_waits() -> None:
@@ -299,15 +281,8 @@ def _nobody_waits() -> None:
 
 
 def _model(
-    config: SpecBlockConfig,
-    vocabulary: Tensor,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    config: SpecBlockConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str
 ) -> SpecBlock:
     model = SpecBlock(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
-    model.set_vocabulary(vocabulary.to(device))
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(weights[name])
+    write_weights(model, weights)
     return model

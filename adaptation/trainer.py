@@ -19,8 +19,10 @@ from adaptation.losses import TextDivergence, rank_loss
 from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
+from adaptation.vocabulary import Rows
 from drafters.feedback import Marks
 from drafters.specblock.model import HEADS, Embed, SpecBlock
+from drafters.specblock.weights import weights_of, write_weights
 from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops
@@ -35,6 +37,7 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
+_HEAD = "lm_head.weight"
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
 _RANK_ROWS = 128  # entries per step that train the rank head: drawing noise for each costs as much as its products
 
@@ -103,18 +106,26 @@ class Trainer:
     """Sole owner of the training copy. All calls come from the adaptation thread."""
 
     def __init__(
-        self, model: SpecBlock, anchor: SpecBlock, embed: Embed, *, rules: Rules, generator: torch.Generator
+        self,
+        model: SpecBlock,
+        anchor: SpecBlock,
+        embed: Embed,
+        rows: Rows,
+        *,
+        rules: Rules,
+        generator: torch.Generator,
     ) -> None:
-        """`model` in fp32; `anchor` frozen, of the same type; `generator` draws what the objective draws."""
+        """`model` in fp32; `anchor` frozen, of the same type; `rows` for tokens that become part of the vocabulary;
+        `generator` draws what the objective draws."""
         assert model.dtype == torch.float32, "masters are fp32"
         model.requires_grad_(True)
         self._model = model
-        self._anchor = anchor
+        self._rows = rows
         self._rules = rules
         self._generator = generator
         self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS))
-        self._divergence = TextDivergence(anchor, embed, anchors=_ANCHORS)
+        self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         named = dict(model.named_parameters())
         self._trained: dict[Arm, dict[str, nn.Parameter]] = {
             "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
@@ -123,47 +134,61 @@ class Trainer:
         self._optimizers = {arm: Adam(self._trained[arm], rate=rules.rates[arm]) for arm in ARMS}
 
     @property
+    def vocabulary(self) -> Tensor:
+        """[draft_vocab] int64, target ids"""
+        return self._model.d2t
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """The masters themselves, by name."""
         return {name: value.detach() for name, value in self._trained["full"].items()}
 
     def update(
-        self, arm: Arm, lessons: Sequence[Lesson], interrupted: Callable[[], bool] = lambda: False
+        self,
+        arm: Arm,
+        lessons: Sequence[Lesson],
+        interrupted: Callable[[], bool] = lambda: False,
+        *,
+        vocabulary: Tensor | None = None,
     ) -> UpdateReport:
-        """Learn from these lessons, or leave everything as it was. `interrupted` is asked before each step."""
+        """Learn from these lessons, or leave everything as it was. `interrupted` is asked before each step.
+
+        `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change."""
         began = time.perf_counter()
+        named = self._model.d2t.clone()
         before = _copies(self.weights[name] for name in self._trained[arm])
         moments = _copies(self._optimizers[arm].tensors().values())
         losses: list[Losses] = []
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
+            start = before if vocabulary is None else self._renamed(arm, vocabulary, before)
             for terms in self._steps(arm, lessons):
                 if interrupted():
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms()))
-            moved = self._clip_update(arm, before)
+            moved = self._clip_update(arm, start)
+            self._forget_others(arm, self._model.d2t != named)
             outcome: Outcome = "applied"
         except _Discard as discard:
             outcome, moved = discard.outcome, 0.0
-            self._undo(arm, before, moments)
+            self._undo(arm, before, moments, named)
         except BaseException:
-            self._undo(arm, before, moments)
+            self._undo(arm, before, moments, named)
             raise
         is_warming_up = self._optimizers[arm].num_steps < self._rules.warm_up_steps
         return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved, is_warming_up)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from other weights, with optimizers that remember nothing."""
-        for name, value in self.weights.items():
-            value.copy_(weights[name])
+        """Go on from other weights and their vocabulary, with optimizers that remember nothing."""
+        write_weights(self._model, weights)
         for optimizer in self._optimizers.values():
             optimizer.reset()
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a later process needs to go on: masters and optimizers, always with the same names and shapes."""
-        state = {f"weights.{name}": value for name, value in self.weights.items()}
+        state = {f"weights.{name}": value for name, value in weights_of(self._model).items()}
         for arm, optimizer in self._optimizers.items():
             state |= {f"{arm}.{name}": value for name, value in optimizer.tensors().items()}
         return state
@@ -172,6 +197,7 @@ class Trainer:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.tensors().items():
             value.copy_(tensors[name])
+        self._model.set_vocabulary(self._model.d2t.clone())
 
     def _steps(self, arm: Arm, lessons: Sequence[Lesson]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
@@ -196,7 +222,7 @@ class Trainer:
         with self._autocast():
             loss_of = self._ops.draft_objective(
                 marks.states,
-                self._anchor.lm_head.weight,
+                self._rows(self._model.d2t),
                 self._model.t2d[marks.top_ids.long()],
                 marks.top_logprobs,
                 anchor_weight=self._rules.anchor_weight,
@@ -264,9 +290,30 @@ class Trainer:
         return min(moved, self._rules.update_norm)
 
     @torch.no_grad()
-    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
+    def _renamed(self, arm: Arm, vocabulary: Tensor, before: list[Tensor]) -> list[Tensor]:
+        """Propose from other tokens; new ones start untrained, and the optimizer knows nothing of them.
+        # -> weights of the arm, as the steps find them"""
+        model = self._model
+        new = model.d2t != vocabulary
+        if not bool(new.any()):
+            return before
+        model.lm_head.weight[new] = self._rows(vocabulary)[new]
+        self._optimizers[arm].forget(_HEAD, new)
+        model.set_vocabulary(vocabulary)
+        return _copies(self.weights[name] for name in self._trained[arm])
+
+    def _forget_others(self, arm: Arm, new: Tensor) -> None:
+        """What the optimizers of the other arms know of rows that belong to other tokens now."""
+        if bool(new.any()):
+            for other in ARMS:
+                if other != arm:
+                    self._optimizers[other].forget(_HEAD, new)
+
+    @torch.no_grad()
+    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor], named: Tensor) -> None:
         """Back to where the update began; an optimizer that was broken already forgets everything."""
         self._model.zero_grad(set_to_none=True)
+        self._model.set_vocabulary(named)
         optimizer = self._optimizers[arm]
         for name, old in zip(self._trained[arm], before, strict=True):
             self.weights[name].copy_(old)
@@ -283,7 +330,7 @@ def _joined(parts: Sequence[Marks], device: torch.device) -> Marks:
     return Marks(
         joined.positions,
         joined.states.float(),
-        joined.drafted,
+        joined.tokens,
         joined.chances,
         joined.rejected,
         joined.top_ids,

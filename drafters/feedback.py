@@ -25,8 +25,8 @@ class Marks:
 
     positions: Tensor  # [marks] int64, absolute
     states: Tensor  # [marks, hidden], what the drafter's heads read there
-    drafted: Tensor  # [marks] int64, draft id of the target's token, -1 where it cannot be drafted
-    chances: Tensor  # [marks] float32, the drafter's probability of the target's token (r); 0 where drafted is -1
+    tokens: Tensor  # [marks] int64, the target's own
+    chances: Tensor  # [marks] float32, the drafter's probability of them (r); 0 for those it cannot propose
     rejected: Tensor  # [marks] bool, the target chose what the tree did not hold
     top_ids: Tensor  # [marks, top] int32
     top_logprobs: Tensor  # [marks, top] float16
@@ -85,7 +85,6 @@ class Foretold:
 
     known: Tensor  # [batch, depth + 1] bool, some block had a state for the position
     states: Tensor  # [batch, depth + 1, hidden]
-    drafted: Tensor  # [batch, depth + 1] int64, draft id of the committed token, -1 where it cannot be drafted
     chances: Tensor  # [batch, depth + 1] float32
 
 
@@ -113,7 +112,7 @@ class FeedbackRecorder:
         self._top_logprobs = torch.zeros(*table, top, dtype=torch.float16, device=device)
         self._marked = torch.full(table, _NOWHERE, dtype=torch.int64, device=device)  # absolute position of the mark
         self._states = torch.zeros(*table, hidden, dtype=dtype, device=device)
-        self._drafted = torch.full(table, -1, dtype=torch.int64, device=device)
+        self._tokens = torch.full(table, -1, dtype=torch.int64, device=device)
         self._chances = torch.zeros(table, device=device)
         self._rejected = torch.zeros(table, dtype=torch.bool, device=device)
         self._first: dict[int, int] = {}
@@ -150,7 +149,7 @@ class FeedbackRecorder:
         self._top_logprobs[rows, places] = tops.logprobs.to(torch.float16)
         self._marked[rows, places] = torch.where(foretold.known & valid, here + 1, _NOWHERE)
         self._states[rows, places] = foretold.states.to(self._states.dtype)
-        self._drafted[rows, places] = foretold.drafted
+        self._tokens[rows, places] = committed.tokens
         self._chances[rows, places] = foretold.chances.float()
         drafted_any = (committed.tree.num_nodes > 0)[:, None]
         self._rejected[rows, places] = (ahead == committed.counts[:, None] - 1) & drafted_any
@@ -192,7 +191,7 @@ class FeedbackRecorder:
         every = Marks(
             positions=positions,
             states=self._states[row, labels],
-            drafted=self._drafted[row, labels],
+            tokens=self._tokens[row, labels],
             chances=self._chances[row, labels],
             rejected=self._rejected[row, labels],
             top_ids=self._top_ids[row, labels],

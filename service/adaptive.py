@@ -29,6 +29,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.recording import BlockRecorder
+from drafters.specblock.weights import weights_of
 from service.assembly import Assembly, choose_drafter, device_of
 from service.engine import trained
 from service.engine.budget import BudgetPolicy
@@ -110,9 +111,7 @@ class Adaptive:
         """The weights of a network that may stand in for the one that serves. Raises DrafterError."""
         if network.config != self.network.config:
             raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
-        if not torch.equal(network.d2t, self.network.d2t):
-            raise DrafterError(f"drafter {folder}: its vocabulary is not that of the drafter that serves")
-        weights = {name: value.detach() for name, value in network.named_parameters()}
+        weights = weights_of(network)
         if not all_finite(weights.values()):
             raise DrafterError(f"drafter {folder}: holds weights that are not finite")
         return weights
@@ -134,7 +133,7 @@ def build_adaptive(
     limits = limits or assembly.limits
     source = _replaceable(assembly)
     network = source.weights.model
-    drafter = _served(source, limits, _train_embed(assembly, config))
+    drafter = _served(source, limits, _train_embed(assembly, config), assembly.loaded.parts.head)
     built = _learner(assembly, config, drafter, folder, emit, seed, clock)
     joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
@@ -185,12 +184,12 @@ def _train_embed(assembly: Assembly, config: AdaptationConfig) -> Embed:
     return trained.embed_with(table if name == "same" else table.to(device_of(name)))
 
 
-def _served(source: Replaceable, limits: EngineLimits, embed: Embed) -> ServedDrafter:
+def _served(source: Replaceable, limits: EngineLimits, embed: Embed, target_head: Tensor | None) -> ServedDrafter:
     network = source.weights.model
     return ServedDrafter(
         config=network.config,
         weights=source.first,
-        vocabulary=network.d2t,
+        target_head=target_head,
         prepare=source.prepare,
         embed=embed,
         max_nodes=limits.max_budget,

@@ -17,9 +17,10 @@ from torch.nn.functional import embedding
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.pair import DrafterPair, in_place
 from adaptation.replicas.join import Joined, join_replicas
 from drafters.specblock.checkpoint import DrafterError
+from drafters.specblock.weights import weights_of
 from service.adaptation_report import tell
 from service.adaptive import learning_folder
 from service.assembly import choose_drafter, device_of
@@ -101,7 +102,7 @@ def _load(config: ServiceConfig) -> _Taught:
     drafter = ServedDrafter(
         config=network.config,
         weights=weights_of(network),
-        vocabulary=network.d2t,
+        target_head=loaded.parts.head,
         prepare=in_place(network),
         embed=embed,
         max_nodes=config.max_budget,

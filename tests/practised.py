@@ -15,12 +15,13 @@ from torch import Tensor
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Emit
-from adaptation.pair import in_place, weights_of
+from adaptation.pair import in_place
 from adaptation.signal import lesson_of
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import weights_of
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
@@ -79,7 +80,7 @@ class Practised:
         served = ServedDrafter(
             config=serving.config,
             weights=weights_of(serving),
-            vocabulary=serving.d2t,
+            target_head=None,
             prepare=in_place(serving),
             embed=self.embed,
             max_nodes=self.assembly.limits.max_budget,

@@ -32,7 +32,7 @@ from adaptation.replicas.stream import QueryStream
 from adaptation.replicas.wire import QueryShape, Wire
 from adaptation.store import Store
 
-_FORMAT = 1
+_FORMAT = 2
 _COMMANDS_PER_LEASE = 2  # that may fail before a lease has run out
 _MIB = 1 << 20
 _FIRST_WAIT_SECONDS = 0.1
@@ -62,7 +62,9 @@ def build_exchange(
     belief = Belief(fingerprint, len(served.now().data), signature)
     wire = Wire(fingerprint, _shape(config, drafter), signature)
     stream = QueryStream(store, prefix, name=holder, most_letters=config.redis_queries)
-    following = Following(board, belief, claim, served, desk, layout=pair.layout, clock=clock)
+    following = Following(
+        board, belief, claim, served, desk, layout=pair.layout, vocab=drafter.config.target_vocab_size, clock=clock
+    )
     hearing = Hearing(stream, wire, served, desk)
     outbox = Outbox(
         stream,
@@ -96,7 +98,6 @@ def build_exchange(
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
     """Whatever queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed weights."""
     digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.to_json()}".encode())
-    digest.update(drafter.vocabulary.cpu().numpy().tobytes())
     digest.update(weights_as_bytes(drafter.weights))
     return digest.hexdigest()
 
@@ -125,7 +126,6 @@ def _shape(config: AdaptationConfig, drafter: ServedDrafter) -> QueryShape:
         hidden=shape.hidden_size,
         top=min(config.target_top, shape.target_vocab_size),
         vocab=shape.target_vocab_size,
-        draft_vocab=shape.draft_vocab_size,
         most_tokens=config.window_tokens + 1,
         dtype=drafter.weights["lm_head.weight"].dtype,
     )

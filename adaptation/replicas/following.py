@@ -46,6 +46,7 @@ class Following:
         desk: Desk,
         *,
         layout: Layout,
+        vocab: int,
         clock: Callable[[], float],
     ) -> None:
         self.fates: Counter[str] = Counter()  # of versions
@@ -55,6 +56,7 @@ class Following:
         self._served = served
         self._desk = desk
         self._layout = layout
+        self._vocab = vocab
         self._clock = clock
         self._adopting: _Adopting | None = None
         self._refused = b""
@@ -97,7 +99,7 @@ class Following:
     def _fetched(self, announcement: Announcement) -> dict[str, Tensor]:
         data = self._board.get(announcement.sha256, announcement.num_bytes)
         try:
-            return weights_from_bytes(data, announcement.sha256, self._layout)
+            return weights_from_bytes(data, announcement.sha256, self._layout, self._vocab)
         except Refused as refusal:
             if refusal.reason == "torn":
                 self._board.remove(announcement.sha256)

@@ -15,6 +15,7 @@ from adaptation.errors import Refused
 from adaptation.finite import all_finite
 from adaptation.pair import DrafterPair
 from adaptation.snapshot_folder import Layout, layout_of
+from drafters.specblock.weights import VOCABULARY, names_tokens
 
 _REMEMBERED = 256  # versions
 
@@ -69,8 +70,8 @@ def weights_as_bytes(weights: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in weights.items()})
 
 
-def weights_from_bytes(data: bytes, sha256: str, layout: Layout) -> dict[str, Tensor]:
-    """Raises Refused unless every bit is as announced and the weights could be served."""
+def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> dict[str, Tensor]:
+    """Raises Refused unless every bit is as announced and the weights could be served. `vocab`: the target's tokens"""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise Refused("torn", f"weights that do not have the hash {sha256[:16]} they were announced with")
     try:
@@ -81,4 +82,6 @@ def weights_from_bytes(data: bytes, sha256: str, layout: Layout) -> dict[str, Te
         raise Refused("misfit", "announced weights do not have the names, shapes and types of this drafter's")
     if not all_finite(weights.values()):
         raise Refused("not_finite", "announced weights")
+    if not names_tokens(weights[VOCABULARY], vocab):
+        raise Refused("misfit", "announced weights are for tokens that the target does not have, or for one twice")
     return weights

@@ -31,7 +31,6 @@ class QueryShape:
     hidden: int
     top: int
     vocab: int
-    draft_vocab: int
     most_tokens: int
     dtype: torch.dtype
 
@@ -176,7 +175,7 @@ def _check_layout(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) ->
         "top_logprobs": ((labels, shape.top), torch.float16),
         "marks.positions": ((marks,), torch.int64),
         "marks.states": ((marks, shape.hidden), shape.dtype),
-        "marks.drafted": ((marks,), torch.int64),
+        "marks.tokens": ((marks,), torch.int64),
         "marks.chances": ((marks,), torch.float32),
         "marks.rejected": ((marks,), torch.bool),
         "marks.top_ids": ((marks, shape.top), torch.int32),
@@ -195,7 +194,7 @@ def _check_numbers(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -
         "tokens": (0, shape.vocab),
         "top_ids": (0, shape.vocab),
         "marks.top_ids": (0, shape.vocab),
-        "marks.drafted": (-1, shape.draft_vocab),
+        "marks.tokens": (0, shape.vocab),
         "marks.positions": (prompt, length),
     }
     for name, (lowest, end) in bounds.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import names_tokens
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -35,7 +36,7 @@ class TargetParts:
 
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
     embedding: Tensor  # [vocab, hidden]
-    head: Tensor | None  # [vocab, hidden]; None where the target does not tie it to the embedding
+    head: Tensor | None  # [vocab, hidden]; None where it is no longer held in this form
 
 
 def identity_of(embedding: Tensor, config: Mapping[str, Any]) -> str:
@@ -97,7 +98,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 def _borrowed_head(model: SpecBlock, target: TargetParts, folder: Path) -> Tensor:
     """The target's output rows of the draft tokens. # -> [draft_vocab, hidden]"""
     if target.head is None:
-        raise DrafterError(f"drafter {folder}: stores no head, and the target does not tie its own to the embedding")
+        raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
     return target.head[model.d2t.to(target.head.device)].cpu()
 
 
@@ -132,7 +133,7 @@ def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Pat
     if distances is None or distances.shape != (config.draft_vocab_size,):
         raise DrafterError(f"drafter {folder}: d2t must list {config.draft_vocab_size} tokens")
     d2t = distances.long() + torch.arange(config.draft_vocab_size)
-    if int(d2t.min()) < 0 or int(d2t.max()) >= config.target_vocab_size or d2t.unique().shape != d2t.shape:
+    if not names_tokens(d2t, config.target_vocab_size):
         raise DrafterError(f"drafter {folder}: d2t names tokens that the target does not have, or one twice")
     return d2t
 

@@ -107,6 +107,5 @@ class BlockRecorder:
         return Foretold(
             known=fresh[:, None] & (ahead < committed.counts[:, None]) & (ahead < block_size),
             states=self._states[rows[:, None], entry],
-            drafted=drafted,
             chances=logprobs.exp() * (drafted >= 0),
         )

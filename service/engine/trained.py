@@ -13,6 +13,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.weights import VOCABULARY, weights_of
 from service.engine import linear
 from service.engine.repack import repacking
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
@@ -57,13 +58,29 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int, starts: 
         model = load_network(folder, loaded)
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    first = {name: value.detach() for name, value in model.named_parameters()}
+    first = weights_of(model)
     if linear.can_pack(loaded.model.dtype, loaded.model.device):
         linear.pack_linears(model)
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
     embed = embed_with(loaded.parts.embedding)
     weights = TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
-    return Replaceable(weights, first, repacking(model))
+    return Replaceable(weights, first, _replacing(model))
+
+
+def _replacing(model: SpecBlock) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
+    """How other weights and their vocabulary reach a network, be its layers packed or not."""
+    repack = repacking(model)
+
+    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
+        write_layers, vocabulary = repack(weights), weights[VOCABULARY]
+
+        def write() -> None:
+            write_layers()
+            model.set_vocabulary(vocabulary)
+
+        return write
+
+    return prepare
 
 
 def embed_with(table: Tensor) -> Embed:

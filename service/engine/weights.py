@@ -240,7 +240,8 @@ def target_parts(model: PreTrainedModel) -> TargetParts:
     head = output.get_parameter("weight")
     tied = head.data_ptr() == table.data_ptr()
     identity = identity_of(table, model.config.get_text_config().to_dict())
-    return TargetParts(identity, table, table if tied else None)
+    # Layers on a CPU are packed into new memory soon: a head of its own would then be held twice.
+    return TargetParts(identity, table, table if tied else None if table.device.type == "cpu" else head)
 
 
 def bytes_read_per_step(model: PreTrainedModel) -> int:

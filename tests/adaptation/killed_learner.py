@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptation.gate import Gate
-from adaptation.pair import weights_of
+from drafters.specblock.weights import weights_of
 from tests.adaptation.crashing import Fuel, running_on
 from tests.adaptation.lessons import Bench, bench, feedback
 

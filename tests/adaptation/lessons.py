@@ -13,10 +13,11 @@ from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from adaptation.learner import Learner
 from adaptation.overview import Overview
-from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.pair import DrafterPair, in_place
 from adaptation.signal import Lesson, lesson_of
 from drafters.feedback import Marks, Query, QueryFeedback
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
@@ -24,6 +25,7 @@ from tests.tiny_models import VOCAB_SIZE
 
 HIDDEN, PROMPT, ANSWER = 48, 4, 16
 EMBED = tiny_embedding(HIDDEN)
+HEAD = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(5))  # the target's rows
 
 
 def drafter(seed: int = 0) -> SpecBlock:
@@ -67,7 +69,7 @@ def feedback(
 ) -> QueryFeedback:
     """A query whose answer is random tokens, or one token throughout which the target is nearly sure of."""
     generator = torch.Generator().manual_seed(seed)
-    d2t, t2d = vocabulary()
+    d2t, _ = vocabulary()
     answer = d2t[torch.randint(DRAFT_VOCAB, (ANSWER,), generator=generator)]
     if token is not None:
         answer = torch.full((ANSWER,), token)
@@ -78,7 +80,7 @@ def feedback(
     marks = Marks(
         positions=PROMPT + torch.arange(ANSWER),
         states=torch.randn(ANSWER, HIDDEN, generator=generator),
-        drafted=t2d[answer],
+        tokens=answer,
         chances=0.5 * torch.rand(ANSWER, generator=generator),
         rejected=torch.arange(ANSWER) < rejected,
         top_ids=top.indices.to(torch.int32),
@@ -145,7 +147,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
     served = ServedDrafter(
         config=serving.config,
         weights=weights_of(serving),
-        vocabulary=serving.d2t,
+        target_head=HEAD,
         prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,

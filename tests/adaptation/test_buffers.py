@@ -1,5 +1,6 @@
 import random
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 
@@ -11,10 +12,22 @@ from tests.adaptation.lessons import lessons
 torch.set_num_threads(1)
 
 
+def buffers_of(
+    most_positions: int, most_lessons: Mapping[Arm, int], *, rehearsed: int, update_lessons: int = 9
+) -> LessonBuffers:
+    return LessonBuffers(
+        most_positions=most_positions,
+        most_lessons=most_lessons,
+        rehearsed=rehearsed,
+        update_lessons=update_lessons,
+        rng=random.Random(0),
+    )
+
+
 def test_the_oldest_lessons_make_room_and_are_counted() -> None:
     rng, buffers = (
         random.Random(0),
-        LessonBuffers(most_positions=40, most_lessons={"head": 100, "full": 100}, rehearsed=0),
+        buffers_of(40, {"head": 100, "full": 100}, rehearsed=0),
     )
     kept: deque[tuple[Arm, Lesson]] = deque()
     dropped = 0
@@ -34,7 +47,7 @@ def test_the_oldest_lessons_make_room_and_are_counted() -> None:
 
 
 def test_an_arm_keeps_its_newest_lessons() -> None:
-    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 2, "full": 3}, rehearsed=0)
+    buffers = buffers_of(10_000, {"head": 2, "full": 3}, rehearsed=0)
     given = lessons(5)
     for lesson in given:
         for arm in ARMS:
@@ -45,7 +58,7 @@ def test_an_arm_keeps_its_newest_lessons() -> None:
 
 
 def test_only_full_updates_keep_texts() -> None:
-    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100}, rehearsed=0)
+    buffers = buffers_of(100, {"head": 100, "full": 100}, rehearsed=0)
     (lesson,) = lessons(1)
     for arm in ARMS:
         buffers.add(arm, lesson)
@@ -54,14 +67,15 @@ def test_only_full_updates_keep_texts() -> None:
 
 
 def test_full_updates_hear_the_latest_lessons_again() -> None:
-    buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 9, "full": 9}, rehearsed=3)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, rehearsed=3)
     given = lessons(7)
     signals = [lesson.signal for lesson in given]
 
     def heard(first: int, end: int, arm: Arm = "full") -> list[float]:
         for lesson in given[first:end]:
             buffers.add(arm, lesson)
-        return [lesson.signal for lesson in buffers.take(arm)]
+        *again, newest = (lesson.signal for lesson in buffers.take(arm))
+        return [*sorted(again, key=signals.index), newest]
 
     assert heard(0, 2) == signals[:2]
     assert heard(2, 4) == signals[:4]
@@ -74,8 +88,27 @@ def test_full_updates_hear_the_latest_lessons_again() -> None:
     assert heard(6, 7) == signals[6:7]
 
 
+def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_lessons() -> None:
+    given = lessons(12)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, rehearsed=8, update_lessons=4)
+    for lesson in given[:8]:
+        buffers.add("full", lesson)
+    buffers.take("full")
+    drawn = set()
+    for lesson in given[8:]:
+        buffers.add("full", lesson)
+        *again, newest = buffers.take("full")
+        assert newest is lesson
+        assert len({id(one) for one in again}) == 3
+        drawn |= {one.signal for one in again}
+    assert len(drawn) > 3
+    for lesson in given[:6]:
+        buffers.add("full", lesson)
+    assert len(buffers.take("full")) == 6, "new ones are heard even when there are more than fit"
+
+
 def test_a_lesson_keeps_the_version_it_is_about() -> None:
-    buffers = LessonBuffers(most_positions=100, most_lessons={"head": 100, "full": 100}, rehearsed=0)
+    buffers = buffers_of(100, {"head": 100, "full": 100}, rehearsed=0)
     for version, lesson in enumerate(lessons(3)):
         buffers.add("head", Lesson(version, lesson.signal, lesson.num_rejected, lesson.marks, None))
     assert [lesson.version for lesson in buffers.take("head")] == [0, 1, 2]

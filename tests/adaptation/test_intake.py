@@ -21,7 +21,13 @@ class Parts:
     def __init__(self, *, share: float = 0.5, **knobs: object) -> None:
         config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
         clock = Clock()
-        self.buffers = LessonBuffers(most_positions=10_000, most_lessons={"head": 100, "full": 100}, rehearsed=0)
+        self.buffers = LessonBuffers(
+            most_positions=10_000,
+            most_lessons={"head": 100, "full": 100},
+            rehearsed=0,
+            update_lessons=9,
+            rng=random.Random(0),
+        )
         self.held_back = HeldBack(share=share, enough=4, most=1000, rng=random.Random(0))
         self.policy = build_policy(config, clock=clock, rng=random.Random(0))
         quota = build_quota(config, clock=clock)

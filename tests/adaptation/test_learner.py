@@ -12,7 +12,7 @@ import torch
 from adaptation.buffers import HeldBackText
 from adaptation.errors import NotStored
 from adaptation.gate import GateDecision
-from adaptation.pair import weights_of
+from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, lessons, vocabulary
 
@@ -67,6 +67,40 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     assert not same(weights_of(tried.serving), weights_of(drafter()))
     assert tried.learner.training_seconds > 0
     assert "rolled_back" not in tried.kinds()
+
+
+def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path)
+    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
+    for seed in range(40):
+        tried.learner.hear(feedback(seed, token=foreign, version=tried.pair.version))
+        tried.learner.update()
+        tried.pair.between_steps()
+    assert "published" in tried.kinds()
+    assert int(tried.serving.t2d[foreign]) >= 0
+    assert int(tried.serving.d2t[tried.serving.t2d[foreign]]) == foreign
+    tried.learner.save(training=False)
+    later = full_bench(tmp_path)
+    later.learner.restore()
+    later.pair.between_steps()
+    assert same(weights_of(later.serving), weights_of(tried.serving))
+    assert later.learner._vocabulary.counts.of(torch.tensor([foreign])).item() > 0
+    tried.learner.rollback()
+    while tried.pair.latest_origin:
+        tried.learner.rollback()
+    tried.pair.between_steps()
+    assert same(weights_of(tried.serving), weights_of(drafter()))
+
+
+def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path, exchange_count=0)
+    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
+    for seed in range(16):
+        tried.learner.hear(feedback(seed, token=foreign, version=tried.pair.version))
+        tried.learner.update()
+        tried.pair.between_steps()
+    assert tried.learner.num_updates["full"] > 0
+    assert torch.equal(tried.pair.training.d2t, drafter().d2t)
 
 
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from torch.nn.functional import kl_div
 from adaptation.drift import Drift
 from adaptation.losses import TextDivergence, anchor_divergence, rank_loss
 from adaptation.signal import example_of
+from adaptation.vocabulary import untrained_rows
 from drafters.specblock.features import rank_features
 from drafters.training.corpus import Batch, Example
-from tests.adaptation.lessons import EMBED, drafter, feedback
+from tests.adaptation.lessons import EMBED, HIDDEN, drafter, feedback
+from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
 
@@ -38,15 +40,15 @@ def test_the_rank_head_learns_the_rank_of_the_targets_token() -> None:
         last_layer.get_parameter("weight").zero_()
         last_layer.get_parameter("bias").copy_(torch.tensor([50.0, 0.0, 0.0, 0.0]))
     features, ids = rank_features(logits.detach().log_softmax(-1))
-    first = replace(marks, drafted=logits.argmax(-1))
-    last = replace(marks, drafted=torch.full_like(marks.drafted, -1))
+    first = replace(marks, tokens=model.d2t[logits.argmax(-1)])
+    last = replace(marks, tokens=torch.full_like(marks.tokens, int((model.t2d < 0).nonzero()[0])))
     assert rank_loss(model, first, features, ids) < 1e-3
     assert rank_loss(model, last, features, ids) > 40
 
 
 def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
     anchor = drafter()
-    drift = Drift(anchor, EMBED, most_texts=3)
+    drift = Drift(anchor, EMBED, untrained_rows(anchor, None), most_texts=3)
     ready = []
     for texts in ([text(0)], [text(seed) for seed in range(1, 6)]):
         drift.offer(texts)
@@ -66,7 +68,8 @@ def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
 
 
 def test_later_texts_do_not_change_the_probe_set() -> None:
-    one, other = (Drift(drafter(), EMBED, most_texts=2) for _ in range(2))
+    rows = untrained_rows(drafter(), torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0)))
+    one, other = (Drift(drafter(), EMBED, rows, most_texts=2) for _ in range(2))
     one.offer([text(0), text(1)])
     other.offer([text(0), text(1), text(2)])
     other.offer([text(3)])
@@ -75,11 +78,11 @@ def test_later_texts_do_not_change_the_probe_set() -> None:
 
 def test_a_block_teaches_as_far_as_the_anchor_could_have_drafted_it() -> None:
     anchor = drafter()
-    divergence = TextDivergence(anchor, EMBED, anchors=4)
+    divergence = TextDivergence(anchor, EMBED, untrained_rows(anchor, None), anchors=4)
     batch = Batch.of([text(0), text(1)], 8, "cpu")
     starts = divergence._starts(batch)
     states = torch.randn(2, 4, 4, 48, generator=torch.Generator().manual_seed(0))
-    valid = divergence._valid(batch, starts, states)
+    valid = divergence._valid(anchor, anchor.lm_head.weight, batch, starts, states)
     ranked = anchor.lm_head(states).topk(10).indices
     for line in range(2):
         for number, start in enumerate(starts[line].tolist()):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from adaptation.errors import Damaged, NotStored
-from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.pair import DrafterPair, in_place
 from adaptation.signal import example_of
 from adaptation.snapshot_folder import folder_name
 from adaptation.snapshots import SnapshotRing
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import VOCABULARY, weights_of
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("impatient")
 def pair_of(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterPair:
     return DrafterPair(
         weights_of(serving),
-        serving.d2t,
         serving.config,
         prepare=in_place(serving),
         snapshots=SnapshotRing(folder, in_memory=1, on_disk=4),
@@ -78,8 +78,8 @@ def test_the_parameters_stay_the_same_objects(tmp_path: Path) -> None:
     pair.publish({})
     pair.between_steps()
     assert places == {name: value.data_ptr() for name, value in serving.named_parameters()}
-    expected = {name: value.detach().to(torch.bfloat16) for name, value in pair.training.named_parameters()}
-    assert same(bits(serving), expected)
+    parameters = {name: value.detach().to(torch.bfloat16) for name, value in pair.training.named_parameters()}
+    assert same(bits(serving), parameters | {VOCABULARY: pair.training.d2t})
 
 
 def test_what_is_trained_on_touches_nothing_that_serves(tmp_path: Path) -> None:
@@ -240,13 +240,13 @@ def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
 def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faster(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, drafter().bfloat16(), torch.float32)
     train(pair, 1)
-    wanted = {name: value.bfloat16().float() for name, value in weights_of(pair.training).items()}
+    wanted = {name: value.detach().bfloat16().float() for name, value in pair.training.named_parameters()}
     scored = bits(pair.candidate())
-    assert {value.dtype for value in scored.values()} == {torch.float32}
+    assert {value.dtype for name, value in scored.items() if name != VOCABULARY} == {torch.float32}
     assert all(torch.equal(scored[name], value) for name, value in wanted.items())
     pair.publish({})
     assert all(torch.equal(bits(pair.served())[name], value) for name, value in wanted.items())
-    assert {value.dtype for value in pair.latest()[1].values()} == {torch.bfloat16}
+    assert {value.dtype for name, value in pair.latest()[1].items() if name != VOCABULARY} == {torch.bfloat16}
 
 
 def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
@@ -258,9 +258,7 @@ def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
         return lambda: done.append(("written", threading.current_thread().name))
 
     snapshots = SnapshotRing(tmp_path, in_memory=1, on_disk=1)
-    pair = DrafterPair(
-        weights_of(serving), serving.d2t, serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu"
-    )
+    pair = DrafterPair(weights_of(serving), serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu")
     learning = threading.Thread(target=lambda: pair.publish({}), name="adaptation")
     learning.start()
     learning.join()

@@ -12,10 +12,12 @@ from torch import Tensor
 from adaptation.policy import ARMS, Arm
 from adaptation.signal import Lesson
 from adaptation.trainer import Rules, Trainer, UpdateReport
+from adaptation.vocabulary import untrained_rows
 from drafters.specblock.model import HEADS, SpecBlock
+from drafters.specblock.weights import weights_of
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import EMBED, drafter, lessons, vocabulary
+from tests.adaptation.lessons import EMBED, HEAD, drafter, lessons, vocabulary
 
 torch.set_num_threads(1)
 TOKEN = int(vocabulary()[0][5])
@@ -38,7 +40,8 @@ def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int =
 def trainer(settings: Rules | None = None) -> tuple[Trainer, SpecBlock]:
     model = drafter()
     anchor = copy.deepcopy(model)
-    return Trainer(model, anchor, EMBED, rules=settings or rules(), generator=torch.Generator().manual_seed(0)), model
+    rows, generator = untrained_rows(anchor, HEAD), torch.Generator().manual_seed(0)
+    return Trainer(model, anchor, EMBED, rows, rules=settings or rules(), generator=generator), model
 
 
 def state_of(trained: Trainer) -> dict[str, Tensor]:
@@ -85,12 +88,12 @@ def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypat
 @pytest.mark.parametrize("arm", ARMS)
 def test_the_first_steps_are_small(arm: Arm) -> None:
     """Adam's first step moves every weight by the rate, whatever its gradient."""
-    at_once, warming = trainer(rules(steps=1))[0], trainer(replace(rules(steps=1), warm_up_steps=8))[0]
+    at_once, (warming, model) = trainer(rules(steps=1))[0], trainer(replace(rules(steps=1), warm_up_steps=8))
     taught = lessons(4, token=TOKEN)
     assert warming.update(arm, taught).moved == pytest.approx(at_once.update(arm, taught).moved / 8, rel=0.01)
     for _ in range(7):
         last = warming.update(arm, taught).moved
-    warming.load(warming.weights)
+    warming.load(weights_of(model))
     assert last > 3 * warming.update(arm, taught).moved
 
 
@@ -143,6 +146,73 @@ def test_a_resumed_trainer_goes_on_to_the_bit() -> None:
     going.update("head", lessons(4))
     going.update("head", lessons(3))
     resumed.load_tensors(state_of(going))
+    going.update("head", lessons(2))
+    resumed.update("head", lessons(2))
+    assert same(going.tensors(), resumed.tensors())
+
+
+def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
+    """Its vocabulary with tokens in the first places that it cannot propose."""
+    vocabulary = model.d2t.clone()
+    vocabulary[:count] = (model.t2d < 0).nonzero()[:count, 0]
+    return vocabulary
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(arm: Arm) -> None:
+    trained, model = trainer(replace(rules(steps=1), rates={"head": 1e-9, "full": 1e-9}))
+    for each in ARMS:
+        trained.update(each, lessons(4))
+    before, wanted = state_of(trained), exchanged(model)
+    assert trained.update(arm, lessons(4), vocabulary=wanted).applied
+    after = trained.tensors()
+    assert torch.equal(trained.vocabulary, wanted)
+    assert torch.equal(model.t2d[wanted], torch.arange(wanted.shape[0]))
+    assert int((model.t2d >= 0).sum()) == wanted.shape[0]
+    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-6)
+    assert torch.allclose(model.lm_head.weight[5:], before["weights.lm_head.weight"][5:], atol=1e-6)
+    (other,) = (each for each in ARMS if each != arm)
+    moments = after[f"{other}.lm_head.weight.exp_avg"], before[f"{other}.lm_head.weight.exp_avg"]
+    assert moments[1][:5].any()
+    assert not moments[0][:5].any()
+    assert torch.equal(moments[0][5:], moments[1][5:])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
+    trained, model = trainer(rules(steps=12))
+    wanted = exchanged(model)
+    taught = lessons(4, token=int(wanted[2]))
+    losses = [loss.draft for loss in trained.update(arm, taught, vocabulary=wanted).losses]
+    assert losses[-1] < 0.9 * losses[0]
+    went_on = trained.update(arm, taught, vocabulary=wanted)
+    assert went_on.losses[0].draft < losses[0]
+
+
+def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> None:
+    trained, model = trainer(rules(update_norm=1e-7))
+    wanted = exchanged(model)
+    assert trained.update("full", lessons(4), vocabulary=wanted).moved == 1e-7
+    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-4)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_broken_update_exchanges_no_tokens(arm: Arm) -> None:
+    trained, model = trainer()
+    for each in ARMS:
+        trained.update(each, lessons(4))
+    before = state_of(trained)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    assert trained.update(arm, lessons(4), vocabulary=exchanged(model)).outcome == "gradient_not_finite"
+    assert same(before, trained.tensors())
+    assert torch.equal(model.t2d[model.d2t], torch.arange(model.d2t.shape[0]))
+
+
+def test_a_resumed_trainer_proposes_from_the_same_tokens() -> None:
+    (going, model), (resumed, other) = trainer(), trainer()
+    going.update("full", lessons(4), vocabulary=exchanged(model))
+    resumed.load_tensors(state_of(going))
+    assert torch.equal(other.t2d, model.t2d)
     going.update("head", lessons(2))
     resumed.update("head", lessons(2))
     assert same(going.tensors(), resumed.tensors())
@@ -244,9 +314,9 @@ def test_no_lesson_is_no_update(arm: Arm) -> None:
 
 
 def test_other_weights_come_without_memory() -> None:
-    trained, _ = trainer()
+    trained, model = trainer()
     trained.update("full", lessons(4))
     other = drafter(seed=3)
-    trained.load(dict(other.named_parameters()))
-    assert same(trained.weights, {name: value.detach() for name, value in other.named_parameters()})
+    trained.load(weights_of(other))
+    assert same(weights_of(model), weights_of(other))
     assert not any(value.any() for name, value in trained.tensors().items() if not name.startswith("weights."))

@@ -61,7 +61,7 @@ def step(
     nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
     committed = Committed(
         rows=torch.tensor(rows),
-        tokens=(here + 1).masked_fill(~valid, -1),
+        tokens=(values + 1).nan_to_num(-1.0).long(),
         counts=count,
         tree=tree,
         result=VerifyResult(nothing, count - 1, count, nothing),
@@ -73,7 +73,7 @@ def step(
     tops = TargetTops(number[..., None].expand(-1, -1, TOP).int(), -number[..., None].expand(-1, -1, TOP) / 10000)
     known = valid.clone()
     known[:, 1::2] = False
-    foretold = Foretold(known, number[..., None].expand(-1, -1, HIDDEN), number.long(), number / 10000)
+    foretold = Foretold(known, number[..., None].expand(-1, -1, HIDDEN), number / 10000)
     return committed, tops, foretold
 
 
@@ -117,10 +117,10 @@ def test_marks_are_the_positions_that_a_block_foretold(counts: list[int]) -> Non
     expected = {place: rejected for place, rejected in expected.items() if place >= length - WINDOW}
     marks = heard.marks
     assert dict(zip(marks.positions.tolist(), marks.rejected.tolist(), strict=True)) == expected
-    assert (marks.drafted - 1000).tolist() == marks.positions.tolist()
-    assert torch.equal(marks.states[:, 0], marks.drafted.float())
-    assert torch.equal(marks.top_ids[:, 0], marks.drafted.int())
-    assert torch.equal(marks.chances, marks.drafted / 10000)
+    assert (marks.tokens - 1000).tolist() == marks.positions.tolist()
+    assert torch.equal(marks.states[:, 0], marks.tokens.float())
+    assert torch.equal(marks.top_ids[:, 0], marks.tokens.int())
+    assert torch.equal(marks.chances, marks.tokens / 10000)
     assert marks.take(marks.rejected).count == sum(expected.values())
 
 

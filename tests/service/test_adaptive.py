@@ -51,9 +51,10 @@ def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path)
         assert (feedback.prompt, feedback.first) == (len(prompt), 0)
         assert feedback.top_ids[:, 0].tolist() == tokens[len(prompt) :]
         assert int(marks.rejected.sum()) == len(feedback.query.accepted) > 0
-        assert torch.equal(marks.drafted, adaptive.network.t2d[torch.tensor(tokens)[marks.positions]])
+        assert torch.equal(marks.tokens, torch.tensor(tokens)[marks.positions])
+        drafted = adaptive.network.t2d[marks.tokens]
         chances = adaptive.network.lm_head(marks.states).softmax(-1)
-        said = chances.gather(1, marks.drafted.clamp(min=0)[:, None])[:, 0] * (marks.drafted >= 0)
+        said = chances.gather(1, drafted.clamp(min=0)[:, None])[:, 0] * (drafted >= 0)
         assert torch.allclose(marks.chances, said, atol=1e-6)
 
 
@@ -146,6 +147,23 @@ def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) 
         assert texts(adaptive.engine, asked) == texts(assembly.engine(assembly.drafter("none")), asked)
 
 
+def test_a_drafter_with_another_vocabulary_serves_from_it(assembly: Assembly, tmp_path: Path) -> None:
+    network = trained.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network.set_vocabulary(torch.arange(64) + 1)
+    checkpoint.save(tmp_path / "d", network, target_identity=assembly.loaded.parts.identity, facts={}, own_head=True)
+    asked = requests(PROMPTS, temperature=1.0, tokens=12)
+    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
+        assert adaptive.load_from_disk(tmp_path / "d") == 1
+        adaptive.engine.step()
+        assert torch.equal(adaptive.network.d2t, torch.arange(64) + 1)
+        assert torch.equal(adaptive.network.t2d[1:65], torch.arange(64))
+        assert int((adaptive.network.t2d >= 0).sum()) == 64
+        assert texts(adaptive.engine, asked) == texts(assembly.engine(assembly.drafter("none")), asked)
+        adaptive.rollback()
+        adaptive.engine.step()
+        assert torch.equal(adaptive.network.d2t, torch.arange(64))
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(assembly: Assembly, tmp_path: Path) -> None:
     other = assemble(settings_for(save_two_layers(tmp_path / "other", hidden_size=48)))
     source = Path(str(assembly.config.drafter_path))
@@ -157,16 +175,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(assembly: Assembly, tm
         return tmp_path / name
 
     foreign = saved("foreign", other.loaded.parts.identity)
-    network.set_vocabulary(torch.arange(64) + 1)
-    vocabulary = saved("vocabulary")
-    network.set_vocabulary(torch.arange(64))
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
     broken = saved("broken")
     refused = {
         tmp_path / "missing": "cannot be read",
         foreign: "trained for target",
-        vocabulary: "vocabulary",
         broken: "not finite",
     }
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:

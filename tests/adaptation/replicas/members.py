@@ -13,7 +13,7 @@ from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from adaptation.learner import Learner
-from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.pair import DrafterPair, in_place
 from adaptation.replicas.build import fingerprint_of
 from adaptation.replicas.exchange import Exchange
 from adaptation.replicas.join import join_replicas
@@ -21,10 +21,10 @@ from adaptation.replicas.wire import QueryShape
 from adaptation.status import ReplicaStatus
 from adaptation.worker import Worker
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
 from tests.adaptation.lessons import EMBED, HIDDEN, drafter, feedback, vocabulary
 from tests.adaptation.worlds import Clock
-from tests.drafters.specblock.parts import DRAFT_VOCAB
 from tests.tiny_models import VOCAB_SIZE
 
 TARGET = "a target"
@@ -33,7 +33,6 @@ SHAPE = QueryShape(
     hidden=HIDDEN,
     top=TOP,
     vocab=VOCAB_SIZE,
-    draft_vocab=DRAFT_VOCAB,
     most_tokens=64,
     dtype=torch.float32,
 )
@@ -95,7 +94,7 @@ def served_drafter(serving: SpecBlock) -> ServedDrafter:
     return ServedDrafter(
         config=serving.config,
         weights=weights_of(serving),
-        vocabulary=serving.d2t,
+        target_head=None,
         prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from adaptation.errors import StoreLost
-from adaptation.pair import weights_of
 from adaptation.replicas.exchange import Exchange
 from drafters.feedback import QueryFeedback
+from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import drafter, feedback
 from tests.adaptation.replicas.members import Member, agreed, member, until

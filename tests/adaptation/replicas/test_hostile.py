@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptation.pair import weights_of
 from adaptation.replicas.announcement import Announcement, written
 from adaptation.replicas.board import CHUNK_BYTES
 from adaptation.replicas.served import weights_as_bytes
 from adaptation.replicas.signature import NoSecret, SharedSecret, Signature
 from adaptation.replicas.wire import Origin, Wire
+from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import drafter, feedback
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, fingerprint, member, until

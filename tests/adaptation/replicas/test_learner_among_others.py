@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.pair import weights_of
+from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import Bench, bench, drafter, feedback
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from adaptation.errors import Refused
-from adaptation.pair import weights_of
 from adaptation.replicas.served import ServedWeights, weights_as_bytes, weights_from_bytes
 from adaptation.snapshot_folder import layout_of
+from drafters.specblock.weights import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import bench, drafter
+from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -42,23 +43,35 @@ def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> No
 def test_what_was_sent_is_what_arrives(tmp_path: Path) -> None:
     tried = bench(tmp_path)
     now = ServedWeights(tried.pair).now()
-    assert same(weights_from_bytes(now.data, now.sha256, tried.pair.layout), weights_of(drafter()))
+    assert same(weights_from_bytes(now.data, now.sha256, tried.pair.layout, VOCAB_SIZE), weights_of(drafter()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_say_of_what_type_they_are(dtype: torch.dtype) -> None:
-    weights = {name: value.to(dtype) for name, value in weights_of(drafter()).items()}
+    weights = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in weights_of(drafter()).items()
+    }
     data = weights_as_bytes(weights)
     sha256 = hashlib.sha256(data).hexdigest()
-    assert same(weights_from_bytes(data, sha256, layout_of(weights)), weights)
-    other = torch.float16
+    assert same(weights_from_bytes(data, sha256, layout_of(weights), VOCAB_SIZE), weights)
+    others = {name: (shape, torch.float16) for name, (shape, _) in layout_of(weights).items()}
     with pytest.raises(Refused, match="types") as refused:
-        weights_from_bytes(data, sha256, {name: (shape, other) for name, (shape, _) in layout_of(weights).items()})
+        weights_from_bytes(data, sha256, others, VOCAB_SIZE)
     assert refused.value.reason == "misfit"
 
 
 def test_bytes_that_are_no_weights_are_refused() -> None:
     for data in (b"", b"no weights at all", bytes(100)):
         with pytest.raises(Refused) as refused:
-            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), {})
+            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), {}, VOCAB_SIZE)
+        assert refused.value.reason == "misfit"
+
+
+def test_weights_for_tokens_that_there_are_not_are_refused() -> None:
+    for place, token in ((0, VOCAB_SIZE), (3, -1), (1, int(drafter().d2t[0]))):
+        weights = {name: value.clone() for name, value in weights_of(drafter()).items()}
+        weights[VOCABULARY][place] = token
+        data = weights_as_bytes(weights)
+        with pytest.raises(Refused, match="tokens") as refused:
+            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), layout_of(weights), VOCAB_SIZE)
         assert refused.value.reason == "misfit"

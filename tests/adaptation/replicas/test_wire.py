@@ -112,7 +112,7 @@ def test_every_altered_bit_of_the_tensors_is_seen() -> None:
         ("top_ids", lambda value: value - SHAPE.vocab, "misfit"),
         ("top_logprobs", lambda value: value * math.nan, "not_finite"),
         ("marks.states", lambda value: value * math.nan, "not_finite"),
-        ("marks.drafted", lambda value: value + SHAPE.draft_vocab, "misfit"),
+        ("marks.tokens", lambda value: value + SHAPE.vocab, "misfit"),
         ("marks.positions", lambda value: value + 1, "misfit"),
         ("marks.positions", lambda value: value.flip(0), "misfit"),
         ("marks.rejected", lambda value: value.int(), "misfit"),

@@ -92,7 +92,7 @@ def test_a_borrowed_head_is_not_stored(tmp_path: Path) -> None:
 
 def test_a_borrowed_head_needs_a_tied_target(tmp_path: Path) -> None:
     saved(tmp_path, own_head=False)
-    with pytest.raises(DrafterError, match="does not tie its own"):
+    with pytest.raises(DrafterError, match="not held unpacked"):
         load(tmp_path, TargetParts("abc", target().embedding, None))
 
 

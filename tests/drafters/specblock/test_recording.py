@@ -66,7 +66,7 @@ def test_what_the_block_said_stands_beside_the_committed_token() -> None:
     marks = drive(*recorder(), [4, 7, 10]).marks
     states, logprobs = block(7)
     assert marks.positions.tolist() == [3, 4, 5]
-    assert marks.drafted.tolist() == [2, -1, 5]
+    assert marks.tokens.tolist() == [4, 7, 10]
     assert torch.equal(marks.states, states[0, :3])
     assert marks.chances.tolist() == [float(logprobs[0, 0, 2].exp()), 0.0, float(logprobs[0, 2, 5].exp())]
     assert marks.rejected.tolist() == [False, False, True]

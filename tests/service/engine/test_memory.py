@@ -1,5 +1,6 @@
 """Sharing out device memory, and what is said when there is too little of it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from adaptation.build import build_rules, build_snapshots
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair, in_place, weights_of
+from adaptation.pair import DrafterPair, in_place
 from adaptation.trainer import Trainer
+from adaptation.vocabulary import untrained_rows
 from drafters.feedback import FeedbackRecorder
+from drafters.specblock.weights import weights_of
 from service.engine.build import EngineLimits
 from service.engine.memory import GIB, MemoryPlan, Need, feedback_bytes, memory_for, total_bytes, training_bytes
 from service.engine.room import Learning, entry_bytes, give_room, needs_of, target_without_room
@@ -52,11 +55,14 @@ def test_other_errors_pass() -> None:
         raise ZeroDivisionError
 
 
+def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
 def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     config, served = AdaptationConfig(), tiny_drafter().to(torch.bfloat16)
     pair = DrafterPair(
         weights_of(served),
-        served.d2t,
         served.config,
         prepare=in_place(served),
         snapshots=build_snapshots(config, tmp_path),
@@ -64,12 +70,15 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     )
     rules = build_rules(config, autocast=False)
     embed = tiny_embedding(served.config.hidden_size)
-    trainer = Trainer(pair.training, pair.anchor, embed, rules=rules, generator=torch.Generator())
-    state = {name: value for name, value in trainer.tensors().items() if not name.endswith("step")}
-    lasting = [*state.values(), *pair.anchor.parameters(), *pair.unchanged().parameters(), *pair._served.values()]
+    rows = untrained_rows(pair.anchor, None)
+    trainer = Trainer(pair.training, pair.anchor, embed, rows, rules=rules, generator=torch.Generator())
+    state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
+    served_too = _numbers(pair._served.values())
+    lasting = [*state.values(), *pair.anchor.parameters(), *pair.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(list(served.parameters()))
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 2 * serving
+    undo += 4 * count + 3 * 4 * heads  # where tokens are exchanged
     assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
 
 
