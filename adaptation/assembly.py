@@ -4,6 +4,7 @@ Everything here reads the configuration and passes on the few values that each p
 """
 
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from adaptation.arena import Arena
 from adaptation.build import (
     build_buffers,
     build_gate,
@@ -30,16 +32,20 @@ from adaptation.drift import Drift
 from adaptation.events import Emit
 from adaptation.history import History
 from adaptation.intake import Intake
-from adaptation.judging import Judge, replay_of
+from adaptation.judging import Judge, Replay, replay_of
 from adaptation.learner import Learner
 from adaptation.memory import Memory
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair, Prepare
+from adaptation.process import EMBEDDING, HEAD, RemoteTrainer, Setup, TrainingProcess, remote_replay, shared_tensors
 from adaptation.products import bf16_is_faster
-from adaptation.trainer import Trainer
+from adaptation.trainer import Rules, Trainer
 from adaptation.vocabulary import Rows, untrained_rows
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
+
+_LEAST_WEIGHTS = 1_000_000
+"""Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,7 @@ class ServedDrafter:
     target_head: Tensor | None  # [target_vocab, hidden], rows for tokens it may come to propose; None: there are none
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
+    embedding: Tensor | None  # [target_vocab, hidden], the same as a table, for a process of its own; None: no process
     max_nodes: int  # of a tree
 
 
@@ -62,6 +69,7 @@ class Built:
     pair: DrafterPair
     overview: Overview
     taken_share: float  # of the time of training, that serving lacks
+    process: TrainingProcess | None  # to be closed when nobody learns any more
 
 
 def build_learner(
@@ -91,15 +99,16 @@ def build_learner(
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, history = build_watch(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
+    trainer, replay, process = _training(config, drafter, pair, rows, autocast=autocast, seed=seed, serves=serves)
     learner = Learner(
         pair=pair,
-        trainer=_trainer(config, drafter, pair, rows, autocast=autocast, seed=seed),
+        trainer=trainer,
         policy=policy,
         intake=intake,
         buffers=buffers,
         vocabulary=vocabulary,
         held_back=held_back,
-        judge=_judge(config, drafter, pair),
+        judge=_judge(config, pair, replay),
         watch=watch,
         traffic=build_traffic_change(config),
         drift=Drift(pair.anchor, drafter.embed, rows, most_texts=config.probe_texts),
@@ -107,7 +116,7 @@ def build_learner(
         emit=history,
         kept_refusals=config.kept_refusals,
         least_texts=config.gate_sequences,
-        worked=_work_clock(config, train_device),
+        worked=_work_clock(config, train_device, process),
         taken_share=taken_share,
     )
     overview = Overview(
@@ -121,7 +130,7 @@ def build_learner(
         watch=watch,
         history=history,
     )
-    return Built(learner, pair, overview, taken_share)
+    return Built(learner, pair, overview, taken_share, process)
 
 
 def _pair(
@@ -141,33 +150,78 @@ def _pair(
     )
 
 
-def _trainer(
-    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, rows: Rows, *, autocast: bool, seed: int
-) -> Trainer:
-    return Trainer(
-        pair.training,
-        pair.anchor,
-        drafter.embed,
-        rows,
-        rules=build_rules(config, autocast=autocast),
-        generator=torch.Generator().manual_seed(seed),
+def _training(
+    config: AdaptationConfig,
+    drafter: ServedDrafter,
+    pair: DrafterPair,
+    rows: Rows,
+    *,
+    autocast: bool,
+    seed: int,
+    serves: bool,
+) -> tuple[Trainer, Replay, TrainingProcess | None]:
+    """Who computes updates and replays: this process, or one of its own."""
+    rules, generator = build_rules(config, autocast=autocast), torch.Generator().manual_seed(seed)
+    replay = replay_of(config.replay, drafter.embed, max_nodes=drafter.max_nodes)
+    if not (serves and _in_its_own_process(config, pair, drafter)):
+        trainer = Trainer(pair.training, pair.anchor, drafter.embed, rows, rules=rules, generator=generator)
+        return trainer, replay, None
+    remote = RemoteTrainer(pair.training, pair.anchor, drafter.embed, rows, rules=rules, generator=generator)
+    remote.process = process = _process(config, drafter, pair, remote, rules, seed)
+    return remote, remote_replay(process, pair.replica), process
+
+
+def _in_its_own_process(config: AdaptationConfig, pair: DrafterPair, drafter: ServedDrafter) -> bool:
+    possible = sys.platform == "linux" and pair.train_device.type == "cpu" and drafter.embedding is not None
+    if config.train_in == "process" and not possible:
+        raise ValueError("adaptation.train_in: a process of its own trains on Linux, on a CPU; choose auto or thread")
+    worthwhile = sum(value.numel() for value in pair.training.parameters()) >= _LEAST_WEIGHTS
+    return config.train_in == "process" or (config.train_in == "auto" and possible and worthwhile)
+
+
+def _process(
+    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, trainer: Trainer, rules: Rules, seed: int
+) -> TrainingProcess:
+    table, head = drafter.embedding, drafter.target_head
+    assert table is not None, "a process of its own has no table to look tokens up in"
+    is_tied = head is not None and head.data_ptr() == table.data_ptr()
+    computed_on = shared_tensors(trainer, pair.anchor, pair.replica)
+    tables = {EMBEDDING: table} if head is None or is_tied else {EMBEDDING: table, HEAD: head}
+    arena = Arena.holding(computed_on | tables)
+    arena.lend(computed_on)
+    setup = Setup(
+        config=drafter.config,
+        replica_dtype=pair.replica.dtype,
+        rules=rules,
+        replay=config.replay,
+        max_nodes=drafter.max_nodes,
+        seed=seed,
+        threads=config.train_threads,
+        niceness=config.train_niceness,
+        head=None if head is None else EMBEDDING if is_tied else HEAD,
+        places=arena.places,
     )
+    return TrainingProcess(arena, setup)
 
 
-def _judge(config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair) -> Judge:
+def _judge(config: AdaptationConfig, pair: DrafterPair, replay: Replay) -> Judge:
     return Judge(
         pair,
         build_gate(config),
-        replay_of(config.replay, drafter.embed, max_nodes=drafter.max_nodes),
+        replay,
         least_texts=config.gate_sequences,
         most_known=2 * config.held_back_sequences,
     )
 
 
-def _work_clock(config: AdaptationConfig, train_device: torch.device) -> Callable[[], float]:
+def _work_clock(
+    config: AdaptationConfig, train_device: torch.device, process: TrainingProcess | None
+) -> Callable[[], float]:
     """Seconds that training computes: on a CPU it waits whenever others want a core, and that does not count."""
     if train_device.type != "cpu":
         return time.perf_counter
+    if process is not None:
+        return lambda: process.seconds + time.thread_time()
     return lambda: time.thread_time() * config.train_threads
 
 

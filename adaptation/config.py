@@ -106,6 +106,12 @@ class AdaptationConfig(BaseModel):
         pattern=r"^(same|cpu|cuda(:\d+)?)$",
     )
     queued_queries: int = _knob(256, "Finished queries that wait to be heard; the oldest make room.", ge=1)
+    train_in: Literal["auto", "process", "thread"] = Field(
+        default="auto",
+        description="What computes updates. process: one of its own, which takes next to nothing from serving (CPU, "
+        "Linux). thread: one of the server's, which shares its interpreter. auto: a process where that can be had and "
+        "the drafter is not tiny.",
+    )
     train_threads: int = _knob(1, "CPU threads of an update.", ge=1, le=64)
     train_niceness: int = _knob(
         10,

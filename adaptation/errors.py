@@ -5,6 +5,7 @@ AdaptationError
 ├── NotStored   the disk did not take a file; whatever was stored before is intact
 ├── NotRemoved  the disk kept a file that should go; everything else was done
 ├── Refused     what another replica sent must not be used; the reason is one word
+├── TrainingLost  the process that trains has died; its update is lost, and the next starts another process
 └── StoreLost   the store that replicas share does not answer; what it did last is not known
     └── StoreRefused  it answered that it will not
 """
@@ -45,6 +46,10 @@ class Refused(AdaptationError):
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: RefusalReason = reason
+
+
+class TrainingLost(AdaptationError):
+    """The process that trains ended before it had answered."""
 
 
 class StoreLost(AdaptationError):

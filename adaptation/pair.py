@@ -89,6 +89,11 @@ class DrafterPair:
         return self.training.d2t.device
 
     @property
+    def replica(self) -> SpecBlock:
+        """The model on which drafters are scored, whatever it holds now."""
+        return self._replica
+
+    @property
     def newest(self) -> int:
         """The highest version so far, staged or served."""
         return self._newest

@@ -179,6 +179,13 @@ class Trainer:
         is_warming_up = self._optimizers[arm].num_steps < self._rules.warm_up_steps
         return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved, is_warming_up)
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The tensors themselves that an update changes, as objects that may be given other memory."""
+        state: dict[str, Tensor] = {**self._trained["full"], "d2t": self._model.d2t, "t2d": self._model.t2d}
+        for arm, optimizer in self._optimizers.items():
+            state |= {f"{arm}.{name}": value for name, value in optimizer.tensors().items()}
+        return state
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from other weights and their vocabulary, with optimizers that remember nothing."""

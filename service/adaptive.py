@@ -20,6 +20,7 @@ from adaptation.finite import all_finite
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair
+from adaptation.process import TrainingProcess
 from adaptation.replicas.join import Joined, join_replicas
 from adaptation.replicas.solitude import Replicas
 from adaptation.status import AdaptationStatus
@@ -57,6 +58,7 @@ class Adaptive:
     overview: Overview
     loaded: LoadedModel
     network: SpecBlock  # that serves
+    process: TrainingProcess | None
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
@@ -70,6 +72,8 @@ class Adaptive:
             logger.warning("the store of the replicas did not answer in time; leaving without a word")
         if not self.worker.stop(_STORING_SECONDS):
             logger.error("learning did not end within %.0f seconds; its last state may be lost", _STORING_SECONDS)
+        if self.process is not None:
+            self.process.close()
 
     def settle(self, timeout_seconds: float) -> bool:
         """Wait until every finished query is heard and every update that is due is done."""
@@ -133,7 +137,7 @@ def build_adaptive(
     limits = limits or assembly.limits
     source = _replaceable(assembly)
     network = source.weights.model
-    drafter = _served(source, limits, _train_embed(assembly, config), assembly.loaded.parts.head)
+    drafter = _served(assembly, source, limits, _train_embed(assembly, config))
     built = _learner(assembly, config, drafter, folder, emit, seed, clock)
     joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
@@ -145,7 +149,15 @@ def build_adaptive(
     )
     built.learner.restore()
     return Adaptive(
-        engine, built.learner, built.pair, joined.worker, joined.replicas, built.overview, assembly.loaded, network
+        engine,
+        built.learner,
+        built.pair,
+        joined.worker,
+        joined.replicas,
+        built.overview,
+        assembly.loaded,
+        network,
+        built.process,
     )
 
 
@@ -184,14 +196,15 @@ def _train_embed(assembly: Assembly, config: AdaptationConfig) -> Embed:
     return trained.embed_with(table if name == "same" else table.to(device_of(name)))
 
 
-def _served(source: Replaceable, limits: EngineLimits, embed: Embed, target_head: Tensor | None) -> ServedDrafter:
+def _served(assembly: Assembly, source: Replaceable, limits: EngineLimits, embed: Embed) -> ServedDrafter:
     network = source.weights.model
     return ServedDrafter(
         config=network.config,
         weights=source.first,
-        target_head=target_head,
+        target_head=assembly.loaded.parts.head,
         prepare=source.prepare,
         embed=embed,
+        embedding=assembly.loaded.parts.embedding,
         max_nodes=limits.max_budget,
     )
 
@@ -206,9 +219,12 @@ def _learner(
     clock: Callable[[], float],
 ) -> Built:
     device, in_bf16 = assembly.target.device, assembly.loaded.model.dtype == torch.bfloat16
-    return build_learner(
-        config, drafter, folder=folder, device=device, clock=clock, seed=seed, in_bf16=in_bf16, emit=emit
-    )
+    try:
+        return build_learner(
+            config, drafter, folder=folder, device=device, clock=clock, seed=seed, in_bf16=in_bf16, emit=emit
+        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
 
 
 def _joined(config: AdaptationConfig, built: Built, drafter: ServedDrafter, target_identity: str) -> Joined:

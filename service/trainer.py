@@ -103,6 +103,7 @@ def _load(config: ServiceConfig) -> _Taught:
         config=network.config,
         weights=weights_of(network),
         target_head=loaded.parts.head,
+        embedding=None,
         prepare=in_place(network),
         embed=embed,
         max_nodes=config.max_budget,

@@ -81,6 +81,7 @@ class Practised:
             config=serving.config,
             weights=weights_of(serving),
             target_head=None,
+            embedding=None,
             prepare=in_place(serving),
             embed=self.embed,
             max_nodes=self.assembly.limits.max_budget,

@@ -148,6 +148,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         config=serving.config,
         weights=weights_of(serving),
         target_head=HEAD,
+        embedding=None,
         prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,

@@ -95,6 +95,7 @@ def served_drafter(serving: SpecBlock) -> ServedDrafter:
         config=serving.config,
         weights=weights_of(serving),
         target_head=None,
+        embedding=None,
         prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,

@@ -1,0 +1,205 @@
+"""Updates and replays in a process of their own: threads share one interpreter, and a thread that trains makes every
+operation of the thread that serves wait for it.
+
+The weights lie in memory that both processes map, so that only lessons and answers are sent. A process that dies costs
+the update under way; the next request starts another one. Knows neither when to train nor what becomes of it.
+"""
+
+import contextlib
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from adaptation.arena import Arena, Places
+from adaptation.errors import TrainingLost
+from adaptation.judging import Replay, ReplayName
+from adaptation.policy import Arm
+from adaptation.signal import Lesson
+from adaptation.trainer import Rules, Trainer, UpdateReport
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
+
+EMBEDDING, HEAD = "embedding", "head"
+"""Names of the target's tables in the arena; a tied head is the embedding."""
+_ENDING_SECONDS = 5.0
+_CHILD = "import sys; sys.path[:] = {path!r}; from adaptation.process_main import main; main({arena}, {talk})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the other process is to build around the weights."""
+
+    config: SpecBlockConfig
+    replica_dtype: torch.dtype
+    rules: Rules
+    replay: ReplayName
+    max_nodes: int
+    seed: int
+    threads: int
+    niceness: int
+    head: str | None  # name of the target's rows in the arena
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Asks for an update of the training copy."""
+
+    arm: Arm
+    lessons: Sequence[Lesson]
+    vocabulary: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Asks for the replay of a text with what the replica holds."""
+
+    example: Example
+
+
+@dataclass(frozen=True, slots=True)
+class Whether:
+    """Asks back, before each step, whether to break off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer; `error` is a traceback."""
+
+    result: UpdateReport | float | None
+    error: str | None
+    seconds: float  # of computing
+
+
+def _never() -> bool:
+    return False
+
+
+class TrainingProcess:
+    """The other process, as the thread that learns sees it. One request at a time."""
+
+    def __init__(self, arena: Arena, setup: Setup) -> None:
+        self.seconds = 0.0  # that it has computed
+        self.num_started = 0
+        self._arena = arena
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_asked = False
+        self._closing = threading.Lock()
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return None if process is None else process.pid
+
+    def ask(self, request: Train | Score, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
+        """Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
+        self.quiet()
+        if self._connection is None:
+            self._start()
+        connection = self._connection
+        assert connection is not None
+        self._is_asked = True
+        try:
+            connection.send_bytes(pickle.dumps(request))
+            while isinstance(answer := pickle.loads(connection.recv_bytes()), Whether):
+                connection.send_bytes(pickle.dumps(interrupted()))
+        except (EOFError, OSError) as error:
+            self.close()
+            raise TrainingLost("the process that trains has died") from error
+        self._is_asked = False
+        self.seconds += answer.seconds
+        if answer.error is not None:
+            raise RuntimeError(f"the process that trains has failed:\n{answer.error}")
+        return cast(UpdateReport | float, answer.result)
+
+    def quiet(self) -> None:
+        """Let nothing compute on the shared weights: whoever asked last may have died before the answer."""
+        if self._is_asked:
+            self.close()
+
+    def close(self) -> None:
+        """End the process, at once if it does not end by itself. The next request starts another one."""
+        with self._closing:
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
+            busy, self._is_asked = self._is_asked, False
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            if busy:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING_SECONDS)
+                return
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            program = _CHILD.format(path=sys.path, arena=self._arena.handle, talk=theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(self._arena.handle, theirs.fileno()),
+            )
+            self._connection = Connection(ours.detach())
+        self._connection.send_bytes(pickle.dumps(self._setup))
+        self.num_started += 1
+
+
+class RemoteTrainer(Trainer):
+    """A trainer whose updates another process computes; everything else is done here, on the same memory."""
+
+    process: TrainingProcess
+
+    def update(
+        self,
+        arm: Arm,
+        lessons: Sequence[Lesson],
+        interrupted: Callable[[], bool] = _never,
+        *,
+        vocabulary: Tensor | None = None,
+    ) -> UpdateReport:
+        return cast(UpdateReport, self.process.ask(Train(arm, lessons, vocabulary), interrupted))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        self.process.quiet()
+        super().load(weights)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.process.quiet()
+        super().load_tensors(tensors)
+
+
+def remote_replay(process: TrainingProcess, replica: SpecBlock) -> Replay:
+    """Replays whatever the shared replica holds."""
+
+    def replay(model: SpecBlock, example: Example) -> float:
+        assert model is replica, "the other process knows no other model"
+        return cast(float, process.ask(Score(example)))
+
+    return replay
+
+
+def shared_tensors(trainer: Trainer, anchor: SpecBlock, replica: SpecBlock) -> dict[str, Tensor]:
+    """All that both processes compute on, with the same names in both."""
+    models = {"anchor": anchor, "replica": replica}
+    tensors = {f"training.{name}": value for name, value in trainer.own_tensors().items()}
+    for prefix, model in models.items():
+        own = {**dict(model.named_parameters()), "d2t": model.d2t, "t2d": model.t2d}
+        tensors |= {f"{prefix}.{name}": value for name, value in own.items()}
+    return tensors
