@@ -63,5 +63,5 @@ def _laid_out(named: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     end = 0
     for name, tensor in named.items():
         places[name] = Place(end, tuple(tensor.shape), tensor.dtype)
-        end += -(-max(1, tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places, end

@@ -65,7 +65,7 @@ class AdaptationConfig(BaseModel):
         ge=1,
     )
     head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
-    full_queries: int = _knob(16, "Queries in the buffer of the full update.", ge=1)
+    full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
     always_queries: int = _knob(8, "Queries between two updates of the policy `always`.", ge=1)
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)

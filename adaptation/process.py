@@ -85,12 +85,17 @@ def _never() -> bool:
     return False
 
 
+def _at_once() -> None:
+    """Nobody holds it up."""
+
+
 class TrainingProcess:
     """The other process, as the thread that learns sees it. One request at a time."""
 
     def __init__(self, arena: Arena, setup: Setup) -> None:
         self.seconds = 0.0  # that it has computed
         self.num_started = 0
+        self.before_asking: Callable[[], None] = _at_once
         self._arena = arena
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +111,10 @@ class TrainingProcess:
 
     def ask(self, request: Train | Score, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
         """Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
+        self.before_asking()
         self.quiet()
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it has died since, over nothing
         if self._connection is None:
             self._start()
         connection = self._connection

@@ -120,6 +120,8 @@ class Learning:
         self._adaptive = adaptive
         self._held = _Held(adaptive.worker.loop)
         adaptive.worker.loop = self._held
+        if adaptive.process is not None:
+            adaptive.process.before_asking = self._held.stand
         adaptive.start()
         self.hold()
 
@@ -127,7 +129,7 @@ class Learning:
         self._held.go_on()
 
     def hold(self) -> Counts:
-        """Waits for the step that the thread is taking, or for its judging. Raises StartupError."""
+        """Waits for the step or the replay that is under way. Raises StartupError."""
         worker = self._adaptive.worker
         asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
         if not self._held.hold(_PATIENCE_SECONDS):
@@ -159,15 +161,15 @@ class _Held:
         self._free.set()
 
     def hear(self, feedback: QueryFeedback) -> object:
-        self._pass()
+        self.stand()
         return self._loop.hear(feedback)
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
         """Stands still before it and between its steps."""
-        self._pass()
+        self.stand()
 
         def passed() -> bool:
-            self._pass()
+            self.stand()
             return interrupted()
 
         return self._loop.update(passed)
@@ -178,7 +180,8 @@ class _Held:
     def save(self, *, training: bool) -> None:
         self._loop.save(training=training)
 
-    def _pass(self) -> None:
+    def stand(self) -> None:
+        """Wait until nobody holds it."""
         while not self._free.is_set():
             self._standing.set()
             self._free.wait()

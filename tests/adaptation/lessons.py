@@ -14,17 +14,18 @@ from adaptation.events import Event
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.pair import DrafterPair, in_place
+from adaptation.process import TrainingProcess
 from adaptation.signal import Lesson, lesson_of
 from drafters.feedback import Marks, Query, QueryFeedback
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
 from tests.adaptation.worlds import Clock
-from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
 
 HIDDEN, PROMPT, ANSWER = 48, 4, 16
-EMBED = tiny_embedding(HIDDEN)
+EMBED, TABLE = tiny_embedding(HIDDEN), tiny_table(HIDDEN)
 HEAD = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(5))  # the target's rows
 
 
@@ -111,6 +112,7 @@ class Bench:
     overview: Overview
     serving: SpecBlock
     clock: Clock
+    process: TrainingProcess | None = None
     events: list[Event] = field(default_factory=list)
 
     def hear(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
@@ -148,7 +150,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         config=serving.config,
         weights=weights_of(serving),
         target_head=HEAD,
-        embedding=None,
+        embedding=TABLE,
         prepare=in_place(serving),
         embed=EMBED,
         max_nodes=8,
@@ -156,4 +158,4 @@ def bench(folder: Path, **knobs: object) -> Bench:
     built = build_learner(
         config, served, folder=folder, device="cpu", clock=clock, seed=0, in_bf16=False, emit=events.append
     )
-    return Bench(built.learner, built.pair, built.overview, serving, clock, events)
+    return Bench(built.learner, built.pair, built.overview, serving, clock, built.process, events)

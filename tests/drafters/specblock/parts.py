@@ -38,9 +38,13 @@ def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBl
     return model.eval().requires_grad_(False)
 
 
+def tiny_table(hidden: int, seed: int = 1) -> Tensor:
+    return torch.randn(VOCAB_SIZE, hidden, generator=torch.Generator().manual_seed(seed))
+
+
 def tiny_embedding(hidden: int, seed: int = 1) -> Callable[[Tensor], Tensor]:
     """A random embedding of the tiny vocabulary."""
-    table = torch.randn(VOCAB_SIZE, hidden, generator=torch.Generator().manual_seed(seed))
+    table = tiny_table(hidden, seed)
 
     def embed(tokens: Tensor) -> Tensor:
         return embedding(tokens, table)

@@ -1,0 +1,153 @@
+"""A process of its own trains to the bit as a thread would, and its death costs one update."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptation.config import AdaptationConfig
+from adaptation.errors import TrainingLost
+from adaptation.process import Train, TrainingProcess
+from adaptation.trainer import UpdateReport
+from drafters.specblock.weights import weights_of
+from tests.adaptation.drafts import same
+from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, lessons
+
+torch.set_num_threads(1)
+pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Iterator[Bench]:
+    made = full_bench(tmp_path / "process", train_in="process")
+    yield made
+    process_of(made).close()
+
+
+def process_of(tried: Bench) -> TrainingProcess:
+    assert tried.process is not None
+    return tried.process
+
+
+def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
+    """From texts of tokens the drafter cannot propose at first."""
+    foreign = (drafter().t2d < 0).nonzero()[:, 0]
+    for seed in range(count):
+        tried.learner.hear(feedback(seed, token=int(foreign[seed % 3]), version=tried.pair.version))
+        if updates:
+            tried.learner.update()
+        tried.pair.between_steps()
+
+
+def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path: Path) -> None:
+    alone = full_bench(tmp_path / "thread", train_in="thread")
+    for each in (tried, alone):
+        learn(each)
+    assert alone.process is None
+    assert "published" in tried.kinds()
+    assert tried.kinds() == alone.kinds()
+    assert same(weights_of(tried.serving), weights_of(alone.serving))
+    assert same(weights_of(tried.pair.training), weights_of(alone.pair.training))
+    assert same(tried.learner._trainer.tensors(), alone.learner._trainer.tensors())
+    assert not torch.equal(tried.serving.d2t, drafter().d2t)
+    assert process_of(tried).num_started == 1
+    assert process_of(tried).seconds > 0
+    assert tried.learner.training_seconds > 0
+
+
+def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
+    before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
+    asked = iter([False, False, True])
+    report = process_of(tried).ask(Train("full", lessons(4), None), lambda: next(asked))
+    assert isinstance(report, UpdateReport)
+    assert (report.outcome, len(report.losses)) == ("interrupted", 2)
+    assert same(before, tried.learner._trainer.tensors())
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: int) -> None:
+    learn(tried, 8)
+    process, served = process_of(tried), weights_of(tried.serving)
+    served = {name: value.clone() for name, value in served.items()}
+    asked = iter(range(9))
+
+    def kills() -> bool:
+        if next(asked) == step:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        return False
+
+    learn(tried, 12, updates=False)
+    with pytest.raises(TrainingLost, match="died"):
+        tried.learner.update(kills)
+    tried.learner.recover("killed")
+    assert same(weights_of(tried.pair.training), served)
+    learn(tried, 12)
+    assert process.num_started == 2
+    assert tried.learner.num_updates["full"] > 0
+
+
+def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
+    process = process_of(tried)
+    first = process.pid
+    assert first is not None
+    process.ask(Train("head", lessons(4), None))
+    assert process._process is not None
+    os.kill(first, signal.SIGKILL)
+    process._process.wait()
+    report = process.ask(Train("head", lessons(4), None))
+    assert isinstance(report, UpdateReport)
+    assert report.applied
+    assert process.pid != first
+
+
+def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
+    process, broken = process_of(tried), lessons(2)
+    marks = broken[0].marks
+    broken[0] = replace(broken[0], marks=replace(marks, states=marks.states[:, :7]))
+    before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
+    with pytest.raises(RuntimeError, match="Traceback"):
+        process.ask(Train("head", broken, None))
+    assert same(before, tried.learner._trainer.tensors())
+    report = process.ask(Train("head", lessons(4), None))
+    assert isinstance(report, UpdateReport)
+    assert report.applied
+    assert process.num_started == 1
+
+
+def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None:
+    """A thread that dies while it waits must not let its update go on beneath the next one."""
+    process = process_of(tried)
+
+    def dies() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.ask(Train("full", lessons(4), None), dies)
+    assert process.pid is not None
+    tried.learner.recover("thread_died")
+    assert process.pid is None
+    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+
+
+def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:
+    process = process_of(tried)
+    process.ask(Train("head", lessons(4), None))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.ask(Train("head", lessons(4), None))
+    assert process.num_started == 1
+    assert process._process is not None
+    assert process._connection is not None
+    process._connection.close()
+    assert process._process.wait(10) == 0
+
+
+def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:
+    assert AdaptationConfig().train_in == "auto"
+    assert bench(tmp_path).process is None
