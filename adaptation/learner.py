@@ -343,6 +343,7 @@ def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
         "head": float(report.arm == "head"),
         "seconds": report.seconds,
         "moved": report.moved,
+        "exchanged": float(report.exchanged),
         "sequences": decision.num_sequences,
         "candidate": decision.candidate_mean,
         "serving": decision.serving_mean,

@@ -47,6 +47,7 @@ class Overview:
             paused=learner.paused,
             version=pair.version,
             origin=pair.origin,
+            exchanged_tokens=pair.num_exchanged,
             newest=pair.newest,
             condemned=tuple(sorted(pair.condemned)),
             snapshots=tuple(pair.snapshots.versions),

@@ -20,7 +20,7 @@ from adaptation.snapshot_folder import Layout, SnapshotInfo, layout_of
 from adaptation.snapshots import Refusal, SnapshotRing
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import weights_of, write_weights
+from drafters.specblock.weights import VOCABULARY, weights_of, write_weights
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
@@ -103,6 +103,12 @@ class DrafterPair:
         """The origin of what is served, or on its way to be."""
         staged = self._staged
         return self.origin if staged is None else staged.origin
+
+    @property
+    def num_exchanged(self) -> int:
+        """Tokens that are proposed now, or soon, and were not as deployed."""
+        vocabulary = self._latest()[VOCABULARY].cpu()
+        return int(torch.isin(vocabulary, self._first[VOCABULARY], invert=True).sum())
 
     @property
     def pending(self) -> bool:

@@ -90,7 +90,7 @@ def _at_once() -> None:
 
 
 class TrainingProcess:
-    """The other process, as the thread that learns sees it. One request at a time."""
+    """The other process, as the thread that learns sees it: started by the first request, and one request at a time."""
 
     def __init__(self, arena: Arena, setup: Setup) -> None:
         self.seconds = 0.0  # that it has computed
@@ -102,7 +102,6 @@ class TrainingProcess:
         self._connection: Connection | None = None
         self._is_asked = False
         self._closing = threading.Lock()
-        self._start()
 
     @property
     def pid(self) -> int | None:

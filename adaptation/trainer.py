@@ -75,6 +75,7 @@ class UpdateReport:
     seconds: float
     losses: tuple[Losses, ...] = ()  # by step
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
+    exchanged: int = 0  # tokens of the vocabulary
     is_warming_up: bool = False  # its last step's rate was not the whole one yet
 
     @property
@@ -177,7 +178,8 @@ class Trainer:
             self._undo(arm, before, moments, named)
             raise
         is_warming_up = self._optimizers[arm].num_steps < self._rules.warm_up_steps
-        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved, is_warming_up)
+        exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
+        return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged, is_warming_up)
 
     def own_tensors(self) -> dict[str, Tensor]:
         """The tensors themselves that an update changes, as objects that may be given other memory."""

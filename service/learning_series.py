@@ -111,6 +111,12 @@ EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share")
 SERIES: Final = (
     _plain("gauge", "drafter_version", "Version of the drafter that serves; 0 as deployed.", lambda s: s.version),
     _plain("gauge", "drafter_origin", "Version that first had the weights that serve.", lambda s: s.origin),
+    _plain(
+        "gauge",
+        "drafter_exchanged_tokens",
+        "Tokens that the drafter can propose, and could not as deployed.",
+        lambda s: s.exchanged_tokens,
+    ),
     _plain("gauge", "adaptation_paused", "1 while an operator has halted learning.", lambda s: s.paused),
     _plain("gauge", "adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
     _plain("gauge", "adaptation_held_back_texts", "Texts that judge new weights.", lambda s: s.held_back),

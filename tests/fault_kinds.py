@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +24,7 @@ from adaptation.intake import Intake
 from adaptation.learner_state import LearnerStateFile
 from adaptation.optimizer import Adam
 from adaptation.pair import DrafterPair, Restored
+from adaptation.process import TrainingProcess
 from adaptation.snapshots import SnapshotRing
 from adaptation.trainer import Trainer
 from adaptation.watch import Watch
@@ -147,6 +150,24 @@ def rollbacks(stream: Stream, times: int) -> None:
         assert restored.origin < condemned.numbers["condemned"]
         assert condemned.numbers["condemned"] in stream.adaptive.pair.condemned
     assert stream.adaptive.worker.failures == {}
+
+
+def dead_processes(stream: Stream, times: int) -> None:
+    """The process that trains is killed, at any moment around an update or a replay."""
+    process = stream.adaptive.process
+    assert process is not None
+    for _ in range(times):
+        delay = stream.rng.choice([0.0, 0.005, 0.02, 0.1])
+
+        def kill(delay: float = delay) -> None:
+            pid = process.pid
+            if pid is not None:
+                threading.Timer(delay, os.kill, (pid, signal.SIGKILL)).start()
+
+        fault = _striking(stream, (TrainingProcess, "ask"), kill, skip=stream.rng.randrange(3), after=False)
+        stream.survive("killed process", fault)
+    assert process.num_started > times / 2, "it was never struck"
+    assert stream.adaptive.worker.num_restarts == 0
 
 
 KINDS: dict[str, Callable[[Stream, int], None]] = {

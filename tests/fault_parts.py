@@ -20,6 +20,7 @@ from adaptation.learner import Learner
 from adaptation.policy import Arm
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
+from drafters.specblock.weights import weights_of
 from service.adaptive import Adaptive
 from service.assembly import Assembly
 from service.bench.generate import generate
@@ -170,7 +171,7 @@ class Stream:
         adaptive = self.adaptive
         adaptive.engine.assert_conserved()
         assert adaptive.status().version == adaptive.pair.version
-        assert same(dict(adaptive.network.named_parameters()), adaptive.pair._served)
+        assert same(weights_of(adaptive.network), adaptive.pair._served)
         print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:
@@ -195,7 +196,9 @@ class Stream:
 
 
 @contextmanager
-def learning_stream(practised: Practised, folder: Path, *, arm: Arm, seed: int) -> Iterator[Stream]:
+def learning_stream(
+    practised: Practised, folder: Path, *, arm: Arm, seed: int, train_in: str = "auto"
+) -> Iterator[Stream]:
     """Its gate is open: whatever was trained is published, so that every stage of an update is reached each time."""
     events: list[Event] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -214,6 +217,7 @@ def learning_stream(practised: Practised, folder: Path, *, arm: Arm, seed: int) 
             collapse_verifies=10**6,
             snapshots_in_memory=1,
             snapshots_on_disk=3,
+            train_in=train_in,
         ) as adaptive:
             witness, asked = Witness(adaptive.learner), mixed_requests()
             adaptive.worker.loop = witness

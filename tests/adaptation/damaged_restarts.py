@@ -44,7 +44,7 @@ class Left:
         assert same(weights_of(later.serving), self.known[origin])
         trained = later.learner._trainer.tensors()
         if not (origin in self.trained and same(trained, self.trained[origin])):
-            assert same(later.learner._trainer.weights, self.known[origin])
+            assert same(weights_of(later.pair.training), self.known[origin])
             assert not any(bool(value.any()) for name, value in trained.items() if not name.startswith("weights."))
 
 

@@ -159,8 +159,7 @@ def check(folder: Path, known: Known) -> None:
             assert origin in (known.served, max(known.weights))
         case "rollback":
             assert origin <= known.served
-    trained = later.learner._trainer
-    assert hashed(trained.weights) == known.weights[origin]
+    assert hashed(weights_of(later.pair.training)) == known.weights[origin]
     known.served, known.doing = origin, ""
 
 

@@ -21,7 +21,7 @@ from tests.adaptation.damaged_restarts import (
     restart_with_damaged_snapshots,
     roll_back_damaged,
 )
-from tests.fault_kinds import restart_served_after_damage
+from tests.fault_kinds import dead_processes, restart_served_after_damage
 from tests.fault_parts import learning_stream
 from tests.practised import Practised, practised
 
@@ -46,6 +46,13 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
 def test_serving_does_not_notice_and_learning_goes_on(known: Practised, tmp_path: Path, kind: str, arm: Arm) -> None:
     with learning_stream(known, tmp_path, arm=arm, seed=0) as struck:
         KINDS[kind](struck, 1)
+        struck.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
+def test_serving_does_not_notice_that_the_process_that_trains_is_dead(known: Practised, tmp_path: Path) -> None:
+    with learning_stream(known, tmp_path, arm="full", seed=1, train_in="process") as struck:
+        dead_processes(struck, 2)
         struck.check()
 
 

@@ -22,6 +22,7 @@ from adaptation.signal import lesson_of
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.weights import weights_of
 from service.bench.generate import generate
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests, practised
@@ -74,7 +75,7 @@ def hear(built: Built, stream: list[QueryFeedback]) -> None:
 def perturb(weights: dict[str, Tensor], scale: float, seed: int) -> None:
     """Noise in proportion to each tensor's own size."""
     generator = torch.Generator().manual_seed(seed)
-    for value in weights.values():
+    for value in filter(torch.is_floating_point, weights.values()):
         size = float(value.float().std()) if value.numel() > 1 else 1.0
         value.add_(scale * size * torch.randn(value.shape, generator=generator).to(value.dtype))
 
@@ -98,7 +99,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.pair._served.items()}
     seeds = iter(range(20))
 
-    def spoil(arm: object, lessons: object, interrupted: object) -> UpdateReport:
+    def spoil(arm: object, lessons: object, interrupted: object, *, vocabulary: object) -> UpdateReport:
         seed = next(seeds)
         perturb(dict(built.pair.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
@@ -171,7 +172,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
             assert adaptive.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
-        mended = same(dict(adaptive.network.named_parameters()), adaptive.pair._served)
+        mended = same(weights_of(adaptive.network), adaptive.pair._served)
     print(f"mended after {queries} queries")
     assert [answer.token_ids for answer in run.answers] == plain
     assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]
