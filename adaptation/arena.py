@@ -5,6 +5,7 @@ Memory of its own rather than that of /dev/shm, which containers keep small. Kno
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Arena:
     """Named tensors in shared memory. Who holds one of them keeps the memory alive."""
 
     def __init__(self, handle: int, places: Places) -> None:
-        """`handle` is a file descriptor, inherited by the process that maps it too; it stays the caller's."""
+        """`handle` is a file descriptor, inherited by the process that maps it too. Whoever opened it closes it."""
         self.handle = handle
         self.places = dict(places)
         self._memory = mmap.mmap(handle, os.fstat(handle).st_size)
@@ -42,6 +43,7 @@ class Arena:
         handle = os.memfd_create("adaptree-training")
         os.ftruncate(handle, size)
         arena = Arena(handle, places)
+        weakref.finalize(arena, os.close, handle)
         for name, tensor in named.items():
             arena[name].copy_(tensor.detach())
         return arena
