@@ -185,7 +185,7 @@ def _process(
     table, head = drafter.embedding, drafter.target_head
     assert table is not None, "a process of its own has no table to look tokens up in"
     is_tied = head is not None and head.data_ptr() == table.data_ptr()
-    computed_on = shared_tensors(trainer, pair.anchor, pair.replica)
+    computed_on = shared_tensors(trainer, training=pair.training, anchor=pair.anchor, replica=pair.replica)
     tables = {EMBEDDING: table} if head is None or is_tied else {EMBEDDING: table, HEAD: head}
     arena = Arena.holding(computed_on | tables)
     arena.lend(computed_on)

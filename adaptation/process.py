@@ -202,11 +202,12 @@ def remote_replay(process: TrainingProcess, replica: SpecBlock) -> Replay:
     return replay
 
 
-def shared_tensors(trainer: Trainer, anchor: SpecBlock, replica: SpecBlock) -> dict[str, Tensor]:
-    """All that both processes compute on, with the same names in both."""
-    models = {"anchor": anchor, "replica": replica}
-    tensors = {f"training.{name}": value for name, value in trainer.own_tensors().items()}
-    for prefix, model in models.items():
+def shared_tensors(
+    trainer: Trainer, *, training: SpecBlock, anchor: SpecBlock, replica: SpecBlock
+) -> dict[str, Tensor]:
+    """All that both processes compute on, with the same names in both: as objects that may be given other memory."""
+    tensors = {f"moments.{name}": value for name, value in trainer.moments().items()}
+    for prefix, model in {"training": training, "anchor": anchor, "replica": replica}.items():
         own = {**dict(model.named_parameters()), "d2t": model.d2t, "t2d": model.t2d}
         tensors |= {f"{prefix}.{name}": value for name, value in own.items()}
     return tensors

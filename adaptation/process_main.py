@@ -48,7 +48,7 @@ class _Work:
         self._trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, generator=generator)
         self._replica = replica
         self._replay: Replay = replay_of(setup.replay, embed, max_nodes=setup.max_nodes)
-        arena.lend(shared_tensors(self._trainer, anchor, replica))
+        arena.lend(shared_tensors(self._trainer, training=training, anchor=anchor, replica=replica))
 
     def serve(self) -> None:
         while True:

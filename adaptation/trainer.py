@@ -181,12 +181,13 @@ class Trainer:
         exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
         return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged, is_warming_up)
 
-    def own_tensors(self) -> dict[str, Tensor]:
-        """The tensors themselves that an update changes, as objects that may be given other memory."""
-        state: dict[str, Tensor] = {**self._trained["full"], "d2t": self._model.d2t, "t2d": self._model.t2d}
-        for arm, optimizer in self._optimizers.items():
-            state |= {f"{arm}.{name}": value for name, value in optimizer.tensors().items()}
-        return state
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizers remember: the tensors themselves, by arm and name."""
+        return {
+            f"{arm}.{name}": value
+            for arm, optimizer in self._optimizers.items()
+            for name, value in optimizer.tensors().items()
+        }
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -197,10 +198,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a later process needs to go on: masters and optimizers, always with the same names and shapes."""
-        state = {f"weights.{name}": value for name, value in weights_of(self._model).items()}
-        for arm, optimizer in self._optimizers.items():
-            state |= {f"{arm}.{name}": value for name, value in optimizer.tensors().items()}
-        return state
+        return {f"weights.{name}": value for name, value in weights_of(self._model).items()} | self.moments()
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -313,10 +311,9 @@ class Trainer:
 
     def _forget_others(self, arm: Arm, new: Tensor) -> None:
         """What the optimizers of the other arms know of rows that belong to other tokens now."""
-        if bool(new.any()):
-            for other in ARMS:
-                if other != arm:
-                    self._optimizers[other].forget(_HEAD, new)
+        for other in ARMS:
+            if other != arm:
+                self._optimizers[other].forget(_HEAD, new)
 
     @torch.no_grad()
     def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor], named: Tensor) -> None:

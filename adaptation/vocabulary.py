@@ -95,9 +95,9 @@ def untrained_rows(deployed: SpecBlock, target_head: Tensor | None) -> Rows:
     """
 
     def rows(vocabulary: Tensor) -> Tensor:
-        if target_head is None or torch.equal(vocabulary, deployed.d2t):
-            assert torch.equal(vocabulary, deployed.d2t), "there are no rows for other tokens"
+        if torch.equal(vocabulary, deployed.d2t):
             return deployed.lm_head.weight.detach()
+        assert target_head is not None, "there are no rows for other tokens"
         known = deployed.t2d[vocabulary]
         found = target_head[vocabulary.to(target_head.device)].to(deployed.lm_head.weight)
         return torch.where((known >= 0)[:, None], deployed.lm_head.weight.detach()[known.clamp(min=0)], found)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from adaptation.policy import State
 from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
 from tests.adaptation.lessons import HIDDEN, drafter
 from tests.drafters.specblock.parts import DRAFT_VOCAB
@@ -84,11 +85,11 @@ def test_counts_outlive_the_process() -> None:
         {"tokens": ["a"], "counts": [1.0]},
     ],
 )
-def test_what_are_no_counts_is_refused_and_changes_nothing(state: dict[str, object]) -> None:
+def test_what_are_no_counts_is_refused_and_changes_nothing(state: State) -> None:
     vocabulary = heard([11, 11])
     before = vocabulary.counts.state()
     with pytest.raises(ValueError, match=r"token|number|str"):
-        vocabulary.counts.restore(state)  # type: ignore[arg-type]
+        vocabulary.counts.restore(state)
     assert vocabulary.counts.state() == before
 
 
