@@ -7,6 +7,7 @@ the update under way; the next request starts another one. Knows neither when to
 
 import contextlib
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -132,6 +133,18 @@ class TrainingProcess:
             raise RuntimeError(f"the process that trains has failed:\n{answer.error}")
         return cast(UpdateReport | float, answer.result)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for its answer."""
+        return self._is_asked
+
+    def freeze(self) -> None:
+        """Stop it where it is, until `thaw`; who waits for its answer waits on."""
+        self._tell_system(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._tell_system(signal.SIGCONT)
+
     def quiet(self) -> None:
         """Let nothing compute on the shared weights: whoever asked last may have died before the answer."""
         if self._is_asked:
@@ -153,6 +166,11 @@ class TrainingProcess:
                 return
             process.kill()
             process.wait()
+
+    def _tell_system(self, word: signal.Signals) -> None:
+        process = self._process
+        if process is not None:
+            process.send_signal(word)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -1,9 +1,10 @@
 """Learning beside a policy's engine, held still while it is another policy's turn.
 
 Nothing here decides anything about learning: the side thread runs as it does when it serves, and while others have
-their turn it stands still where it is, be it between two steps of an update.
+their turn it stands still where it is, be it between two steps of an update. A process that trains is stopped at once.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from threading import Event as Signal
@@ -11,6 +12,7 @@ from threading import Lock
 from typing import Protocol
 
 from adaptation.events import Event
+from adaptation.process import TrainingProcess
 from adaptation.status import AdaptationStatus
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Loop
@@ -19,6 +21,7 @@ from service.adaptive import Adaptive
 from service.errors import StartupError
 
 _PATIENCE_SECONDS = 900.0
+_GLANCE_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ class Learning:
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
-        self._held = _Held(adaptive.worker.loop)
+        self._held = _Held(adaptive.worker.loop, adaptive.process)
         adaptive.worker.loop = self._held
         if adaptive.process is not None:
             adaptive.process.before_asking = self._held.stand
@@ -129,7 +132,7 @@ class Learning:
         self._held.go_on()
 
     def hold(self) -> Counts:
-        """Waits for the step or the replay that is under way. Raises StartupError."""
+        """Waits for the step or the replay that is under way, unless another process does it. Raises StartupError."""
         worker = self._adaptive.worker
         asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
         if not self._held.hold(_PATIENCE_SECONDS):
@@ -145,20 +148,35 @@ class Learning:
 class _Held:
     """What a learning thread runs, as long as nobody holds it."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, process: TrainingProcess | None) -> None:
         self._loop = loop
+        self._process = process
         self._free = Signal()
         self._free.set()
         self._standing = Signal()
 
     def hold(self, timeout_seconds: float) -> bool:
-        """Let the thread stand still; True once it does. Not to be called twice without `go_on`."""
+        """Let the thread stand still, or wait for a process that does; True once it does. Not to be called twice
+        without `go_on`."""
         self._free.clear()
-        return self._standing.wait(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        while not (self._freezes_process() or self._standing.wait(_GLANCE_SECONDS)):
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def go_on(self) -> None:
         self._standing.clear()
         self._free.set()
+        if self._process is not None:
+            self._process.thaw()
+
+    def _freezes_process(self) -> bool:
+        """Stop the process amid what it does; whether the thread waits for that."""
+        if self._process is None or not self._process.is_asked:
+            return False
+        self._process.freeze()
+        return True
 
     def hear(self, feedback: QueryFeedback) -> object:
         self.stand()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.assembly import Assembly, assemble
+from service.bench.shift_learning import Counts, Learning
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 
 
@@ -26,3 +27,15 @@ def trained_assembly(assembly: Assembly, tmp_path_factory: pytest.TempPathFactor
         "budget_policy": "fixed",  # drafts do not pay beside a target that takes no time
     }
     return assemble(settings_for(folder).model_copy(update=changes))
+
+
+@pytest.fixture
+def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of so small a model are over before anything is learnt: here they wait for it."""
+    hold = Learning.hold
+
+    def settled_first(self: Learning) -> Counts:
+        assert self._adaptive.settle(60)
+        return hold(self)
+
+    monkeypatch.setattr(Learning, "hold", settled_first)

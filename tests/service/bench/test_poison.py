@@ -30,7 +30,7 @@ from service.bench.poison_figures import (
 )
 from service.bench.poison_stream import attacked, honest_stream, honest_turns
 from service.bench.shift_figures import windows_of
-from service.bench.shift_learning import Counts, Learning, Nobody, Noted, Notes
+from service.bench.shift_learning import Counts, Nobody, Noted, Notes
 from service.bench.shift_players import play_with_bars
 from service.bench.shift_stream import Turn
 from service.bench.shift_turns import AnsweredQuery, Played, Player
@@ -233,19 +233,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> Assembl
 
 
 @pytest.fixture
-def everything_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns end when all their queries are learnt from: tiny ones are answered sooner than a busy machine hears of
-    them, and nobody exceeds a share of what nobody has heard."""
-    hold = Learning.hold
-
-    def patient(learning: Learning) -> Counts:
-        assert learning._adaptive.settle(60.0)
-        return hold(learning)
-
-    monkeypatch.setattr(Learning, "hold", patient)
-
-
-@pytest.fixture
 def honest_file(tmp_path: Path, tiny: Assembly) -> Path:
     file = tmp_path / "honest.jsonl"
     texts = [tiny.tokenizer.decode(prompt[:30]) for prompt in varied_prompts() * 3]
@@ -260,7 +247,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.usefixtures("everything_heard")
+@pytest.mark.usefixtures("in_no_hurry")
 def test_the_command_runs_attacks_and_reports(honest_file: Path, tmp_path: Path) -> None:
     """One honest client has most of the traffic, so that beside an attack it soon has had its share."""
     out = tmp_path / "out.json"

@@ -1,5 +1,6 @@
 """Learning beside an engine, everything real but the size: it learns in its turns and holds still between them."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError
@@ -19,7 +20,7 @@ from service.bench.shift_figures import mismatches
 from service.bench.shift_learning import Counts, Learning, Noted, Notes
 from service.bench.shift_players import players_of
 from service.bench.shift_stream import shifted, turns_of
-from service.bench.shift_turns import play_all
+from service.bench.shift_turns import Player, play_all
 from service.bench.speed import Measure
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER
@@ -92,16 +93,39 @@ def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -
     assert not adaptive.worker.alive
 
 
-@pytest.fixture
-def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of so small a model are over before anything is learnt: here they wait for it."""
-    hold = Learning.hold
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
+def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
+    config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process", "full_steps": 1024})
+    adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None)
+    process = adaptive.process
+    assert process is not None
+    learning = Learning(adaptive)
+    player = Player("full_only", adaptive.engine, learning, Notes())
+    turns = turns_of(shifted([PROMPTS], [PROMPTS], 16, seed=0), 16)
+    try:
+        player.play(turns[0], Measure(0.0, 10, 2, seed=3))
+        learning.go_on()
+        assert eventually(lambda: process.is_asked, within_seconds=60)
+        learning.hold()
+        assert process.pid is not None
+        assert eventually(lambda: state_of(process.pid) == "T", within_seconds=5)
+        learning.go_on()
+        assert eventually(lambda: state_of(process.pid) in "RS", within_seconds=5)
+    finally:
+        learning.close()
+    assert process.pid is None
 
-    def settled_first(self: Learning) -> Counts:
-        assert self._adaptive.settle(60)
-        return hold(self)
 
-    monkeypatch.setattr(Learning, "hold", settled_first)
+def state_of(pid: int | None) -> str:
+    """As Linux calls it: R running, S sleeping, T stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def eventually(holds: Callable[[], bool], *, within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return holds()
 
 
 @pytest.mark.usefixtures("in_no_hurry")
