@@ -74,6 +74,7 @@ class _Knowledge:
     num_events: NonNegativeInt = 0
     values: dict[Arm, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 0.0))
     num_measured: dict[Arm, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
+    has_changed: bool = False  # traffic, since all of this was learnt last
     tried: list[Arm] = field(default_factory=list)
     spent: NonNegativeFloat = 0.0  # on updates that brought less than they took, in queries' serving cost
     recent: list[_Work] = field(default_factory=list)
@@ -103,6 +104,12 @@ class Bandit:
     @property
     def last_measurement(self) -> Measurement | None:
         return self._now.last
+
+    @property
+    def resting(self) -> bool:
+        now = self._now
+        is_idle = now.update is None and now.num_queries > self._rules.warm_up_queries
+        return is_idle and not self._untried and max(now.values.values()) <= 0
 
     @property
     def epsilon(self) -> float:
@@ -141,14 +148,19 @@ class Bandit:
     def published(self, tau_ratio: float | None = None) -> None:
         self._end_training("published", tau_ratio)
 
-    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
-        self._end_training("discarded", tau_ratio, counted=counted)
+    def discarded(self, *, counted: bool = True) -> None:
+        self._end_training("discarded", None, counted=counted)
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
         now = self._now
         self._now = _Knowledge(
-            num_queries=now.num_queries, recent=now.recent, signals=now.signals, update=now.update, last=now.last
+            num_queries=now.num_queries,
+            has_changed=True,
+            recent=now.recent,
+            signals=now.signals,
+            update=now.update,
+            last=now.last,
         )
 
     def reset(self) -> None:
@@ -256,7 +268,7 @@ class Bandit:
     def _choose(self, signal: float) -> Decision:
         now = self._now
         gains = {arm: signal * now.values[arm] for arm in ARMS}
-        untried = [arm for arm in ARMS if arm not in now.tried]
+        untried = self._untried
         if untried:
             wanting = [arm for arm in untried if len(now.signals[arm]) < self._rules.batch_queries[arm]]
             return Decision((wanting or untried)[0], "untried", gains)
@@ -264,6 +276,12 @@ class Bandit:
             return Decision(self._rng.choice(ARMS), "explore", gains)
         best = max(ARMS, key=lambda arm: gains[arm])
         return Decision(best, "gain", gains) if gains[best] > 0 else Decision(None, "no_gain", gains)
+
+    @property
+    def _untried(self) -> list[Arm]:
+        """The cheaper one first, unless other traffic waits for what teaches more."""
+        order = reversed(ARMS) if self._now.has_changed else ARMS
+        return [arm for arm in order if arm not in self._now.tried]
 
     def _end_training(
         self, stage: Literal["published", "discarded"], tau_ratio: float | None, *, counted: bool = True

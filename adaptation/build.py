@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from adaptation.alarm import Collapse, FallingWindows, PairedCusum
+from adaptation.attention import Attention
 from adaptation.bandit import Bandit, BanditRules
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.change import TrafficChange
@@ -117,6 +118,12 @@ def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack
 
 def build_traffic_change(config: AdaptationConfig) -> TrafficChange:
     return TrafficChange(slack=config.cusum_slack, threshold=config.change_threshold)
+
+
+def build_attention(config: AdaptationConfig) -> Attention:
+    """Replicas that share one learner record every query: none of them knows what the others' queries promise."""
+    share = config.resting_share if config.redis_url is None else 1.0
+    return Attention(share=share, change=build_traffic_change(config))
 
 
 def build_watch(config: AdaptationConfig) -> Watch:

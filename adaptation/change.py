@@ -38,6 +38,16 @@ class TrafficChange:
         self._remember(score)
         return False
 
+    def suspect(self) -> None:
+        """Something else has changed: half the evidence is enough now."""
+        self._up = max(self._up, self._threshold / 2)
+        self._down = max(self._down, self._threshold / 2)
+
+    def served_anew(self) -> None:
+        """Scores come from other weights now: what is usual is soon learnt anew, and what was unusual is forgotten."""
+        self._count = min(self._count, _LEAST)
+        self._up = self._down = 0.0
+
     def _add(self, score: float) -> None:
         unusual = (score - self._mean) / max(math.sqrt(self._variance), _LEAST_SPREAD)
         step = min(max(unusual, -_FARTHEST), _FARTHEST)

@@ -60,7 +60,7 @@ class AdaptationConfig(BaseModel):
         900.0, "A measurement that takes longer is dropped: it would compare different traffic.", gt=0
     )
     payback_queries: int = _knob(
-        50,
+        200,
         "Queries after which an update shall have paid for its time; N would charge all of it to the measured.",
         ge=1,
     )
@@ -74,6 +74,13 @@ class AdaptationConfig(BaseModel):
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
     full_steps: int = _knob(
         12, "Optimizer steps of a full update, which goes through its texts as often as it takes.", ge=1, le=1024
+    )
+    resting_share: float = _knob(
+        0.125,
+        "Share of queries that are recorded while nothing promises a gain, to notice when that changes: recording "
+        "costs some 2 % of throughput.",
+        gt=0,
+        le=1,
     )
     rehearsed_texts: int = _knob(
         64, "Texts of earlier full updates, the latest ones, some of which each full update hears again.", ge=0

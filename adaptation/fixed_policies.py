@@ -25,6 +25,10 @@ class EveryBatch:
     def last_measurement(self) -> Measurement | None:
         return None
 
+    @property
+    def resting(self) -> bool:
+        return False
+
     def decide(self, query: QueryReport) -> Decision:
         if not query.usable:
             return Decision(None, "unusable", {})
@@ -44,7 +48,7 @@ class EveryBatch:
         assert self._training, "an update ends that never began"
         self._training = False
 
-    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
+    def discarded(self, *, counted: bool = True) -> None:
         assert self._training, "an update ends that never began"
         self._training = False
 
@@ -77,6 +81,10 @@ class Never:
     def last_measurement(self) -> Measurement | None:
         return None
 
+    @property
+    def resting(self) -> bool:
+        return True
+
     def decide(self, query: QueryReport) -> Decision:
         return Decision(None, "never", {})
 
@@ -86,7 +94,7 @@ class Never:
     def published(self, tau_ratio: float | None = None) -> None:
         raise AssertionError("an update ends that never began")
 
-    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
+    def discarded(self, *, counted: bool = True) -> None:
         raise AssertionError("an update ends that never began")
 
     def traffic_changed(self) -> None:

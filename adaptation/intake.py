@@ -12,6 +12,8 @@ from adaptation.quota import Admission, Quota
 from adaptation.signal import lesson_of
 from drafters.feedback import QueryFeedback
 
+_RESTING = Admission(0, "resting")
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -41,7 +43,7 @@ class Intake:
         """Hear of one query; with `learning` off it only counts."""
         query = feedback.query
         rejected = int(feedback.marks.rejected.sum())
-        admission = self._quota.admit(query.client, rejected, store=query.store)
+        admission = self._quota.admit(query.client, rejected, store=query.store) if feedback.recorded else _RESTING
         lesson = lesson_of(feedback, most_rejected=min(max(1, admission.positions), self._query_positions))
         held_back = admission.admitted and lesson.example is not None and self._held_back.draws()
         learns = admission.admitted and learning and not held_back

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pydantic import JsonValue
 from torch import Tensor
 
+from adaptation.attention import Attention
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.change import TrafficChange
 from adaptation.drift import Drift
@@ -50,6 +51,7 @@ class Learner:
         judge: Judge,
         watch: Watch,
         traffic: TrafficChange,
+        attention: Attention,
         drift: Drift,
         memory: Memory,
         emit: Emit,
@@ -74,6 +76,7 @@ class Learner:
         self._judge = judge
         self._watch = watch
         self._traffic = traffic
+        self._attention = attention
         self._drift = drift
         self._memory = memory
         self._emit = emit
@@ -83,7 +86,6 @@ class Learner:
         self._taken_share = taken_share
         self._known_drift: tuple[int, float] | None = None  # by version
         self._num_refused = 0
-        self._worth = 1.0  # replayed tau of the copy that is trained on to that of what is served
         self._unpaid_seconds = 0.0
         self._updating = False
 
@@ -97,6 +99,7 @@ class Learner:
             self._vocabulary.hear(feedback.query.tokens[feedback.prompt :])
         self._notice_change(feedback, taken)
         self._listen(feedback, taken)
+        self._attention.rest(self._may_rest())
         return taken
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
@@ -134,7 +137,7 @@ class Learner:
         version = self._pair.adopt(weights)
         self._policy.reset()
         self._buffers.clear()
-        self._watch.reset()
+        self._served_anew()
         self._start_over()
         self._tell("loaded", reason)
         self.save(training=False)
@@ -183,7 +186,7 @@ class Learner:
         self._pair.resume(remembered.newest, remembered.condemned)
         if remembered.origin != ANCHOR:
             self._serve_again(remembered.origin)
-        self._watch.reset()
+        self._watch.served_anew()
         self._restore_parts(remembered)
         tensors = self._memory.load_training(self._trainer.tensors(), origin=self._pair.latest_origin)
         if tensors is None:
@@ -207,6 +210,8 @@ class Learner:
 
     def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
         """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
+        if self._attention.accepted(feedback.query.accepted):
+            self._traffic.suspect()
         if not taken.admission.admitted or not feedback.marks.count:
             return
         if self._traffic.observe(float(feedback.marks.chances.mean())):
@@ -214,6 +219,12 @@ class Learner:
                 part.traffic_changed()
             self._buffers.forget_heard()
             self._tell("changed", "other_traffic")
+
+    def _may_rest(self) -> bool:
+        """Whether few queries are enough: nothing promises a gain, what is served is not new, and there are texts that
+        could judge an update."""
+        is_new = self._pair.latest_origin != ANCHOR and self._watch.on_probation
+        return self._policy.resting and not is_new and len(self._held_back.alike) >= self._least_texts
 
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
@@ -244,7 +255,7 @@ class Learner:
         restored = self._pair.restore_before(condemned)
         self._policy.reset()
         self._buffers.clear()
-        self._watch.reset()
+        self._served_anew()
         self._start_over()
         self._tell("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
         self.save(training=False)
@@ -272,17 +283,17 @@ class Learner:
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
         self._judge.published()
-        self._policy.published(decision.candidate_mean / decision.serving_mean / self._worth)
-        self._num_refused, self._worth = 0, 1.0
+        self._policy.published(decision.candidate_mean / decision.serving_mean)
+        self._num_refused = 0
         self._updating = False
-        self._watch.reset()
+        self._served_anew()
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
 
     def _refuse(self, report: UpdateReport, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
-        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while, and each is
-        worth what it alone has changed: one after which all of them are thrown away loses what they had gained. The
-        first one at a rate that still rises is worth nothing by itself, and says nothing of those that follow."""
+        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while. What is not
+        served has gained nothing; but one that seems better says nothing of its arm yet, and neither does the first one
+        at a rate that still rises: replays are too noisy to tell small gains from none."""
         self._tell("refused", reason, numbers)
         if reason == "too_little_evidence":
             self._discarded()
@@ -290,19 +301,23 @@ class Learner:
         self._num_refused += 1
         clearly_worse = not decision.gain >= -decision.standard_error
         if clearly_worse or self._num_refused > self._kept_refusals:
-            self._discarded(1.0 / self._worth)
+            self._discarded()
             self._start_over()
         else:
-            before, self._worth = self._worth, decision.candidate_mean / decision.serving_mean
-            self._discarded(self._worth / before, counted=not report.is_warming_up)
+            self._discarded(counted=not (reason == "within_noise" or report.is_warming_up))
 
-    def _discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
+    def _discarded(self, *, counted: bool = True) -> None:
         self._updating = False
-        self._policy.discarded(tau_ratio, counted=counted)
+        self._policy.discarded(counted=counted)
+
+    def _served_anew(self) -> None:
+        """Whatever was known of how queries fare was about other weights."""
+        for part in (self._watch, self._traffic, self._attention):
+            part.served_anew()
 
     def _start_over(self) -> None:
         """Train on from what is served."""
-        self._num_refused, self._worth = 0, 1.0
+        self._num_refused = 0
         self._trainer.load(self._pair.train_from_served())
 
     def _spend(self, seconds: float) -> None:

@@ -99,6 +99,11 @@ class Policy(Protocol):
     @property
     def last_measurement(self) -> Measurement | None: ...
 
+    @property
+    def resting(self) -> bool:
+        """Whether nothing promises a gain, so that queries are learnt from by chance or not at all."""
+        ...
+
     def decide(self, query: QueryReport) -> Decision:
         """Hear of a finished query and say into which buffer it goes. To be called for every query, in order."""
         ...
@@ -112,10 +117,9 @@ class Policy(Protocol):
         without, it is measured on the queries that follow."""
         ...
 
-    def discarded(self, tau_ratio: float | None = None, *, counted: bool = True) -> None:
-        """The update failed or was refused: it cost time and changed nothing of what is served. With the ratio of
-        replayed tau it changed the copy that is trained on, which several such updates may make fit to be served.
-        Not `counted`, it says nothing of its arm: it was too small to bring anything by itself."""
+    def discarded(self, *, counted: bool = True) -> None:
+        """The update failed or was refused: it cost time and changed nothing of what is served. Not `counted`, it says
+        nothing of its arm: further ones may make of it what shall be served."""
         ...
 
     def traffic_changed(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share"]
+QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
 
 _TICKS = 64  # per half-life: within a tick nothing is forgotten, so that a query costs no walk over all clients
 _LEAST_OFFERS = 2.0  # queries; who offers less would lower the cap of others without using the own one

@@ -62,9 +62,14 @@ class Watch:
         """Whether drafting earns nothing now."""
         return self._collapse.collapsed
 
+    @property
+    def on_probation(self) -> bool:
+        """Whether the weights are new."""
+        return self._probation > 0
+
     def take_probation(self) -> bool:
         """Whether this text is to be scored even if it was not held back, because the weights are new."""
-        on_probation = self._probation > 0
+        on_probation = self.on_probation
         self._probation -= on_probation
         return on_probation
 
@@ -102,7 +107,7 @@ class Watch:
         self._falling.reset()
         self._served = []
 
-    def reset(self) -> None:
+    def served_anew(self) -> None:
         """Other weights serve now."""
         for alarm in (self._cusum, self._cusum_before, self._falling, self._collapse):
             alarm.reset()

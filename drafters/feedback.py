@@ -63,7 +63,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFeedback:
-    """One finished query. Labels and features reach from the end of the answer as far back as was kept."""
+    """One finished query. Labels and features reach from the end of the answer as far back as was kept: not at all
+    where the query was not recorded."""
 
     query: Query
     prompt: int  # position of the first label: behind it stands the answer, or what of it was kept
@@ -73,6 +74,10 @@ class QueryFeedback:
     top_logprobs: Tensor  # [length - prompt, top] float16
     marks: Marks
     ready: torch.cuda.Event | None  # when the tensors may be read by another stream; None: at once
+
+    @property
+    def recorded(self) -> bool:
+        return self.prompt < len(self.query.tokens)
 
     @property
     def emitted_tokens(self) -> int:
@@ -126,6 +131,12 @@ class FeedbackRecorder:
             self._first[context.row] = len(context.tokens) - 1
             self._marked[context.row] = _NOWHERE
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """Nothing is kept of the sequences that have these rows now."""
+        for row in rows:
+            self._prompt.pop(row, None)
+            self._first.pop(row, None)
+
     @torch.inference_mode()
     def read(self, read: Read) -> None:
         """Keep the features of a piece of a prompt, as far as they fit."""
@@ -158,9 +169,10 @@ class FeedbackRecorder:
     def finish(self, query: Query) -> QueryFeedback:
         """Take out what a query left behind, in tensors of its own."""
         row, length = query.row, len(query.tokens)
-        first = max(self._first.pop(row), length - self._window)
-        prompt = max(self._prompt.pop(row), length - self._window)
-        self.num_dropped += max(0, length - self._window)
+        recorded = row in self._prompt
+        first = max(self._first.pop(row, length - 1), length - self._window)
+        prompt = max(self._prompt.pop(row, length), length - self._window)
+        self.num_dropped += max(0, length - self._window) if recorded else 0
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
         marks = self._marks(row, labels, prompt)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
+from adaptation.attention import Attention
 from adaptation.config import AdaptationConfig
 from adaptation.events import Emit
 from adaptation.finite import all_finite
@@ -141,9 +142,8 @@ def build_adaptive(
     built = _learner(assembly, config, drafter, folder, emit, seed, clock)
     joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
-    weights = replace(
-        source.weights, recorder=_recorder(config, network, limits, tables), version=lambda: built.pair.version
-    )
+    recorder = _recorder(config, network, limits, tables, built.attention)
+    weights = replace(source.weights, recorder=recorder, version=lambda: built.pair.version)
     engine = assembly.engine(
         assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.pair, tables, joined.replicas)
     )
@@ -256,7 +256,11 @@ def _tables(config: AdaptationConfig, network: SpecBlock, limits: EngineLimits) 
 
 
 def _recorder(
-    config: AdaptationConfig, network: SpecBlock, limits: EngineLimits, tables: FeedbackRecorder
+    config: AdaptationConfig,
+    network: SpecBlock,
+    limits: EngineLimits,
+    tables: FeedbackRecorder,
+    attention: Attention,
 ) -> BlockRecorder:
     return BlockRecorder(
         tables,
@@ -265,4 +269,5 @@ def _recorder(
         block_size=network.config.block_size,
         hidden=network.config.hidden_size,
         target_top=min(config.target_top, network.config.target_vocab_size),
+        wanted=attention.draws,
     )

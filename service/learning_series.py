@@ -106,7 +106,7 @@ DECISIONS: Final = (
     *(f"skip:{reason}" for reason in ("warm_up", "blocked", "not_admitted", "unusable", "no_gain", "never")),
     *(f"{arm}:{reason}" for arm in ARMS for reason in ("untried", "explore", "gain", "fixed")),
 )
-EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share")
+EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
 
 SERIES: Final = (
     _plain("gauge", "drafter_version", "Version of the drafter that serves; 0 as deployed.", lambda s: s.version),
@@ -134,7 +134,8 @@ SERIES: Final = (
     Series(
         "counter",
         "adaptation_queries_excluded",
-        "Finished queries that were not learnt from, by the reason; over_share: their client has had its quota.",
+        "Finished queries that were not learnt from, by the reason; over_share: their client has had its quota; "
+        "resting: nothing promised a gain, so that they were not recorded.",
         lambda s: s.excluded,
         ("reason",),
         EXCLUDED,

@@ -166,6 +166,7 @@ class SpecBlockDrafter:
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._fates.forget(list(rows))
+        self._recorder.finish(rows)
         return [0] * len(rows)
 
     def credits(self) -> Mapping[str, int]:

@@ -5,7 +5,7 @@ tokens that may not come, and are not kept.
 Legend: batch, rows = sequences of the engine's table, block = K, depth = longest accepted path, draft_vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +34,8 @@ class Recorder(Protocol):
 
     def commit(self, committed: Committed) -> None: ...
 
+    def finish(self, rows: Sequence[int]) -> None: ...
+
 
 class NoRecorder:
     """Nobody learns: nothing is kept, and nothing is asked of the target."""
@@ -52,11 +54,15 @@ class NoRecorder:
     def commit(self, committed: Committed) -> None:
         """Nothing to keep."""
 
+    def finish(self, rows: Sequence[int]) -> None:
+        """Nothing was kept."""
+
 
 class BlockRecorder:
     """Keeps each row's last first block until the next step says what became of its positions.
 
-    Behind the rows of sequences stands one of nobody's, which pads batches.
+    Steps without a sequence that is recorded cost next to nothing. Behind the rows of sequences stands one of nobody's,
+    which pads batches.
     """
 
     def __init__(
@@ -68,9 +74,13 @@ class BlockRecorder:
         block_size: int,
         hidden: int,
         target_top: int,
+        wanted: Callable[[], bool],
     ) -> None:
-        """`t2d` [target_vocab] int64, draft id of a target token, -1 where it cannot be drafted"""
-        self.target_top = target_top
+        """`t2d` [target_vocab] int64, draft id of a target token, -1 where it cannot be drafted; `wanted` says of each
+        sequence that begins whether it is recorded"""
+        self._target_top = target_top
+        self._wanted = wanted
+        self._recorded: set[int] = set()  # rows
         self._tables = tables
         self._t2d = t2d
         shape = (max_sequences + 1, block_size)
@@ -79,12 +89,22 @@ class BlockRecorder:
         self._states = torch.zeros(*shape, hidden, dtype=tables.dtype, device=t2d.device)
         self._logprobs = torch.zeros(*shape, draft_vocab, device=t2d.device)
 
+    @property
+    def target_top(self) -> int:
+        return self._target_top if self._recorded else 0
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        self._roots[[context.row for context in contexts]] = _NEVER
-        self._tables.start(contexts)
+        rows = [context.row for context in contexts]
+        wanted = [context for context in contexts if self._wanted()]
+        self._recorded.difference_update(rows)
+        self._recorded.update(context.row for context in wanted)
+        self._roots[rows] = _NEVER
+        self._tables.forget(rows)
+        self._tables.start(wanted)
 
     def read(self, read: Read) -> None:
-        self._tables.read(read)
+        if read.row in self._recorded:
+            self._tables.read(read)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
         self._roots.index_copy_(0, rows, roots)
@@ -93,8 +113,14 @@ class BlockRecorder:
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
+        if not self._recorded:
+            return
         assert committed.tops is not None, "the engine was not asked for the target's likeliest tokens"
         self._tables.commit(committed, committed.tops, self._foretold(committed))
+
+    def finish(self, rows: Sequence[int]) -> None:
+        """Nothing more comes of these; what was kept of them lies in the tables until it is taken out."""
+        self._recorded.difference_update(rows)
 
     def _foretold(self, committed: Committed) -> Foretold:
         rows, tokens = committed.rows, committed.tokens

@@ -176,23 +176,34 @@ def test_a_replayed_gain_needs_no_measurement() -> None:
     assert (measured.before, measured.after) == (2.0, 120 / 50.0)
 
 
-def test_a_discarded_update_that_is_built_upon_is_worth_what_it_changed() -> None:
-    policy = bandit()
-    update_of(policy, "head")
-    feed(policy, 1, report(training=10.0))
-    policy.discarded(1.5)
+def rests(policy: Bandit) -> bool:
+    return policy.resting
+
+
+def test_it_rests_while_no_arm_promises_a_gain() -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    assert not rests(policy)
+    tried(policy, 15, 12)
+    assert rests(policy)
+    policy.traffic_changed()
+    assert not rests(policy)
+    feed(policy, 3)
+    assert policy.take_update() is not None
+    policy.published(tau_ratio=1.5)
     feed(policy, 2)
-    measured = policy.last_measurement
-    assert measured is not None
-    assert not measured.published
-    assert (measured.before, measured.after) == (2.0, 120 / 50.0)
-    assert policy.values["head"] > 0
+    feed(policy, 4)
+    other = policy.take_update()
+    assert other is not None
+    assert not rests(policy)
+    policy.published(tau_ratio=0.9)
+    feed(policy, 2)
+    assert not rests(policy)  # one arm has paid
 
 
 def test_an_arm_whose_update_was_too_small_to_count_is_tried_again() -> None:
     policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
     update_of(policy, "head")
-    policy.discarded(0.9, counted=False)
+    policy.discarded(counted=False)
     feed(policy, 2)
     assert policy.values["head"] == 0.0
     assert policy.last_measurement is not None
@@ -200,14 +211,14 @@ def test_an_arm_whose_update_was_too_small_to_count_is_tried_again() -> None:
     assert [policy.decide(report()).choice for _ in range(3)] == ["head", "head", "full"]
 
 
-def test_both_arms_are_tried_anew_when_traffic_has_changed() -> None:
+def test_both_arms_are_tried_anew_when_traffic_has_changed_what_teaches_more_first() -> None:
     policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
     tried(policy, 15, 12)
     assert feed(policy, 1) == ["no_gain"]
     policy.traffic_changed()
     assert policy.values == {"head": 0.0, "full": 0.0}
-    assert [policy.decide(report()).choice for _ in range(5)] == ["head"] * 2 + ["full"] * 3
-    assert policy.take_update() == "head"
+    assert [policy.decide(report()).choice for _ in range(5)] == ["full"] * 3 + ["head"] * 2
+    assert {policy.take_update()} < {"head", "full"}
 
 
 def test_an_update_is_charged_the_measured_queries_share_of_its_time() -> None:

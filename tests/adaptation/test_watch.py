@@ -7,7 +7,7 @@ from adaptation.watch import Alarm, Pair, Watch
 
 def watch() -> Watch:
     made = build_watch(AdaptationConfig(window_sequences=8, collapse_verifies=8))
-    made.reset()
+    made.served_anew()
     return made
 
 
@@ -42,7 +42,7 @@ def test_a_collapse_is_seen_and_forgotten_with_its_weights() -> None:
     alarm = watched.served([0])
     assert alarm is not None
     assert (alarm.reason, watched.collapsed) == ("collapsed", True)
-    watched.reset()
+    watched.served_anew()
     assert not watched.collapsed
 
 

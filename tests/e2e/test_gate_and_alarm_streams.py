@@ -125,7 +125,7 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     hear(built, known.stream(seed, 40, version=1))
     perturb(dict(built.pair.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.pair.publish({})
-    built.learner._watch.reset()
+    built.learner._watch.served_anew()
     built.pair.between_steps()
     events.clear()
     queries = 0
@@ -236,7 +236,7 @@ def publish(built: Built, weights: dict[str, Tensor]) -> None:
         for name, value in built.pair.training.named_parameters():
             value.copy_(weights[name])
     built.pair.publish({})
-    built.learner._watch.reset()
+    built.learner._watch.served_anew()
     built.pair.between_steps()
 
 

@@ -1,9 +1,11 @@
 """Of each tree's first block is kept what it said of the positions that came to be committed, and nothing else."""
 
+from collections.abc import Callable
+
 import torch
 
 from drafters.feedback import FeedbackRecorder, QueryFeedback
-from drafters.protocol import Committed, DraftContext, TargetTops
+from drafters.protocol import Committed, DraftContext, Read, TargetTops
 from drafters.specblock.recording import BlockRecorder, NoRecorder
 from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.test_feedback import query
@@ -12,7 +14,7 @@ ROWS, BLOCK, HIDDEN, TARGET_VOCAB, TOP = 3, 4, 5, 20, 2
 T2D = torch.where(torch.arange(TARGET_VOCAB) % 2 == 0, torch.arange(TARGET_VOCAB) // 2, -1)
 
 
-def recorder() -> tuple[BlockRecorder, FeedbackRecorder]:
+def recorder(wanted: Callable[[], bool] = lambda: True) -> tuple[BlockRecorder, FeedbackRecorder]:
     tables = FeedbackRecorder(
         max_sequences=ROWS,
         window_tokens=32,
@@ -23,7 +25,7 @@ def recorder() -> tuple[BlockRecorder, FeedbackRecorder]:
         device="cpu",
     )
     shape = {"max_sequences": ROWS, "block_size": BLOCK, "hidden": HIDDEN, "target_top": TOP}
-    return BlockRecorder(tables, t2d=T2D, **shape), tables
+    return BlockRecorder(tables, t2d=T2D, wanted=wanted, **shape), tables
 
 
 def block(seed: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,4 +116,29 @@ def test_rows_do_not_hear_each_other() -> None:
 
 def test_nobody_who_learns_wants_nothing() -> None:
     assert NoRecorder().target_top == 0
-    assert recorder()[0].target_top == TOP
+    recording = recorder()[0]
+    assert recording.target_top == 0
+    recording.start([DraftContext(1, [1, 2, 3])])
+    assert recording.target_top == TOP
+    recording.finish([1])
+    assert recording.target_top == 0
+
+
+def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
+    answers = iter([False, True, False])
+    recording, tables = recorder(lambda: next(answers))
+    recording.start([DraftContext(0, [1, 2, 3]), DraftContext(1, [1, 2, 3])])
+    states, logprobs = block(3, rows=2)
+    for row in (0, 1):
+        recording.read(Read(row, 0, torch.tensor([2, 3]), torch.tensor([5, 6]), torch.ones(2, 6)))
+    recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
+    for row in (0, 1):
+        recording.commit(committed(row, 2, [4]))
+    unheard, heard = (tables.finish(query(row, 4)) for row in (0, 1))
+    assert (unheard.recorded, heard.recorded) == (False, True)
+    assert (unheard.marks.count, heard.marks.count) == (0, 1)
+    assert (unheard.features.shape[0], unheard.top_ids.shape[0]) == (0, 0)
+    assert heard.features.shape[0] == 3
+    recording.start([DraftContext(1, [1, 2, 3])])  # the row of one that was wanted
+    assert recording.target_top == 0
+    assert not tables.finish(query(1, 4)).recorded
