@@ -63,6 +63,11 @@ class _Update:
     num_blocked: NonNegativeInt = 0
     measured: list[_Work] = field(default_factory=list)
 
+    @property
+    def known(self) -> bool:
+        """What it brought, without asking the queries that follow."""
+        return self.stage == "discarded" or self.tau_ratio is not None
+
 
 @dataclass
 class _Knowledge:
@@ -197,7 +202,8 @@ class Bandit:
         return "blocked" if blocked else None
 
     def _measure(self, work: _Work, training_cost: float) -> bool:
-        """Let a query count for the update under way; True while it is one of those that old and new drafter share.
+        """Let a query count for the update under way; True while it is one of those that old and new drafter share, of
+        an update that they measure.
 
         Whatever training took from any query since the update began is its cost: the baseline knows none of it.
         """
@@ -215,11 +221,10 @@ class Bandit:
             update.measured.append(work)
         if update.num_blocked >= rules.blocked_queries and self._measured_enough(update):
             self._settle(update)
-        return blocked
+        return blocked and not update.known
 
     def _measured_enough(self, update: _Update) -> bool:
-        known = update.stage == "discarded" or update.tau_ratio is not None
-        return known or len(update.measured) >= self._rules.measured_queries
+        return update.known or len(update.measured) >= self._rules.measured_queries
 
     def _work_after(self, update: _Update) -> _Work:
         """A replay has no noise of other texts, and a discarded update without one changed nothing but the time it

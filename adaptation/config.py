@@ -53,7 +53,9 @@ class AdaptationConfig(BaseModel):
         0.01, "Share of serving time that exploring may cost in the long run, where it brings nothing.", ge=0, le=1
     )
     blocked_queries: int = _knob(
-        2, "Queries after an update that are neither measured nor learnt from: old and new drafter share them.", ge=0
+        2,
+        "Queries after an update that old and new drafter share: not measured, nor learnt from while others are to be.",
+        ge=0,
     )
     measured_queries: int = _knob(10, "Queries before and after an update whose throughput is compared (N).", ge=1)
     measured_seconds: float = _knob(

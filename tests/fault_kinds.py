@@ -49,7 +49,7 @@ STAGES: dict[str, Place] = {
     "trimming the ring": (SnapshotRing, "_drop_oldest"),
     "staging": (DrafterPair, "_stage"),
     "telling the policy": (EveryBatch, "published"),
-    "resetting the watch": (Watch, "reset"),
+    "resetting the watch": (Watch, "served_anew"),
     "state write": (LearnerStateFile, "save"),
 }
 """Where an update is made to break, in its order."""

@@ -96,8 +96,12 @@ class Beside(Protocol):
         """A turn begins."""
         ...
 
-    def hold(self) -> Counts:
-        """The turn is over: do nothing until the next one. # -> what was done so far"""
+    def hold(self) -> None:
+        """The turn is over: do nothing until the next one."""
+        ...
+
+    def counts(self) -> Counts:
+        """What was done so far; to be asked while it is held."""
         ...
 
     def close(self) -> None: ...
@@ -109,7 +113,10 @@ class Nobody:
     def go_on(self) -> None:
         """Nothing was held."""
 
-    def hold(self) -> Counts:
+    def hold(self) -> None:
+        """Nothing goes on."""
+
+    def counts(self) -> Counts:
         return Counts()
 
     def close(self) -> None:
@@ -131,14 +138,16 @@ class Learning:
     def go_on(self) -> None:
         self._held.go_on()
 
-    def hold(self) -> Counts:
+    def hold(self) -> None:
         """Waits for the step or the replay that is under way, unless another process does it. Raises StartupError."""
         worker = self._adaptive.worker
         asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
         if not self._held.hold(_PATIENCE_SECONDS):
             raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
-        return Counts.of(self._adaptive.overview.status(worker))  # not by the thread: it stands
+
+    def counts(self) -> Counts:
+        return Counts.of(self._adaptive.overview.status(self._adaptive.worker))  # not by the thread: it stands
 
     def close(self) -> None:
         self._held.go_on()

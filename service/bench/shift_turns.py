@@ -63,7 +63,8 @@ class Player:
         measure = Measure(temperature=0.0, max_tokens=_WARM_UP_TOKENS, concurrency=1, seed=0)
         self._beside.go_on()
         self._serve([_request(AskedQuery(0, prompt), measure, store=False)], 1)
-        self._counts = self._beside.hold()
+        self._beside.hold()
+        self._counts = self._beside.counts()
         self._notes.clear()
 
     def play(self, turn: Turn, measure: Measure) -> Played:
@@ -73,8 +74,9 @@ class Player:
         self._beside.go_on()
         queries, gaps = self._serve(requests, measure.concurrency)
         served = time.perf_counter()
-        before, self._counts = self._counts, self._beside.hold()
+        self._beside.hold()
         held = time.perf_counter()
+        before, self._counts = self._counts, self._beside.counts()
         return Played(turn, queries, gaps, served - began, held - began, self._counts - before, self._notes.take())
 
     def close(self) -> None:

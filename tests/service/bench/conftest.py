@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.assembly import Assembly, assemble
-from service.bench.shift_learning import Counts, Learning
+from service.bench.shift_learning import Learning
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 
 
@@ -34,8 +34,8 @@ def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of so small a model are over before anything is learnt: here they wait for it."""
     hold = Learning.hold
 
-    def settled_first(self: Learning) -> Counts:
+    def settled_first(self: Learning) -> None:
         assert self._adaptive.settle(60)
-        return hold(self)
+        hold(self)
 
     monkeypatch.setattr(Learning, "hold", settled_first)
