@@ -154,7 +154,7 @@ class Bandit:
         self._end_training("published", tau_ratio)
 
     def discarded(self, *, counted: bool = True) -> None:
-        self._end_training("discarded", None, counted=counted)
+        self._end_training("discarded", counted=counted)
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
@@ -227,8 +227,8 @@ class Bandit:
         return update.known or len(update.measured) >= self._rules.measured_queries
 
     def _work_after(self, update: _Update) -> _Work:
-        """A replay has no noise of other texts, and a discarded update without one changed nothing but the time it
-        took: both are judged on the baseline's own queries."""
+        """A replay has no noise of other texts, and a discarded update changed nothing but the time it took: both are
+        judged on the baseline's own queries."""
         if update.tau_ratio is not None:
             return replace(update.before, tokens=update.before.tokens * update.tau_ratio)
         return update.before if update.stage == "discarded" else _total(update.measured)
@@ -289,7 +289,7 @@ class Bandit:
         return [arm for arm in order if arm not in self._now.tried]
 
     def _end_training(
-        self, stage: Literal["published", "discarded"], tau_ratio: float | None, *, counted: bool = True
+        self, stage: Literal["published", "discarded"], tau_ratio: float | None = None, *, counted: bool = True
     ) -> None:
         update = self._now.update
         assert update is not None, "an update ends that never began"

@@ -24,6 +24,7 @@ from service.bench.shift_turns import Player, play_all
 from service.bench.speed import Measure
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER
+from tests.service.engine.test_thread import eventually
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt[:40]) for prompt in varied_prompts()))
 
@@ -106,12 +107,12 @@ def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Asse
     try:
         player.play(turns[0], Measure(0.0, 10, 2, seed=3))
         learning.go_on()
-        assert eventually(lambda: process.is_asked, within_seconds=60)
+        eventually(lambda: process.is_asked)
         learning.hold()
         assert process.pid is not None
-        assert eventually(lambda: state_of(process.pid) == "T", within_seconds=5)
+        eventually(lambda: state_of(process.pid) == "T")
         learning.go_on()
-        assert eventually(lambda: state_of(process.pid) in "RS", within_seconds=5)
+        eventually(lambda: state_of(process.pid) in "RS")
     finally:
         learning.close()
     assert process.pid is None
@@ -120,13 +121,6 @@ def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Asse
 def state_of(pid: int | None) -> str:
     """As Linux calls it: R running, S sleeping, T stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def eventually(holds: Callable[[], bool], *, within_seconds: float) -> bool:
-    deadline = time.monotonic() + within_seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return holds()
 
 
 @pytest.mark.usefixtures("in_no_hurry")
