@@ -35,7 +35,7 @@ class Attention:
     def accepted(self, accepted: Sequence[int]) -> bool:
         """Hear of one finished query; whether these are not what they were. # by verify"""
         self._alert = max(0, self._alert - 1)
-        changed = bool(accepted) and self._change.observe(sum(accepted) / len(accepted))
+        changed = self._change.hear(accepted)
         if changed:
             self._alert = _ALERT_QUERIES
         return changed

@@ -4,11 +4,14 @@ Knows neither what a score is made of nor what follows from a change.
 """
 
 import math
+from collections.abc import Sequence
+from statistics import fmean
 
 _MEMORY = 128  # queries over which mean and spread forget
 _LEAST = 24  # queries before a score can be called unusual
 _LEAST_SPREAD = 0.01
 _FARTHEST = 3.0  # spreads; no single query, however odd, decides
+_LEAST_VALUES = 16  # of a score; queries of which little was drafted count together
 
 
 class TrafficChange:
@@ -25,9 +28,18 @@ class TrafficChange:
         self._threshold = threshold
         self._count = 0
         self._mean = self._variance = self._up = self._down = 0.0
+        self._waiting: list[float] = []
+
+    def hear(self, values: Sequence[float]) -> bool:
+        """Hear what is known of one query, whose mean is its score; whether the traffic has changed."""
+        self._waiting += values
+        if len(self._waiting) < _LEAST_VALUES:
+            return False
+        score, self._waiting = fmean(self._waiting), []
+        return self.observe(score)
 
     def observe(self, score: float) -> bool:
-        """Hear of one query; whether the traffic has changed. A score that is no number says nothing."""
+        """Hear of one score; whether the traffic has changed. What is no number says nothing."""
         if not math.isfinite(score):
             return False
         if self._count >= _LEAST:
@@ -47,6 +59,7 @@ class TrafficChange:
         """Scores come from other weights now: what is usual is soon learnt anew, and what was unusual is forgotten."""
         self._count = min(self._count, _LEAST)
         self._up = self._down = 0.0
+        self._waiting = []
 
     def _add(self, score: float) -> None:
         unusual = (score - self._mean) / max(math.sqrt(self._variance), _LEAST_SPREAD)

@@ -4,12 +4,12 @@ Whatever may not be learnt from is neither kept nor scored. Knows no weights.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adaptation.buffers import HeldBack, HeldBackText, LessonBuffers
 from adaptation.policy import Decision, Policy, QueryReport
 from adaptation.quota import Admission, Quota
-from adaptation.signal import lesson_of
+from adaptation.signal import Lesson, Unspoken, lesson_of, unspoken_steps
 from drafters.feedback import QueryFeedback
 
 _RESTING = Admission(0, "resting")
@@ -38,13 +38,15 @@ class Intake:
         self._buffers = buffers
         self._held_back = held_back
         self._query_positions = query_positions
+        self._unspoken = Unspoken()
 
     def take(self, feedback: QueryFeedback, *, training_cost: float, learning: bool) -> Taken:
         """Hear of one query; with `learning` off it only counts."""
         query = feedback.query
-        rejected = int(feedback.marks.rejected.sum())
-        admission = self._quota.admit(query.client, rejected, store=query.store) if feedback.recorded else _RESTING
-        lesson = lesson_of(feedback, most_rejected=min(max(1, admission.positions), self._query_positions))
+        unspoken = unspoken_steps(feedback)
+        positions = int(feedback.marks.rejected.sum()) + unspoken
+        admission = self._quota.admit(query.client, positions, store=query.store) if feedback.recorded else _RESTING
+        lesson = self._lesson(feedback, admission, unspoken)
         held_back = admission.admitted and lesson.example is not None and self._held_back.draws()
         learns = admission.admitted and learning and not held_back
         decision = self._policy.decide(_report(feedback, training_cost, lesson.signal if learns else None))
@@ -57,6 +59,16 @@ class Intake:
             self._held_back.keep(text)
         self._count(admission, decision)
         return Taken(admission, decision, text, held_back)
+
+    def _lesson(self, feedback: QueryFeedback, admission: Admission, unspoken: int) -> Lesson:
+        """Of the positions it may teach: rejected ones first, then steps that no block spoke of."""
+        most = min(max(1, admission.positions), self._query_positions)
+        lesson = lesson_of(feedback, most_rejected=most)
+        if not admission.admitted or lesson.example is None:
+            return lesson
+        self._unspoken.hear(lesson)
+        missed = self._unspoken.signal(min(unspoken, most - lesson.num_rejected))
+        return replace(lesson, signal=lesson.signal + missed)
 
     def _count(self, admission: Admission, decision: Decision) -> None:
         self.decisions[f"{decision.choice}:{decision.reason}"] += 1

@@ -115,7 +115,8 @@ class Learner:
             self._conclude(report)
         else:
             self._discarded()
-            self._buffers.forget_heard()
+            if report.outcome != "nothing_to_learn":
+                self._buffers.forget_heard()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
 
@@ -212,9 +213,9 @@ class Learner:
         """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
         if self._attention.accepted(feedback.query.accepted):
             self._traffic.suspect()
-        if not taken.admission.admitted or not feedback.marks.count:
+        if not taken.admission.admitted:
             return
-        if self._traffic.observe(float(feedback.marks.chances.mean())):
+        if self._traffic.hear(feedback.marks.chances.tolist()):
             for part in (self._policy, self._held_back, self._watch):
                 part.traffic_changed()
             self._buffers.forget_heard()

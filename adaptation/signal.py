@@ -2,6 +2,9 @@
 
     s = sum over rejected positions of (1 - r),   r = the drafter's probability of the target's token   (section 3.4)
 
+Steps that no block spoke of count as much as its blocks have missed of late: where drafting does not pay nobody drafts,
+and yet a drafter that had learnt these texts might pay.
+
 Knows neither whether a query may be learnt from nor what is done with a lesson.
 """
 
@@ -15,6 +18,7 @@ from drafters.training.corpus import Example
 _ACCEPTED_PER_REJECTED = 3  # the rank head must see both, or it learns that everything is rejected
 _LEAST_PROMPT = 2  # positions; a first label needs a position with features and a token before it
 _LEAST_ANSWER = 4  # labelled tokens; less says nothing about a drafter
+_MEMORY = 512  # rejected positions over which it is known what blocks miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +26,32 @@ class Lesson:
     """What one query teaches."""
 
     version: int  # the drafter that its marks are about
-    signal: float  # s of the marks that were kept
+    signal: float  # s of the marks that were kept, and of steps that no block spoke of
     num_rejected: int
     marks: Marks
     example: Example | None  # None: too little text for a full update
+
+
+class Unspoken:
+    """What the steps that no block spoke of would have taught."""
+
+    def __init__(self) -> None:
+        self._missed = 1.0  # of a rejected position, 1 - r; all of it while nothing is known
+        self._heard = 1
+
+    def hear(self, lesson: Lesson) -> None:
+        """What blocks missed where they did speak."""
+        self._heard = min(_MEMORY, self._heard + lesson.num_rejected)
+        self._missed += (lesson.signal - lesson.num_rejected * self._missed) / self._heard
+
+    def signal(self, steps: int) -> float:
+        return steps * self._missed
+
+
+def unspoken_steps(feedback: QueryFeedback) -> int:
+    """Every step chose one token that was not drafted; of how many no block had a state for it."""
+    query = feedback.query
+    return max(0, len(query.accepted) + query.plain_steps - int(feedback.marks.rejected.sum()))
 
 
 def lesson_of(feedback: QueryFeedback, *, most_rejected: int) -> Lesson:

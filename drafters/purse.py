@@ -12,6 +12,7 @@ LIMIT = 8.0
 SHARE = 0.01
 _WHOLE_FOR = 4  # sequences: what fewer gain is so uneven that a bad beginning must not decide
 _SMALLEST = 0.25  # of a whole one, so that what has lost for many is not forgotten for minutes
+_RENEWAL = 0.5  # of the first allowance; a successor is much like what it replaces
 
 
 class Purse:
@@ -40,6 +41,10 @@ class Purse:
         """A step went by without it."""
         self.settle(self._share)
 
+    def renew(self, allowance: float) -> None:
+        """Something else is behind it from now on: it has at least so much to be tried with."""
+        self._balance = max(self._balance, allowance)
+
     def settle(self, gain: float) -> None:
         """A step went by with it, which gained so many plain steps, or lost them where it is negative."""
         self._balance = min(self._limit, self._balance + gain)
@@ -60,10 +65,15 @@ class PursesBySize:
     def of(self, num_sequences: int) -> Purse:
         size = num_sequences.bit_length()
         if size not in self._purses:
-            part = max(_SMALLEST, min(1.0, _WHOLE_FOR / 2 ** (size - 1)))
+            part = _part(size)
             allowance = min(part * self._allowance, self._debt(size - 1))
             self._purses[size] = Purse(allowance=allowance, limit=part * LIMIT, share=part * SHARE)
         return self._purses[size]
+
+    def renew(self) -> None:
+        """Something else is behind them all from now on: what was lost says little of it."""
+        for size, purse in self._purses.items():
+            purse.renew(_RENEWAL * _part(size) * self._allowance)
 
     def _debt(self, size: int) -> float:
         """The balance of a purse that is closed; infinite where it says nothing of other sizes."""
@@ -71,3 +81,8 @@ class PursesBySize:
         if purse is None or purse.is_open or 2 ** (size - 1) <= _WHOLE_FOR:
             return math.inf
         return purse.balance
+
+
+def _part(size: int) -> float:
+    """Of a whole purse, for batches of so many bits."""
+    return max(_SMALLEST, min(1.0, _WHOLE_FOR / (1 << (size - 1))))

@@ -36,6 +36,7 @@ class MergedDrafter:
         self._costly = costly
         self._max_nodes = max_nodes
         self._worth = worth or Worth(late.clock_of(device))
+        self._version = costly.version
         self._promises, self._outcomes, self._totals = (late.readings_of(device) for _ in range(3))
         self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
         self._sleep = Sleep()
@@ -74,6 +75,7 @@ class MergedDrafter:
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
+        self._notice_new_version()
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         self._promises.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._hear)
@@ -105,6 +107,11 @@ class MergedDrafter:
 
     def trainable(self) -> nn.Module | None:
         return self._costly.trainable()
+
+    def _notice_new_version(self) -> None:
+        if self._version != self._costly.version:
+            self._version = self._costly.version
+            self._worth.renew()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
         self._hashes[source, rows, : tree.width] = merging.node_hashes(tree)

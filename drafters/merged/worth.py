@@ -50,6 +50,11 @@ class Worth:
         self._open = None
         return False
 
+    def renew(self) -> None:
+        """The drafter is another one from now on."""
+        for purses in self._purses.values():
+            purses.renew()
+
     def answered(self) -> None:
         """The drafter has answered."""
         if self._open is not None:

@@ -64,6 +64,10 @@ class BudgetPolicy(Protocol):
         """`share` computes `most_per_second`, as it is or in a replay."""
         ...
 
+    def renew(self) -> None:
+        """Other weights draft from now on."""
+        ...
+
     def learn(self, outcome: StepOutcome) -> float | None:
         """Take in what a step took; returns the verify seconds that had been predicted, if any had."""
         ...
@@ -83,6 +87,9 @@ class FixedBudget:
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes)
+
+    def renew(self) -> None:
+        """The same whoever drafts."""
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return None
@@ -104,6 +111,9 @@ class PerBatchSizeBudget:
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         return _capped(candidates, limits, load, self._nodes(load))
+
+    def renew(self) -> None:
+        """The same whoever drafts."""
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return None
@@ -131,6 +141,9 @@ class CostBudget:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
         num_keep = share(candidates, limits, self._seconds(load, candidates), weights)
         return Budget(num_keep, "cost")
+
+    def renew(self) -> None:
+        self._gain.renew()
 
     def learn(self, outcome: StepOutcome) -> float | None:
         return self._gain.learn(outcome)

@@ -66,6 +66,10 @@ class DraftGain:
     def draft_seconds(self, load: Load) -> float:
         return self._drafts.draft_seconds(max(1, load.num_drafting))
 
+    def renew(self) -> None:
+        """Other weights draft from now on: what the old ones lost says little of them."""
+        self._purses.renew()
+
     def learn(self, outcome: StepOutcome) -> float:
         """Take in a step; returns the verify seconds that had been predicted."""
         load = outcome.load

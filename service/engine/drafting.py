@@ -173,6 +173,7 @@ class DraftStage:
         if self._version != self._drafter.version:
             self._version = self._drafter.version
             self._recalibration.renew()
+            self._policy.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
         known = Known(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))

@@ -66,3 +66,13 @@ def test_what_is_no_number_says_nothing() -> None:
 def test_equal_scores_are_no_change() -> None:
     traffic = change()
     assert not any(traffic.observe(0.5) for _ in range(200))
+
+
+def test_queries_of_which_little_is_known_count_together() -> None:
+    few, told = change(), change()
+    rng = random.Random(0)
+    for _ in range(100):
+        parts = [[rng.gauss(0.4, 0.1) for _ in range(count)] for count in (1, 6, 0, 9)]
+        heard = [few.hear(part) for part in parts]
+        assert heard[:3] == [False] * 3
+        assert heard[3] == told.observe(sum(map(sum, parts)) / 16)

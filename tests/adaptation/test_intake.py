@@ -10,6 +10,7 @@ from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.build import build_policy, build_quota
 from adaptation.config import AdaptationConfig
 from adaptation.intake import Intake
+from adaptation.signal import lesson_of
 from drafters.feedback import QueryFeedback
 from tests.adaptation.lessons import feedback
 from tests.adaptation.worlds import Clock
@@ -77,6 +78,33 @@ def test_while_paused_nothing_is_learnt() -> None:
     fates = [parts.take(feedback(seed), learning=False) for seed in range(20)]
     assert not any(taught for taught, _ in fates)
     assert any(judges for _, judges in fates)
+
+
+def unspoken(seed: int, steps: int = 16) -> QueryFeedback:
+    """A query of plain steps."""
+    heard = feedback(seed, rejected=0, accepted=())
+    nothing = torch.zeros(heard.marks.count, dtype=torch.bool)
+    return replace(heard, marks=heard.marks.take(nothing), query=replace(heard.query, plain_steps=steps))
+
+
+def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
+    parts = Parts(policy="full_only")
+    taken = [parts.intake.take(unspoken(seed), training_cost=0.0, learning=True) for seed in range(40)]
+    lessons = parts.buffers.take("full")
+    assert len(lessons) + len(parts.held_back.texts) == 40
+    assert len(parts.held_back.texts) > 10
+    assert all(one.admission.positions == 16 for one in taken)
+    assert {(lesson.signal, lesson.num_rejected, lesson.marks.count) for lesson in lessons} == {(16.0, 0, 0)}
+    assert all(lesson.example is not None for lesson in lessons)
+
+
+def test_it_teaches_no_more_than_one_query_may() -> None:
+    parts = Parts(policy="full_only", share=0.0, query_positions=12)
+    parts.take(replace(feedback(0, rejected=10), query=replace(feedback(0).query, plain_steps=30)))
+    (lesson,) = parts.buffers.take("full")
+    heard = lesson_of(feedback(0, rejected=10), most_rejected=12)
+    assert lesson.num_rejected == 10
+    assert heard.signal < lesson.signal <= heard.signal + 2
 
 
 def test_the_policy_hears_of_every_query() -> None:

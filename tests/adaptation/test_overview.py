@@ -37,7 +37,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
         tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
         tried.learner.update()
         tried.pair.between_steps()
-    tried.learner.hear(feedback(99, rejected=0))
+    tried.learner.hear(feedback(99, rejected=0, accepted=()))
     tried.learner.rollback()
     status = seen(tried)
     kinds = tried.kinds()

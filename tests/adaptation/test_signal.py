@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptation.signal import example_of, lesson_of, signal_of
+from adaptation.signal import Unspoken, example_of, lesson_of, signal_of, unspoken_steps
 from drafters.training.corpus import Batch
 from drafters.training.replay import replay_chain
 from tests.adaptation.lessons import ANSWER, EMBED, PROMPT, drafter, feedback
@@ -69,3 +69,22 @@ def test_an_answer_of_a_few_tokens_is_no_text(answer: int) -> None:
         top_logprobs=heard.top_logprobs[:answer],
     )
     assert example_of(short) is None
+
+
+def test_steps_that_no_block_spoke_of_are_those_without_a_rejected_mark() -> None:
+    heard = feedback(0, rejected=3, accepted=(1, 2, 0))
+    assert unspoken_steps(heard) == 0
+    assert unspoken_steps(replace(heard, query=replace(heard.query, plain_steps=7))) == 7
+    beside_another_drafter = feedback(0, rejected=1, accepted=(5, 2, 0))
+    assert unspoken_steps(beside_another_drafter) == 2
+
+
+def test_what_nobody_spoke_of_teaches_as_much_as_blocks_missed_elsewhere() -> None:
+    unspoken = Unspoken()
+    assert unspoken.signal(4) == 4.0
+    lesson = replace(lesson_of(feedback(0, rejected=10), most_rejected=10), signal=2.5)
+    for _ in range(100):
+        unspoken.hear(lesson)
+    assert unspoken.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
+    unspoken.hear(replace(lesson, signal=0.0, num_rejected=0))
+    assert unspoken.signal(4) == pytest.approx(4 * 0.25, rel=0.02)

@@ -99,3 +99,26 @@ def test_a_small_purse_is_enough_for_many_because_they_gain_evenly() -> None:
         gains = [sum(rng.choice([-0.4, -0.4, 0.6, 1.6]) for _ in range(16)) / 16 - 0.25 for _ in range(400)]
         stopped += play(PursesBySize().of(16), gains)[1] < 300  # 0.1 on average
     assert stopped <= 20
+
+
+def test_a_successor_is_tried_at_once_and_costs_half_an_allowance_at_most() -> None:
+    purses = PursesBySize()
+    play(purses.of(1), [-0.5] * 1_000)
+    for size in (1, 16):
+        purses.of(size).settle(-10 * ALLOWANCE)
+    total = 0.0
+    for _ in range(20):
+        purses.renew()
+        loss, tries = play(purses.of(1), [-0.1] * 20)
+        assert tries > 10
+        total -= loss
+    assert total <= 20 * (ALLOWANCE / 2 + 0.1) + 1e-9
+    assert purses.of(16).balance == ALLOWANCE / 8
+    assert purses.of(64).balance == ALLOWANCE / 4, "nothing was lost at this size"
+
+
+def test_a_successor_keeps_what_was_earned() -> None:
+    purses = PursesBySize()
+    play(purses.of(1), [1.0] * 1_000)
+    purses.renew()
+    assert purses.of(1).balance == LIMIT

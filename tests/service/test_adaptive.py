@@ -70,6 +70,16 @@ def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembl
         assert torch.equal(feedback.top_logprobs, other.top_logprobs)
 
 
+def test_texts_for_which_nobody_drafted_are_learnt_from(assembly: Assembly, tmp_path: Path) -> None:
+    asked = requests(varied_prompts(), temperature=0.0, tokens=24)
+    with learning(assembly, tmp_path, budget=FixedBudget(0), policy="full_only") as adaptive:
+        texts(adaptive.engine, asked)
+        texts(adaptive.engine, asked)
+        assert adaptive.settle(PATIENCE_SECONDS)
+        status = adaptive.status()
+    assert status.updates["full"] > 0
+
+
 def test_who_asked_and_what_may_be_kept_arrives(assembly: Assembly, tmp_path: Path) -> None:
     adaptive, heard = idle(assembly, tmp_path)
     texts(adaptive.engine, requests(PROMPTS, temperature=0.5, tokens=6))

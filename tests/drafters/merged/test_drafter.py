@@ -17,11 +17,11 @@ NOISE = Noise(torch.zeros(1).long(), torch.zeros(1), torch.tensor([9]))
 class Chain:
     """Proposes one and the same chain of tokens, and notes what it hears."""
 
-    version = 3
     num_blocks = 5
 
     def __init__(self, name: str, tokens: list[int], odds: float, taps: tuple[int, ...] = ()) -> None:
         self.name = name
+        self.version = 3
         self.tap_layers = taps
         self.heard: list[str] = []
         survival = torch.full((1, len(tokens)), odds).cumprod(1)
@@ -105,6 +105,22 @@ def test_the_costly_one_is_spared_when_the_cheap_one_knows_it_all() -> None:
     assert cheap.heard.count("grow") == 100
     assert costly.heard.count("grow") < 25
     assert costly.heard.count("commit") == 100  # it goes on reading along
+
+
+def test_a_new_version_of_the_costly_one_is_asked_again() -> None:
+    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
+    times = iter(range(10**6))
+    both = merged(cheap, costly, Worth(lambda: float(next(times))))
+    for _ in range(100):
+        both.grow(ROW, NOISE)
+        both.commit(committed([5, 6], 1))
+    before = costly.heard.count("grow")
+    both.grow(ROW, NOISE)
+    assert costly.heard.count("grow") == before
+    both.commit(committed([5, 6], 1))
+    costly.version += 1
+    both.grow(ROW, NOISE)
+    assert costly.heard.count("grow") == before + 1
 
 
 def test_both_hear_everything() -> None:

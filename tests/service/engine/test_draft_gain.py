@@ -228,3 +228,16 @@ def test_costs_are_predicted_closely_after_a_while() -> None:
         )
     )
     assert predicted == pytest.approx(true_seconds(4), rel=0.1)
+
+
+def test_other_weights_are_tried_at_once() -> None:
+    waited = {}
+    for renews in (False, True):
+        world = World(2, 0.8, noise=0.1)
+        world.speed(1_000, lambda: 0.0)
+        if renews:
+            world.policy.renew()
+        world.drafted.clear()
+        world.speed(300, lambda: 0.85)
+        waited[renews] = world.drafted.index(True)
+    assert waited[True] == 0 < waited[False]

@@ -153,6 +153,7 @@ class Watcher:
         self.loads: list[Load] = []
         self.outcomes: list[StepOutcome] = []
         self.survival: list[float] = []
+        self.renewals = 0
 
     def refusal(self, load: Load) -> str | None:
         self.loads.append(load)
@@ -164,6 +165,9 @@ class Watcher:
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
         self.survival = candidates.survival[0].tolist()
         return FixedBudget(2).choose(candidates, limits, load)
+
+    def renew(self) -> None:
+        self.renewals += 1
 
     def learn(self, outcome: StepOutcome) -> float | None:
         self.outcomes.append(outcome)
@@ -246,6 +250,7 @@ def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     recorder.version = 1
     stage.build(batch_of(decoding(0)), 100)
     assert watcher.survival[0] > 1.5 * before
+    assert watcher.renewals == 1
 
 
 def test_late_sequences_weigh_more_where_that_is_the_objective() -> None:
