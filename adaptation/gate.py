@@ -32,10 +32,17 @@ class GateDecision:
     serving_mean: float
     anchor_mean: float
     standard_error: float  # of the mean difference candidate - serving
+    needed: float  # what that difference must exceed, for noise alone seldom does
 
     @property
     def gain(self) -> float:
         return self.candidate_mean - self.serving_mean
+
+    @property
+    def sure_gain(self) -> float:
+        """What is left of it without luck: of many candidates the lucky ones pass, so that those that pass seem to gain
+        where none is better."""
+        return self.gain - self.needed
 
 
 class Gate:
@@ -53,14 +60,25 @@ class Gate:
     def judge(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
         """Scores of the three, sequence by sequence."""
         assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
-        if len(candidate) < self._least_sequences:
-            return _decision("too_little_evidence", candidate, serving, anchor)
-        if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
-            return _decision("not_finite", candidate, serving, anchor)
-        return _decision(self._reason(candidate, serving, anchor), candidate, serving, anchor)
+        reason = self._reason(candidate, serving, anchor)
+        standard_error = _standard_error(_differences(candidate, serving))
+        return GateDecision(
+            reason == "better",
+            reason,
+            len(candidate),
+            _mean(candidate),
+            _mean(serving),
+            _mean(anchor),
+            standard_error,
+            self._standard_errors * standard_error,
+        )
 
     def _reason(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateReason:
-        differences = [new - old for new, old in zip(candidate, serving, strict=True)]
+        if len(candidate) < self._least_sequences:
+            return "too_little_evidence"
+        if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
+            return "not_finite"
+        differences = _differences(candidate, serving)
         gain = fmean(differences)
         if gain < 0:
             return "worse_than_serving"
@@ -69,19 +87,8 @@ class Gate:
         return "better" if gain > self._standard_errors * _standard_error(differences) else "within_noise"
 
 
-def _decision(
-    reason: GateReason, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]
-) -> GateDecision:
-    differences = [new - old for new, old in zip(candidate, serving, strict=True)]
-    return GateDecision(
-        reason == "better",
-        reason,
-        len(candidate),
-        _mean(candidate),
-        _mean(serving),
-        _mean(anchor),
-        _standard_error(differences),
-    )
+def _differences(candidate: Sequence[float], serving: Sequence[float]) -> list[float]:
+    return [new - old for new, old in zip(candidate, serving, strict=True)]
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -284,7 +284,7 @@ class Learner:
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
         self._judge.published()
-        self._policy.published(decision.candidate_mean / decision.serving_mean)
+        self._policy.published(1 + decision.sure_gain / decision.serving_mean)
         self._num_refused = 0
         self._updating = False
         self._served_anew()

@@ -113,8 +113,8 @@ class Policy(Protocol):
         ...
 
     def published(self, tau_ratio: float | None = None) -> None:
-        """The update reached the serving copy. With the ratio of replayed tau, new to old, its gain is known at once;
-        without, it is measured on the queries that follow."""
+        """The update reached the serving copy. With the ratio of replayed tau, new to old, less what may be luck, its
+        gain is known at once; without, it is measured on the queries that follow."""
         ...
 
     def discarded(self, *, counted: bool = True) -> None:

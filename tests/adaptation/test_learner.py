@@ -223,6 +223,29 @@ def test_queries_that_must_not_be_learnt_from_change_no_traffic(tmp_path: Path) 
     assert "changed" not in tried.kinds()
 
 
+def test_what_is_published_gains_what_it_gained_beyond_luck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = full_bench(tmp_path)
+    told: list[float | None] = []
+    published = tried.learner._policy.published
+
+    def listening(tau_ratio: float | None = None) -> None:
+        told.append(tau_ratio)
+        published(tau_ratio)
+
+    monkeypatch.setattr(tried.learner._policy, "published", listening)
+    token = int(vocabulary()[0][5])
+    for seed in range(40):
+        tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
+        tried.learner.update()
+        tried.pair.between_steps()
+    events = [event.numbers for event in tried.events if event.kind == "published"]
+    assert events
+    for ratio, numbers in zip(told, events, strict=True):
+        sure = numbers["candidate"] - 1.25 * numbers["standard_error"]
+        assert ratio == pytest.approx(sure / numbers["serving"])
+        assert ratio > 1
+
+
 @pytest.mark.parametrize(("reason", "counted"), [("within_noise", False), ("worse_than_serving", True)])
 def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_thrown_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: GateReason, counted: bool
