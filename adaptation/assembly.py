@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptation.arena import Arena
+from adaptation.asked import AskedTexts
 from adaptation.attention import Attention
 from adaptation.build import (
     build_attention,
@@ -42,7 +43,7 @@ from adaptation.pair import DrafterPair, Prepare
 from adaptation.process import EMBEDDING, HEAD, RemoteTrainer, Setup, TrainingProcess, remote_replay, shared_tensors
 from adaptation.products import bf16_is_faster
 from adaptation.trainer import Rules, Trainer
-from adaptation.vocabulary import Rows, untrained_rows
+from adaptation.vocabulary import DraftVocabulary, Rows, untrained_rows
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
 
@@ -99,25 +100,25 @@ def build_learner(
     policy = build_policy(config, clock=clock, rng=random.Random(seed))
     buffers = build_buffers(config, rng=random.Random(seed + 2))
     held_back = build_held_back(config, rng=random.Random(seed + 1))
-    vocab, has_rows = drafter.config.target_vocab_size, drafter.target_head is not None
-    vocabulary = build_vocabulary(config, vocab=vocab, has_rows=has_rows)
     rows = untrained_rows(pair.anchor, drafter.target_head)
     quota = build_quota(config, clock=clock)
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, attention, history = build_watch(config), build_attention(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
     trainer, replay, process = _training(config, drafter, pair, rows, autocast=autocast, seed=seed, serves=serves)
+    judge = _judge(config, pair, replay)
     learner = Learner(
         pair=pair,
         trainer=trainer,
         policy=policy,
         intake=intake,
         buffers=buffers,
-        vocabulary=vocabulary,
+        vocabulary=_vocabulary(config, drafter),
         held_back=held_back,
-        judge=_judge(config, pair, replay),
+        judge=judge,
         watch=watch,
         traffic=build_traffic_change(config),
+        asked=AskedTexts(build_traffic_change(config), judge),
         attention=attention,
         drift=Drift(pair.anchor, drafter.embed, rows, most_texts=config.probe_texts),
         memory=Memory(folder),
@@ -139,6 +140,11 @@ def build_learner(
         history=history,
     )
     return Built(learner, pair, overview, attention, taken_share, process)
+
+
+def _vocabulary(config: AdaptationConfig, drafter: ServedDrafter) -> DraftVocabulary:
+    vocab, has_rows = drafter.config.target_vocab_size, drafter.target_head is not None
+    return build_vocabulary(config, vocab=vocab, has_rows=has_rows)
 
 
 def _pair(

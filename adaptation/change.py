@@ -45,7 +45,7 @@ class TrafficChange:
         if self._count >= _LEAST:
             self._add(score)
         if max(self._up, self._down) > self._threshold:
-            self._start_anew()
+            self.start_anew()
             return True
         self._remember(score)
         return False
@@ -61,6 +61,12 @@ class TrafficChange:
         self._up = self._down = 0.0
         self._waiting = []
 
+    def start_anew(self) -> None:
+        """The traffic has changed: what is usual is not known yet."""
+        self._count = 0
+        self._mean = self._variance = self._up = self._down = 0.0
+        self._waiting = []
+
     def _add(self, score: float) -> None:
         unusual = (score - self._mean) / max(math.sqrt(self._variance), _LEAST_SPREAD)
         step = min(max(unusual, -_FARTHEST), _FARTHEST)
@@ -73,7 +79,3 @@ class TrafficChange:
         distance = score - self._mean
         self._mean += rate * distance
         self._variance = (1.0 - rate) * (self._variance + rate * distance * distance)
-
-    def _start_anew(self) -> None:
-        self._count = 0
-        self._mean = self._variance = self._up = self._down = 0.0

@@ -108,6 +108,10 @@ class Judge:
     def anchor(self, texts: Sequence[HeldBackText]) -> list[float]:
         return self._lookup(self._anchor, self._pair.unchanged, texts)
 
+    def anchor_once(self, text: HeldBackText) -> float:
+        """Of a text that will not be asked for again."""
+        return self._scores(self._pair.unchanged(), [text])[0]
+
     def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[HeldBackText]) -> list[float]:
         missing = [text for text in texts if text.number not in known.scores]
         if missing:

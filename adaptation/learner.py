@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pydantic import JsonValue
 from torch import Tensor
 
+from adaptation.asked import AskedTexts
 from adaptation.attention import Attention
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.change import TrafficChange
@@ -24,6 +25,7 @@ from adaptation.judging import Judge
 from adaptation.memory import Memory, Remembered
 from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
+from adaptation.signal import unspoken_steps
 from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
 from adaptation.vocabulary import DraftVocabulary
@@ -51,6 +53,7 @@ class Learner:
         judge: Judge,
         watch: Watch,
         traffic: TrafficChange,
+        asked: AskedTexts,
         attention: Attention,
         drift: Drift,
         memory: Memory,
@@ -76,6 +79,7 @@ class Learner:
         self._judge = judge
         self._watch = watch
         self._traffic = traffic
+        self._asked = asked
         self._attention = attention
         self._drift = drift
         self._memory = memory
@@ -215,11 +219,19 @@ class Learner:
             self._traffic.suspect()
         if not taken.admission.admitted:
             return
-        if self._traffic.hear(feedback.marks.chances.tolist()):
+        if self._traffic.hear(feedback.marks.chances.tolist()) or self._asks_otherwise(feedback, taken):
+            self._traffic.start_anew()
+            self._asked.start_anew()
             for part in (self._policy, self._held_back, self._watch):
                 part.traffic_changed()
             self._buffers.forget_heard()
             self._tell("changed", "other_traffic")
+
+    def _asks_otherwise(self, feedback: QueryFeedback, taken: Taken) -> bool:
+        if taken.text is None:
+            return False
+        drafted = 2 * unspoken_steps(feedback) <= feedback.query.num_steps
+        return self._asked.hear(taken.text, judges=taken.held_back, drafted=drafted)
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: nothing promises a gain, what is served is not new, and there are texts that

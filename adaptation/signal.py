@@ -50,8 +50,7 @@ class Unspoken:
 
 def unspoken_steps(feedback: QueryFeedback) -> int:
     """Every step chose one token that was not drafted; of how many no block had a state for it."""
-    query = feedback.query
-    return max(0, len(query.accepted) + query.plain_steps - int(feedback.marks.rejected.sum()))
+    return max(0, feedback.query.num_steps - int(feedback.marks.rejected.sum()))
 
 
 def lesson_of(feedback: QueryFeedback, *, most_rejected: int) -> Lesson:

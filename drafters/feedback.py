@@ -60,6 +60,10 @@ class Query:
     verify_cost: float
     seconds: float  # its share of the same steps as they were measured: what all queries' add up to is time
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.accepted) + self.plain_steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFeedback:
@@ -81,7 +85,7 @@ class QueryFeedback:
 
     @property
     def emitted_tokens(self) -> int:
-        return sum(self.query.accepted) + len(self.query.accepted) + self.query.plain_steps
+        return sum(self.query.accepted) + self.query.num_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Finished queries made to order for a tiny drafter, and a learner that is fed with them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -97,6 +97,13 @@ def feedback(
         marks=marks,
         ready=None,
     )
+
+
+def unspoken(seed: int, *, token: int | None = None, steps: int = ANSWER) -> QueryFeedback:
+    """A query of plain steps."""
+    heard = feedback(seed, token=token, rejected=0, accepted=())
+    nothing = torch.zeros(heard.marks.count, dtype=torch.bool)
+    return replace(heard, marks=heard.marks.take(nothing), query=replace(heard.query, plain_steps=steps))
 
 
 def lessons(count: int, *, token: int | None = None) -> list[Lesson]:

@@ -12,7 +12,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.intake import Intake
 from adaptation.signal import lesson_of
 from drafters.feedback import QueryFeedback
-from tests.adaptation.lessons import feedback
+from tests.adaptation.lessons import feedback, unspoken
 from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
@@ -78,13 +78,6 @@ def test_while_paused_nothing_is_learnt() -> None:
     fates = [parts.take(feedback(seed), learning=False) for seed in range(20)]
     assert not any(taught for taught, _ in fates)
     assert any(judges for _, judges in fates)
-
-
-def unspoken(seed: int, steps: int = 16) -> QueryFeedback:
-    """A query of plain steps."""
-    heard = feedback(seed, rejected=0, accepted=())
-    nothing = torch.zeros(heard.marks.count, dtype=torch.bool)
-    return replace(heard, marks=heard.marks.take(nothing), query=replace(heard.query, plain_steps=steps))
 
 
 def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:

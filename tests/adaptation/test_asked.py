@@ -1,0 +1,110 @@
+"""Traffic that changes while nobody drafts is noticed by replays, and replays take a small share of the time."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from adaptation.asked import AskedTexts
+from adaptation.buffers import HeldBackText
+from adaptation.change import TrafficChange
+from adaptation.judging import Judge
+from adaptation.signal import example_of
+from tests.adaptation.lessons import bench, feedback, unspoken, vocabulary
+
+torch.set_num_threads(1)
+EXAMPLE = example_of(feedback(0))
+
+
+@dataclass
+class Replays:
+    """Texts of a known difficulty, each replayed in so many seconds."""
+
+    seconds: float = 0.0
+    now: float = 0.0
+    tau: float = 2.0
+    once: int = 0
+    kept: list[int] = field(default_factory=list)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def anchor(self, texts: list[HeldBackText]) -> list[float]:
+        self.kept += [text.number for text in texts]
+        return [self.rng.gauss(self.tau, 0.3) for _ in texts]
+
+    def anchor_once(self, text: HeldBackText) -> float:
+        self.once += 1
+        self.now += self.seconds
+        return self.rng.gauss(self.tau, 0.3)
+
+
+def asked(replays: Replays) -> AskedTexts:
+    change = TrafficChange(slack=0.5, threshold=8.0)
+    return AskedTexts(change, cast(Judge, replays), clock=lambda: replays.now)
+
+
+def text(number: int) -> HeldBackText:
+    assert EXAMPLE is not None
+    return HeldBackText(number, EXAMPLE)
+
+
+@pytest.mark.parametrize("judges", [False, True])
+def test_other_texts_are_noticed_though_nobody_drafts(judges: bool) -> None:
+    replays = Replays()
+    texts = asked(replays)
+    assert not any(texts.hear(text(number), judges=judges, drafted=False) for number in range(60))
+    replays.tau = 1.3
+    found = [texts.hear(text(number), judges=judges, drafted=False) for number in range(20)].index(True)
+    assert found < 10
+    assert (len(replays.kept), replays.once) == ((80, 0) if judges else (0, 80))
+
+
+def test_where_there_were_drafts_only_texts_that_judge_are_replayed() -> None:
+    replays = Replays()
+    texts = asked(replays)
+    for number in range(40):
+        texts.hear(text(number), judges=number % 4 == 0, drafted=True)
+    assert (replays.kept, replays.once) == (list(range(0, 40, 4)), 0)
+
+
+def test_replays_take_a_small_share_of_the_time() -> None:
+    replays = Replays(seconds=0.05)
+    texts = asked(replays)
+    for number in range(10_000):
+        texts.hear(text(number), judges=False, drafted=False)
+        replays.now += 0.01
+    assert 0.01 < 0.05 * replays.once / replays.now <= 0.02
+
+
+def test_what_others_have_noticed_is_not_noticed_again() -> None:
+    replays = Replays()
+    texts = asked(replays)
+    for number in range(60):
+        texts.hear(text(number), judges=True, drafted=True)
+    replays.tau = 1.3
+    texts.start_anew()
+    assert not any(texts.hear(text(number), judges=True, drafted=True) for number in range(100))
+
+
+def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path: Path) -> None:
+    tried = bench(tmp_path, policy="never", held_back_share=0.25, held_back_sequences=24)
+    for seed in range(80):
+        tried.learner.hear(unspoken(seed))
+    assert "changed" not in tried.kinds()
+    easy = next(token for token in vocabulary()[0].tolist() if _is_easy(tried.learner._judge, token))
+    heard = 0
+    while "changed" not in tried.kinds():
+        tried.learner.hear(unspoken(1_000 + heard, token=easy))
+        heard += 1
+        assert heard < 40
+    assert len(tried.learner._held_back.alike) < 2
+    assert tried.learner._held_back.texts
+
+
+def _is_easy(judge: Judge, token: int) -> bool:
+    """Whether the tiny drafter proposes it all the time."""
+    example = example_of(feedback(0, token=token))
+    assert example is not None
+    return judge.anchor_once(HeldBackText(0, example)) > 2.0
