@@ -1,7 +1,7 @@
 """Has the traffic changed, by how well the drafter as deployed would do on its texts, whether anybody drafts or not?
 
-Those that judge are replayed anyway; where drafting does not pay hardly anything else is known of a text, so that the
-others are replayed as well, as long as that takes no more than a small share of the time.
+Where drafting does not pay hardly anything else is known of a text. Those that judge are replayed anyway, the others as
+long as that takes no more than a small share of the time.
 """
 
 import time
@@ -23,18 +23,21 @@ class AskedTexts:
         self._clock = clock
         self._quiet_until = -float("inf")
 
-    def hear(self, text: HeldBackText, *, judges: bool, drafted: bool) -> bool:
-        """Hear of a text that `judges` or does not, and for most of which there were drafts or were not; whether the
-        traffic has changed."""
+    def hear(self, text: HeldBackText, *, judges: bool) -> bool:
+        """Hear of a text; whether the traffic has changed."""
         if judges:
             return self._change.observe(self._judge.anchor([text])[0])
         began = self._clock()
-        if drafted or began < self._quiet_until:
+        if began < self._quiet_until:
             return False
         score = self._judge.anchor_once(text)
         now = self._clock()
         self._quiet_until = now + (now - began) / _SHARE
         return self._change.observe(score)
+
+    def suspect(self) -> None:
+        """Something else has changed: half the evidence is enough now."""
+        self._change.suspect()
 
     def start_anew(self) -> None:
         """The traffic has changed, as others know."""

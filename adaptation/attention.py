@@ -1,7 +1,8 @@
 """Which queries are recorded at all: recording costs the engine 2 % of a step, learnt from or not.
 
 While nothing promises a gain a small share of them is enough to notice that this has changed. What is accepted is
-known of every query; it depends on the tree's budget too, so that a change of it says no more than: look closely.
+known of every query; it depends on the budget of trees too, which may draft nothing at all, so that a change of it says
+no more than: look closely.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class Attention:
         return not self._resting or self._num_begun % self._round < _IN_A_ROW
 
     def accepted(self, accepted: Sequence[int]) -> bool:
-        """Hear of one finished query; whether these are not what they were. # by verify"""
+        """Hear of one finished query; whether these are not what they were. # by step"""
         self._alert = max(0, self._alert - 1)
         changed = self._change.hear(accepted)
         if changed:

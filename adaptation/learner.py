@@ -25,7 +25,6 @@ from adaptation.judging import Judge
 from adaptation.memory import Memory, Remembered
 from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
-from adaptation.signal import unspoken_steps
 from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
 from adaptation.vocabulary import DraftVocabulary
@@ -215,23 +214,19 @@ class Learner:
 
     def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
         """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
-        if self._attention.accepted(feedback.query.accepted):
+        if self._attention.accepted(feedback.query.accepted_by_step):
             self._traffic.suspect()
+            self._asked.suspect()
         if not taken.admission.admitted:
             return
-        if self._traffic.hear(feedback.marks.chances.tolist()) or self._asks_otherwise(feedback, taken):
+        asks_otherwise = taken.text is not None and self._asked.hear(taken.text, judges=taken.held_back)
+        if self._traffic.hear(feedback.marks.chances.tolist()) or asks_otherwise:
             self._traffic.start_anew()
             self._asked.start_anew()
             for part in (self._policy, self._held_back, self._watch):
                 part.traffic_changed()
             self._buffers.forget_heard()
             self._tell("changed", "other_traffic")
-
-    def _asks_otherwise(self, feedback: QueryFeedback, taken: Taken) -> bool:
-        if taken.text is None:
-            return False
-        drafted = 2 * unspoken_steps(feedback) <= feedback.query.num_steps
-        return self._asked.hear(taken.text, judges=taken.held_back, drafted=drafted)
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: nothing promises a gain, what is served is not new, and there are texts that

@@ -54,38 +54,57 @@ def text(number: int) -> HeldBackText:
 def test_other_texts_are_noticed_though_nobody_drafts(judges: bool) -> None:
     replays = Replays()
     texts = asked(replays)
-    assert not any(texts.hear(text(number), judges=judges, drafted=False) for number in range(60))
+    assert not any(texts.hear(text(number), judges=judges) for number in range(60))
     replays.tau = 1.3
-    found = [texts.hear(text(number), judges=judges, drafted=False) for number in range(20)].index(True)
+    found = [texts.hear(text(number), judges=judges) for number in range(20)].index(True)
     assert found < 10
     assert (len(replays.kept), replays.once) == ((80, 0) if judges else (0, 80))
-
-
-def test_where_there_were_drafts_only_texts_that_judge_are_replayed() -> None:
-    replays = Replays()
-    texts = asked(replays)
-    for number in range(40):
-        texts.hear(text(number), judges=number % 4 == 0, drafted=True)
-    assert (replays.kept, replays.once) == (list(range(0, 40, 4)), 0)
 
 
 def test_replays_take_a_small_share_of_the_time() -> None:
     replays = Replays(seconds=0.05)
     texts = asked(replays)
     for number in range(10_000):
-        texts.hear(text(number), judges=False, drafted=False)
+        texts.hear(text(number), judges=False)
         replays.now += 0.01
     assert 0.01 < 0.05 * replays.once / replays.now <= 0.02
+
+
+def test_a_suspicion_is_half_the_evidence() -> None:
+    found = []
+    for suspects in (False, True):
+        replays = Replays()
+        texts = asked(replays)
+        for number in range(60):
+            texts.hear(text(number), judges=True)
+        replays.tau = 1.3
+        if suspects:
+            texts.suspect()
+        found.append([texts.hear(text(number), judges=True) for number in range(20)].index(True))
+    assert found[1] < found[0]
 
 
 def test_what_others_have_noticed_is_not_noticed_again() -> None:
     replays = Replays()
     texts = asked(replays)
     for number in range(60):
-        texts.hear(text(number), judges=True, drafted=True)
+        texts.hear(text(number), judges=True)
     replays.tau = 1.3
     texts.start_anew()
-    assert not any(texts.hear(text(number), judges=True, drafted=True) for number in range(100))
+    assert not any(texts.hear(text(number), judges=True) for number in range(100))
+
+
+def test_a_learner_at_rest_looks_closely_when_nobody_drafts_any_more(tmp_path: Path) -> None:
+    tried = bench(tmp_path, policy="never")
+    attention = tried.learner._attention
+    for seed in range(40):
+        tried.learner.hear(feedback(seed, accepted=(1, 2, 0, 1) * 4))
+        attention.rest(True)
+    assert attention.resting
+    for seed in range(10):
+        tried.learner.hear(unspoken(100 + seed))
+    attention.rest(True)
+    assert not attention.resting
 
 
 def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path: Path) -> None:
