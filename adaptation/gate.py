@@ -60,8 +60,9 @@ class Gate:
     def judge(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
         """Scores of the three, sequence by sequence."""
         assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
-        reason = self._reason(candidate, serving, anchor)
-        standard_error = _standard_error(_differences(candidate, serving))
+        standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
+        needed = self._standard_errors * standard_error
+        reason = self._reason(candidate, serving, anchor, needed)
         return GateDecision(
             reason == "better",
             reason,
@@ -70,25 +71,22 @@ class Gate:
             _mean(serving),
             _mean(anchor),
             standard_error,
-            self._standard_errors * standard_error,
+            needed,
         )
 
-    def _reason(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateReason:
+    def _reason(
+        self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float], needed: float
+    ) -> GateReason:
         if len(candidate) < self._least_sequences:
             return "too_little_evidence"
         if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
             return "not_finite"
-        differences = _differences(candidate, serving)
-        gain = fmean(differences)
+        gain = fmean(new - old for new, old in zip(candidate, serving, strict=True))
         if gain < 0:
             return "worse_than_serving"
         if fmean(candidate) < fmean(anchor):
             return "worse_than_anchor"
-        return "better" if gain > self._standard_errors * _standard_error(differences) else "within_noise"
-
-
-def _differences(candidate: Sequence[float], serving: Sequence[float]) -> list[float]:
-    return [new - old for new, old in zip(candidate, serving, strict=True)]
+        return "better" if gain > needed else "within_noise"
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -44,7 +44,7 @@ class Intake:
         """Hear of one query; with `learning` off it only counts."""
         query = feedback.query
         unspoken = unspoken_steps(feedback)
-        positions = int(feedback.marks.rejected.sum()) + unspoken
+        positions = feedback.marks.num_rejected + unspoken
         admission = self._quota.admit(query.client, positions, store=query.store) if feedback.recorded else _RESTING
         lesson = self._lesson(feedback, admission, unspoken)
         held_back = admission.admitted and lesson.example is not None and self._held_back.draws()

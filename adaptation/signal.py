@@ -50,13 +50,13 @@ class Unspoken:
 
 def unspoken_steps(feedback: QueryFeedback) -> int:
     """Every step chose one token that was not drafted; of how many no block had a state for it."""
-    return max(0, feedback.query.num_steps - int(feedback.marks.rejected.sum()))
+    return max(0, feedback.query.num_steps - feedback.marks.num_rejected)
 
 
 def lesson_of(feedback: QueryFeedback, *, most_rejected: int) -> Lesson:
     """The newest rejected positions of a query, so many at most, with accepted ones from among them."""
     marks = _newest(feedback.marks, most_rejected)
-    return Lesson(feedback.query.version, signal_of(marks), int(marks.rejected.sum()), marks, example_of(feedback))
+    return Lesson(feedback.query.version, signal_of(marks), marks.num_rejected, marks, example_of(feedback))
 
 
 def signal_of(marks: Marks) -> float:

@@ -42,6 +42,10 @@ class Marks:
     def count(self) -> int:
         return self.positions.shape[0]
 
+    @property
+    def num_rejected(self) -> int:
+        return int(self.rejected.sum())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:

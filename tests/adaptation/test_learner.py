@@ -233,11 +233,7 @@ def test_what_is_published_gains_what_it_gained_beyond_luck(tmp_path: Path, monk
         published(tau_ratio)
 
     monkeypatch.setattr(tried.learner._policy, "published", listening)
-    token = int(vocabulary()[0][5])
-    for seed in range(40):
-        tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
-        tried.learner.update()
-        tried.pair.between_steps()
+    serve(tried, range(40))
     events = [event.numbers for event in tried.events if event.kind == "published"]
     assert events
     for ratio, numbers in zip(told, events, strict=True):

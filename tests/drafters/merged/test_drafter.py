@@ -70,6 +70,17 @@ def committed(accepted: list[int], bonus: int) -> Committed:
     return Committed(ROW, tokens, torch.tensor([count + 1]), DraftTree.empty(1), result, None, ROW, rows)
 
 
+def after_hundred_steps() -> tuple[Chain, Chain, MergedDrafter]:
+    """A cheap drafter that knows it all, a costly one that knows no more, and both behind one."""
+    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
+    times = iter(range(10**6))
+    both = merged(cheap, costly, Worth(lambda: float(next(times))))
+    for _ in range(100):
+        both.grow(ROW, NOISE)
+        both.commit(committed([5, 6], 1))
+    return cheap, costly, both
+
+
 def test_equal_paths_become_one_node_with_the_larger_survival() -> None:
     both = merged(Chain("lookup", [5, 6, 7], 0.5), Chain("net", [5, 6, 8], 0.9))
     tree = both.grow(ROW, NOISE)
@@ -96,24 +107,14 @@ def test_credit_goes_to_everyone_who_was_right() -> None:
 
 
 def test_the_costly_one_is_spared_when_the_cheap_one_knows_it_all() -> None:
-    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
-    times = iter(range(10**6))
-    both = merged(cheap, costly, Worth(lambda: float(next(times))))
-    for _ in range(100):
-        both.grow(ROW, NOISE)
-        both.commit(committed([5, 6], 1))
+    cheap, costly, _ = after_hundred_steps()
     assert cheap.heard.count("grow") == 100
     assert costly.heard.count("grow") < 25
     assert costly.heard.count("commit") == 100  # it goes on reading along
 
 
 def test_a_new_version_of_the_costly_one_is_asked_again() -> None:
-    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
-    times = iter(range(10**6))
-    both = merged(cheap, costly, Worth(lambda: float(next(times))))
-    for _ in range(100):
-        both.grow(ROW, NOISE)
-        both.commit(committed([5, 6], 1))
+    _, costly, both = after_hundred_steps()
     before = costly.heard.count("grow")
     both.grow(ROW, NOISE)
     assert costly.heard.count("grow") == before
