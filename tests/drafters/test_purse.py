@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafters.purse import ALLOWANCE, LIMIT, SHARE, Purse, PursesBySize
+from drafters.purse import ALLOWANCE, LIMIT, SHARE, TRIAL, Purse, PursesBySize
 
 
 def play(purse: Purse, gains: list[float]) -> tuple[float, int]:
@@ -33,7 +33,7 @@ def test_a_winner_always_goes_on() -> None:
 def test_it_comes_back_when_it_gains_again() -> None:
     purse = Purse()
     play(purse, [-0.5] * 1_000)
-    play(purse, [0.5] * 100)
+    play(purse, [0.5] * 300)
     assert play(purse, [0.5] * 100)[1] == 100
 
 
@@ -83,13 +83,28 @@ def test_what_loses_for_few_says_nothing_of_many() -> None:
 
 
 def test_it_says_when_it_will_open() -> None:
-    purse = Purse(allowance=-0.5, share=0.25)
-    assert not purse.opens_within(2)
-    assert purse.opens_within(3)
-    for _ in range(3):
+    purse = Purse(allowance=-0.5, share=0.25, trial=1.0)
+    assert not purse.opens_within(5)
+    assert purse.opens_within(6)
+    for _ in range(6):
         assert not purse.is_open
         purse.rest()
     assert purse.is_open
+    assert purse.opens_within(0)
+
+
+def test_a_trial_is_more_than_one_step() -> None:
+    purse = Purse(allowance=-0.5)
+    while not purse.is_open:
+        purse.rest()
+    assert play(purse, [-0.1] * 30)[1] >= TRIAL / 0.1
+
+
+def test_what_gains_little_for_one_seldom_stands_down() -> None:
+    """0.1 on average, as uneven as the trees of one sequence."""
+    rng = random.Random(0)
+    gains = [rng.choice([-0.4, -0.4, -0.4, 0.6, 0.6, 0.6]) for _ in range(20_000)]
+    assert play(PursesBySize().of(1), gains)[1] > 0.9 * len(gains)
 
 
 def test_a_small_purse_is_enough_for_many_because_they_gain_evenly() -> None:
@@ -120,5 +135,7 @@ def test_a_successor_is_tried_at_once_and_costs_half_an_allowance_at_most() -> N
 def test_a_successor_keeps_what_was_earned() -> None:
     purses = PursesBySize()
     play(purses.of(1), [1.0] * 1_000)
+    earned = purses.of(1).balance
+    assert earned == 4 * LIMIT
     purses.renew()
-    assert purses.of(1).balance == LIMIT
+    assert purses.of(1).balance == earned

@@ -47,7 +47,7 @@ def test_it_comes_back_when_it_helps_again() -> None:
     clock = Clock()
     worth = Worth(clock)
     play(worth, clock, 100, extra=0)
-    play(worth, clock, 60, extra=2)
+    play(worth, clock, 300, extra=2)
     assert play(worth, clock, 100, extra=2) == 100
 
 
