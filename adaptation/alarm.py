@@ -157,7 +157,7 @@ class _CollapseState(BaseModel):
 
 
 class Collapse:
-    """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together."""
+    """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together, and told once."""
 
     def __init__(self, *, margin: float, least_verifies: int) -> None:
         self._margin = margin
@@ -176,9 +176,10 @@ class Collapse:
         if total < self._least_verifies:
             self._now = self._now.model_copy(update={"emitted_tokens": emitted, "verifies": total})
             return Verdict(False, "too_few", 0.0, -self._margin)
-        loss = 1.0 - emitted / total
+        loss, was_collapsed = 1.0 - emitted / total, self.collapsed
         self._now = _CollapseState(collapsed=loss > -self._margin)
-        return Verdict(self.collapsed, "collapsed" if self.collapsed else "quiet", loss, -self._margin)
+        fired = self.collapsed and not was_collapsed
+        return Verdict(fired, "collapsed" if fired else "quiet", loss, -self._margin)
 
     def reset(self) -> None:
         """Another drafter serves now."""

@@ -16,6 +16,10 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from adaptation.policy import ARMS, Arm, Decision, Measurement, QueryReport, Reason, State
 
+_MOST_FRUITLESS = 8
+"""Updates in a row that may fail to be published. What fails costs so little that one lucky publish would be followed
+by dozens, and every query be recorded for them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BanditRules:
@@ -81,6 +85,8 @@ class _Knowledge:
     num_measured: dict[Arm, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
     has_changed: bool = False  # traffic, since all of this was learnt last
     tried: list[Arm] = field(default_factory=list)
+    undecided: list[Arm] = field(default_factory=list)  # tried, and nothing is known of them yet
+    fruitless: NonNegativeInt = 0  # updates in a row that were not published
     spent: NonNegativeFloat = 0.0  # on updates that brought less than they took, in queries' serving cost
     recent: list[_Work] = field(default_factory=list)
     signals: dict[Arm, list[NonNegativeFloat]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
@@ -114,7 +120,8 @@ class Bandit:
     def resting(self) -> bool:
         now = self._now
         is_idle = now.update is None and now.num_queries > self._rules.warm_up_queries
-        return is_idle and not self._untried and max(now.values.values()) <= 0
+        promises = self._untried or max(now.values.values()) > 0
+        return is_idle and (self._has_given_up or not promises)
 
     @property
     def epsilon(self) -> float:
@@ -141,13 +148,14 @@ class Bandit:
     def take_update(self) -> Arm | None:
         self._drop_stale_measurement()
         now = self._now
-        due = [arm for arm in ARMS if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
+        due = [arm for arm in self._order if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
         if now.update is not None or not due:
             return None
-        arm = max(due, key=lambda arm: now.values[arm] * fmean(now.signals[arm]))
+        arm = max(due, key=lambda arm: now.values[arm] * fmean(now.signals[arm]))  # of equal ones the first
         now.update = _Update(arm, fmean(now.signals[arm]), _total(now.recent))
         now.signals[arm] = []
         now.tried = sorted({*now.tried, arm})
+        now.undecided = [other for other in now.undecided if other != arm]
         return arm
 
     def published(self, tau_ratio: float | None = None) -> None:
@@ -174,7 +182,7 @@ class Bandit:
     def state(self) -> State:
         version, words, gauss = cast(_RandomState, self._rng.getstate())
         return {
-            "knowledge": _KNOWLEDGE.dump_python(self._now, mode="json"),
+            "knowledge": _KNOWLEDGE.dump_python(self._now, mode="json", exclude={"signals"}),  # nor are lessons stored
             "random": [version, list(words), gauss],
         }
 
@@ -186,6 +194,7 @@ class Bandit:
             raise ValueError("the state of a bandit with other arms")
         if now.update is not None and now.update.stage == "training":
             now.update = None
+        now.signals = {arm: [] for arm in ARMS}
         self._rng.setstate(_RANDOM.validate_python(state["random"]))
         self._now = now
 
@@ -250,8 +259,9 @@ class Bandit:
         now = self._now
         if measurement.counted:
             self._learn(update.arm, measurement.gain / measurement.signal)
-        if not update.counted:
-            now.tried = [arm for arm in now.tried if arm != update.arm]
+        if not update.counted and not now.num_measured[update.arm]:
+            now.undecided = sorted({*now.undecided, update.arm})
+        now.fruitless = 0 if measurement.published else now.fruitless + 1
         now.num_events += 1
         now.last = measurement
         now.update = None
@@ -274,19 +284,31 @@ class Bandit:
         now = self._now
         gains = {arm: signal * now.values[arm] for arm in ARMS}
         untried = self._untried
-        if untried:
+        if untried and not self._has_given_up:
             wanting = [arm for arm in untried if len(now.signals[arm]) < self._rules.batch_queries[arm]]
             return Decision((wanting or untried)[0], "untried", gains)
         if self._rng.random() < self.epsilon and now.spent < self._rules.explore_queries:
             return Decision(self._rng.choice(ARMS), "explore", gains)
         best = max(ARMS, key=lambda arm: gains[arm])
-        return Decision(best, "gain", gains) if gains[best] > 0 else Decision(None, "no_gain", gains)
+        promises = gains[best] > 0 and not self._has_given_up
+        return Decision(best, "gain", gains) if promises else Decision(None, "no_gain", gains)
+
+    @property
+    def _has_given_up(self) -> bool:
+        """Whether only exploring goes on, until something is published or the traffic changes."""
+        return self._now.fruitless >= _MOST_FRUITLESS
+
+    @property
+    def _order(self) -> tuple[Arm, ...]:
+        """The cheaper arm first, unless other traffic waits for what teaches more."""
+        return tuple(reversed(ARMS)) if self._now.has_changed else ARMS
 
     @property
     def _untried(self) -> list[Arm]:
-        """The cheaper one first, unless other traffic waits for what teaches more."""
-        order = reversed(ARMS) if self._now.has_changed else ARMS
-        return [arm for arm in order if arm not in self._now.tried]
+        """Arms of which nothing is known, those that were never taken first."""
+        now = self._now
+        never = [arm for arm in self._order if arm not in now.tried]
+        return never + [arm for arm in self._order if arm in now.undecided]
 
     def _end_training(
         self, stage: Literal["published", "discarded"], tau_ratio: float | None = None, *, counted: bool = True
@@ -304,7 +326,7 @@ class Bandit:
 
     def _drop_stale_measurement(self) -> None:
         update = self._now.update
-        if update is None or update.stage == "training":
+        if update is None or update.stage == "training" or update.known:
             return
         if self._clock() - update.ended_at > self._rules.measured_seconds:
             self._now.update = None

@@ -51,7 +51,9 @@ class TrafficChange:
         return False
 
     def suspect(self) -> None:
-        """Something else has changed: half the evidence is enough now."""
+        """Something else has changed: half the evidence is enough now, if it is known at all what is usual."""
+        if self._count < _LEAST:
+            return
         self._up = max(self._up, self._threshold / 2)
         self._down = max(self._down, self._threshold / 2)
 

@@ -14,7 +14,7 @@ import torch
 
 from adaptation.buffers import HeldBackText
 from adaptation.gate import Gate, GateDecision, GateReason
-from adaptation.pair import DrafterPair
+from adaptation.pair import ANCHOR, DrafterPair
 from adaptation.watch import Pair
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
@@ -101,6 +101,8 @@ class Judge:
         return self._gate.judge(ours, theirs, theirs).publish
 
     def serving(self, texts: Sequence[HeldBackText]) -> list[float]:
+        if self._pair.latest_origin == ANCHOR:
+            return self.anchor(texts)
         if self._serving.version != self._pair.newest:
             self._serving = _Known(self._pair.newest)
         return self._lookup(self._serving, self._pair.served, texts)

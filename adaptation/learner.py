@@ -117,8 +117,8 @@ class Learner:
         if report.applied:
             self._conclude(report)
         else:
-            self._discarded()
-            if report.outcome != "nothing_to_learn":
+            self._discarded(counted=report.outcome != "interrupted")
+            if report.outcome not in ("nothing_to_learn", "interrupted"):
                 self._buffers.forget_heard()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
@@ -188,7 +188,7 @@ class Learner:
         for complaint in remembered.complaints:
             self._tell("restored", complaint)
         self._pair.resume(remembered.newest, remembered.condemned)
-        if remembered.origin != ANCHOR:
+        if self._pair.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
             self._serve_again(remembered.origin)
         self._watch.served_anew()
         self._restore_parts(remembered)
@@ -208,9 +208,11 @@ class Learner:
 
     def _pay(self, feedback: QueryFeedback) -> float:
         """What training took since the query before, in the units of this query's costs."""
-        query, seconds = feedback.query, self._unpaid_seconds
-        self._unpaid_seconds = 0.0
-        return seconds * (query.draft_cost + query.verify_cost) / query.seconds if query.seconds > 0 else 0.0
+        query = feedback.query
+        if query.seconds <= 0:
+            return 0.0
+        seconds, self._unpaid_seconds = self._unpaid_seconds, 0.0
+        return seconds * (query.draft_cost + query.verify_cost) / query.seconds
 
     def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
         """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
@@ -221,18 +223,23 @@ class Learner:
             return
         asks_otherwise = taken.text is not None and self._asked.hear(taken.text, judges=taken.held_back)
         if self._traffic.hear(feedback.marks.chances.tolist()) or asks_otherwise:
-            self._traffic.start_anew()
-            self._asked.start_anew()
-            for part in (self._policy, self._held_back, self._watch):
-                part.traffic_changed()
-            self._buffers.forget_heard()
+            self._meet_other_traffic()
             self._tell("changed", "other_traffic")
 
+    def _meet_other_traffic(self) -> None:
+        """What was usual, which arm paid, and the texts that judged are of the past."""
+        self._traffic.start_anew()
+        self._asked.start_anew()
+        for part in (self._policy, self._held_back, self._watch):
+            part.traffic_changed()
+        self._buffers.forget_heard()
+
     def _may_rest(self) -> bool:
-        """Whether few queries are enough: nothing promises a gain, what is served is not new, and there are texts that
-        could judge an update."""
+        """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
+        and there are texts that could judge an update."""
         is_new = self._pair.latest_origin != ANCHOR and self._watch.on_probation
-        return self._policy.resting and not is_new and len(self._held_back.alike) >= self._least_texts
+        can_judge = len(self._held_back.alike) >= self._least_texts
+        return not is_new and (self.paused or (self._policy.resting and can_judge))
 
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
@@ -240,22 +247,30 @@ class Learner:
         if not query.first_version == query.version == self._pair.newest:
             return
         alarm = self._watch.served(query.accepted)
-        probing = self._pair.latest_origin != ANCHOR and self._watch.take_probation()
-        if alarm is None and taken.text is not None and (taken.held_back or probing):
-            alarm = self._watch.replayed(self._judge.scored(taken.text, with_previous=probing))
+        if alarm is None and self._pair.latest_origin != ANCHOR:
+            alarm = self._compare(taken)
         if alarm is not None:
             self._answer(alarm)
 
+    def _compare(self, taken: Taken) -> Alarm | None:
+        """What was learnt against the anchor, and for a while against what it replaced, where the text may judge."""
+        probing = self._watch.take_probation()
+        if taken.text is None or not (taken.held_back or probing):
+            return None
+        return self._watch.replayed(self._judge.scored(taken.text, with_previous=probing))
+
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
-        if self._pair.latest_origin == ANCHOR:
-            self._policy.traffic_changed()
+        falling, is_deployed = alarm.reason == "falling", self._pair.latest_origin == ANCHOR
+        if is_deployed:
             self._tell("alarm", alarm.reason, numbers)
-        elif alarm.reason == "falling" and self._judge.better_than_anchor(self._held_back.texts):
-            self._policy.traffic_changed()
+        elif falling and self._judge.better_than_anchor(self._held_back.texts):
             self._tell("dismissed", "other_traffic", numbers)
         else:
             self._take_back(alarm.reason, numbers)
+            return
+        if falling:
+            self._meet_other_traffic()
 
     def _take_back(self, reason: str, numbers: dict[str, float]) -> Restored:
         """Serve what was before, and believe nothing that was learnt about what is served now."""

@@ -49,7 +49,7 @@ class Unspoken:
 
 
 def unspoken_steps(feedback: QueryFeedback) -> int:
-    """Every step chose one token that was not drafted; of how many no block had a state for it."""
+    """Every step chose one token that was not drafted: how many of these were not marked as rejected."""
     return max(0, feedback.query.num_steps - feedback.marks.num_rejected)
 
 

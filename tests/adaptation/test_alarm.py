@@ -169,6 +169,11 @@ def test_a_drafter_that_earns_nothing_has_collapsed_until_it_earns_again() -> No
     assert not alarm.collapsed
 
 
+def test_a_collapse_is_told_once() -> None:
+    alarm = Collapse(margin=0.05, least_verifies=64)
+    assert [alarm.observe(emitted, 64).fired for emitted in (64, 64, 128, 64)] == [True, False, False, True]
+
+
 @pytest.mark.parametrize(("emitted", "collapsed"), [(64, True), (67, True), (68, False), (128, False)])
 def test_collapse_means_less_than_the_margin_per_verify(emitted: int, collapsed: bool) -> None:
     assert Collapse(margin=0.05, least_verifies=64).observe(emitted, 64).fired == collapsed

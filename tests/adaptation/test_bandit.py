@@ -204,10 +204,66 @@ def test_an_arm_whose_update_was_too_small_to_count_is_tried_again() -> None:
     policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
     update_of(policy, "head")
     policy.discarded(counted=False)
-    assert [policy.decide(report()).choice for _ in range(5)] == ["full", "head", "head", "full", "full"]
+    assert [policy.decide(report()).choice for _ in range(5)] == ["full", "full", "full", "head", "head"]
     assert policy.values["head"] == 0.0
     assert policy.last_measurement is not None
     assert not policy.last_measurement.counted
+
+
+def test_what_is_known_of_an_arm_outlasts_an_update_too_small_to_count() -> None:
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    tried(policy, 15, 12)
+    values = policy.values
+    policy._now.signals["head"] = [8.0, 8.0]
+    assert policy.take_update() == "head"
+    policy.discarded(counted=False)
+    assert feed(policy, 4) == ["no_gain"] * 4
+    assert policy.values == values
+    assert policy.resting
+
+
+def fruitless(policy: Bandit, updates: int) -> None:
+    """So many updates in a row that were trained and refused."""
+    for _ in range(updates):
+        while policy.take_update() is None:
+            feed(policy, 1)
+        policy.discarded()
+        feed(policy, RULES.blocked_queries)
+
+
+def lucky() -> Bandit:
+    """Both arms have paid so much that refused updates, which cost nothing, never use it up."""
+    policy = bandit(epsilon_start=0.0, epsilon_end=0.0)
+    tried(policy, 40, 40)
+    return policy
+
+
+def test_it_gives_up_after_eight_updates_in_a_row_that_were_not_published() -> None:
+    policy = lucky()
+    fruitless(policy, 7)
+    assert (policy.resting, policy.decide(report()).reason) == (False, "gain")
+    fruitless(policy, 1)
+    assert max(policy.values.values()) > 0
+    assert (policy.resting, policy.decide(report()).reason) == (True, "no_gain")
+
+
+def test_it_does_not_give_up_on_what_is_published_now_and_then() -> None:
+    policy = lucky()
+    for _ in range(3):
+        fruitless(policy, 7)
+        while policy.take_update() is None:
+            feed(policy, 1)
+        policy.published(tau_ratio=1.01)
+        feed(policy, RULES.blocked_queries)
+    assert not policy.resting
+
+
+def test_other_traffic_makes_it_try_again_what_it_had_given_up() -> None:
+    policy = lucky()
+    fruitless(policy, 8)
+    policy.traffic_changed()
+    assert not policy.resting
+    assert policy.decide(report()).reason == "untried"
 
 
 def test_both_arms_are_tried_anew_when_traffic_has_changed_what_teaches_more_first() -> None:
@@ -217,7 +273,7 @@ def test_both_arms_are_tried_anew_when_traffic_has_changed_what_teaches_more_fir
     policy.traffic_changed()
     assert policy.values == {"head": 0.0, "full": 0.0}
     assert [policy.decide(report()).choice for _ in range(5)] == ["full"] * 3 + ["head"] * 2
-    assert {policy.take_update()} < {"head", "full"}
+    assert policy.take_update() == "full"
 
 
 def test_an_update_is_charged_the_measured_queries_share_of_its_time() -> None:
@@ -330,6 +386,17 @@ def test_a_measurement_over_a_long_pause_is_dropped() -> None:
     assert policy.take_update() == "full"
 
 
+def test_what_a_replay_told_outlasts_a_long_pause() -> None:
+    clock = Clock()
+    policy = bandit(clock=clock)
+    update_of(policy, "head")
+    policy.published(tau_ratio=1.5)
+    clock.now += 601
+    assert policy.take_update() is None
+    feed(policy, RULES.blocked_queries)
+    assert policy.values["head"] == 1.0 / 8.0
+
+
 @pytest.mark.parametrize(
     "query",
     [
@@ -415,7 +482,10 @@ def test_it_goes_on_exactly_where_it_stopped(before: list[object], after: list[o
     if training(first.state()):
         first.discarded()
     resumed = bandit(clock=clock, seed=99, warm_up_queries=2)
-    resumed.restore(json.loads(json.dumps(first.state())))
+    stored = json.loads(json.dumps(first.state()))
+    resumed.restore(stored)
+    assert resumed.state() == stored
+    first.restore(stored)  # nor does it have lessons any more
     now = clock.now
     expected = play(first, after, clock)
     clock.now = now

@@ -63,6 +63,16 @@ def test_what_is_no_number_says_nothing() -> None:
         assert traffic.observe(score) == told.observe(score)
 
 
+def test_nothing_is_suspected_while_nobody_knows_what_is_usual() -> None:
+    early, late = change(), change()
+    early.suspect()
+    for score in (0.4, 0.5) * 12:
+        assert not early.observe(score)
+        assert not late.observe(score)
+    late.suspect()
+    assert [traffic.observe(0.9) or traffic.observe(0.9) for traffic in (early, late)] == [False, True]
+
+
 def test_equal_scores_are_no_change() -> None:
     traffic = change()
     assert not any(traffic.observe(0.5) for _ in range(200))

@@ -179,6 +179,25 @@ def test_a_collapse_of_the_anchor_is_only_told(tmp_path: Path) -> None:
     serve(tried, range(1), accepted=(0,) * 8)
     assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "collapsed")]
     assert tried.pair.version == 0
+    serve(tried, range(1, 8), accepted=(0,) * 8)
+    assert len(tried.events) == 1
+
+
+def test_a_fall_of_the_anchor_is_other_traffic(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path, policy="never", fall_standard_errors=0.0)
+    tried.learner._buffers._rehearsed.extend(lessons(1))
+    for start, accepted in ((0, (6, 6)), (8, (4, 4)), (16, (2, 2))):
+        assert len(tried.learner._held_back.alike) == len(tried.learner._held_back.texts)
+        serve(tried, range(start, start + 8), accepted=accepted)
+    assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "falling")]
+    assert not tried.learner._held_back.alike
+    assert not tried.learner._buffers._rehearsed
+
+
+def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path, policy="never")
+    serve(tried, range(60))
+    assert tried.learner._watch.state()["cusum"]["freedom"] == 0.0
 
 
 def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> None:
@@ -400,6 +419,20 @@ def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
     assert same(weights_of(after.serving), weights_of(before.serving))
 
 
+def test_the_deployed_drafter_served_again_has_a_version_in_a_later_process_too(tmp_path: Path) -> None:
+    before = taught(tmp_path)
+    while before.pair.latest_origin > 0:
+        before.learner.rollback()
+    before.pair.between_steps()
+    after = full_bench(tmp_path, collapse_verifies=8)
+    after.learner.restore()
+    assert after.pair.between_steps() == after.pair.newest > before.pair.version
+    assert after.pair.origin == 0
+    after.events.clear()
+    serve(after, range(1), accepted=(0,) * 8)
+    assert [(event.kind, event.reason) for event in after.events] == [("alarm", "collapsed")]
+
+
 def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     tried.learner.restore()
@@ -428,6 +461,8 @@ def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
     tried.learner._taken_share = 0.5
     tried.learner._spend(3.0)
     heard = feedback(0, token=TOKEN)
+    unmeasured = replace(heard, query=replace(heard.query, seconds=0.0))
+    assert tried.learner._pay(unmeasured) == 0.0
     assert tried.learner._pay(heard) == 0.5 * 3.0 * (1.0 + 4.0) / 0.5
     assert tried.learner._pay(heard) == 0.0
 
@@ -508,6 +543,34 @@ def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: P
             serve(tried, range(queries))
             rests[policy, queries] = tried.learner._attention.resting
     assert rests == {("never", 1): False, ("never", 60): True, ("full_only", 1): False, ("full_only", 60): False}
+
+
+def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path)
+    rests: list[bool] = []
+    for seed, act in enumerate((lambda: None, tried.learner.pause, tried.learner.resume)):
+        act()
+        serve(tried, range(seed, seed + 1))
+        rests.append(tried.learner._attention.resting)
+    assert rests == [False, True, False]
+
+
+def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = full_bench(tmp_path)
+    told: list[bool] = []
+    discarded = tried.learner._policy.discarded
+
+    def listening(*, counted: bool = True) -> None:
+        told.append(counted)
+        discarded(counted=counted)
+
+    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
+    serve(tried, range(40), update=False)
+    heard = len(tried.learner._buffers._rehearsed)
+    tried.learner.update(lambda: True)
+    assert [event.reason for event in tried.events] == ["interrupted"]
+    assert told == [False]
+    assert len(tried.learner._buffers._rehearsed) >= heard
 
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
