@@ -33,7 +33,13 @@ from drafters.training.corpus import Example
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the target's tables in the arena; a tied head is the embedding."""
 _ENDING_SECONDS = 5.0
-_CHILD = "import sys; sys.path[:] = {path!r}; from adaptation.process_main import main; main({arena}, {talk})"
+_CHILD = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
+sys.path[:] = {path!r}
+from adaptation.process_main import main
+main({arena}, {talk})
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +97,7 @@ def _at_once() -> None:
 
 
 class TrainingProcess:
-    """The other process, as the thread that learns sees it: started by the first request, and one request at a time."""
+    """The other process, as the thread that learns sees it: one request at a time; what has died is started again."""
 
     def __init__(self, arena: Arena, setup: Setup) -> None:
         self.seconds = 0.0  # that it has computed
@@ -109,14 +115,29 @@ class TrainingProcess:
         process = self._process
         return None if process is None else process.pid
 
+    def start(self) -> None:
+        """Start it unless it runs: some seconds of imports, which the next request waits for."""
+        if self._connection is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            program = _CHILD.format(path=sys.path, arena=self._arena.handle, talk=theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(self._arena.handle, theirs.fileno()),
+            )
+            self._connection = Connection(ours.detach())
+        self._connection.send_bytes(pickle.dumps(self._setup))
+        self.num_started += 1
+
     def ask(self, request: Train | Score, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
         """Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
         self.before_asking()
         self.quiet()
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it has died since, over nothing
-        if self._connection is None:
-            self._start()
+        self.start()
         connection = self._connection
         assert connection is not None
         self._is_asked = True
@@ -171,19 +192,6 @@ class TrainingProcess:
         process = self._process
         if process is not None:
             process.send_signal(word)
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            program = _CHILD.format(path=sys.path, arena=self._arena.handle, talk=theirs.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(self._arena.handle, theirs.fileno()),
-            )
-            self._connection = Connection(ours.detach())
-        self._connection.send_bytes(pickle.dumps(self._setup))
-        self.num_started += 1
 
 
 class RemoteTrainer(Trainer):

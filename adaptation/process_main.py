@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import time
 import traceback
 from functools import partial
@@ -23,7 +22,6 @@ from drafters.specblock.model import SpecBlock
 
 def main(arena: int, talk: int) -> None:
     """`arena` and `talk` are descriptors that this process has inherited. Ends when the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
     connection = Connection(talk)
     try:
         setup: Setup = pickle.loads(connection.recv_bytes())

@@ -64,6 +64,8 @@ class Adaptive:
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
         self.pair.waits = wake
+        if self.process is not None:
+            self.process.start()  # before there is anything to serve that its imports would slow down
         self.worker.start()
         self.replicas.start()
 

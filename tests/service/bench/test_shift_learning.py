@@ -104,6 +104,7 @@ def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Asse
     learning = Learning(adaptive)
     player = Player("full_only", adaptive.engine, learning, Notes())
     turns = turns_of(shifted([PROMPTS], [PROMPTS], 16, seed=0), 16)
+    assert process.num_started == 1, "no query is to wait for its imports"
     try:
         player.play(turns[0], Measure(0.0, 10, 2, seed=3))
         learning.go_on()
