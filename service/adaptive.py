@@ -65,7 +65,7 @@ class Adaptive:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
         self.pair.waits = wake
         if self.process is not None:
-            self.process.start()  # before there is anything to serve that its imports would slow down
+            _start_early(self.process)
         self.worker.start()
         self.replicas.start()
 
@@ -161,6 +161,14 @@ def build_adaptive(
         network,
         built.process,
     )
+
+
+def _start_early(process: TrainingProcess) -> None:
+    """Before there is anything to serve that its imports would slow down."""
+    try:
+        process.start()
+    except OSError as error:
+        logger.error("the process that trains did not start; the first query to learn from tries again: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Engine and learner put together: what is recorded is what was served, an operator's commands reach the engine, and
 a later process goes on where an earlier one stopped."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,29 @@ def test_two_engines_of_one_assembly_learn_apart(assembly: Assembly, tmp_path: P
         adaptive.load_from_disk(brought(assembly, tmp_path / "brought"))
         adaptive.engine.step()
     assert all(torch.equal(value, before[name]) for name, value in assembly.weights.model.named_parameters())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
+def test_a_process_that_cannot_start_is_told_and_stops_no_server(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    config = AdaptationConfig.model_validate({**EAGER, "train_in": "process"})
+    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None)
+    process = adaptive.process
+    assert process is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("adaptation.process.subprocess.Popen", full)
+        adaptive.start()
+    try:
+        assert "no memory" in caplog.text
+        assert process.num_started == 0
+        process.start()
+        assert process.num_started == 1
+    finally:
+        adaptive.stop()
 
 
 def test_a_drafter_without_weights_cannot_learn(tmp_path: Path) -> None:
