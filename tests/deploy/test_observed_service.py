@@ -101,6 +101,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         targets = [server.url.removeprefix("http://") for server in (learning, counting)]
         prometheus = stack.enter_context(watching(folder, *targets))
         began = time.time()
+        # Whoever counts before the first scrape has never changed.
+        wait_until(prometheus, f'adaptree_adaptation_publishes_total{{instance="{targets[0]}"}} == 0')
         with load(learning), load(counting):
             wait_until(prometheus, "adaptree_adaptation_publishes_total > 0")
             learning.ask("POST", "/v1/adaptation/rollback").raise_for_status()
