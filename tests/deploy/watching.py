@@ -39,9 +39,9 @@ class Prometheus:
             raise AssertionError(f"{path}?{query}: {error.read().decode()}") from error
 
     def numbers(self, expression: str, *, seconds: float) -> list[float]:
-        """All finite values of an expression over the last seconds."""
+        """All finite values of an expression over the last seconds, of which now is one."""
         now = time.time()
-        found = self.ask("query_range", query=expression, start=now - seconds, end=now, step=INTERVAL)
+        found = self.ask("query_range", query=expression, start=now - math.ceil(seconds), end=now, step=INTERVAL)
         values = [float(value) for series in found["result"] for _, value in series["values"]]
         return [value for value in values if math.isfinite(value)]
 
