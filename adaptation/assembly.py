@@ -28,6 +28,7 @@ from adaptation.build import (
     build_traffic_change,
     build_vocabulary,
     build_watch,
+    build_words,
 )
 from adaptation.config import AdaptationConfig
 from adaptation.cores import usable_cores
@@ -97,11 +98,10 @@ def build_learner(
     train_device = torch.device(device if config.train_device == "same" else config.train_device)
     autocast = in_bf16 and bf16_is_faster(train_device)
     pair = _pair(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
-    policy = build_policy(config, clock=clock, rng=random.Random(seed))
+    policy, quota = build_policy(config, clock=clock, rng=random.Random(seed)), build_quota(config, clock=clock)
     buffers = build_buffers(config, rng=random.Random(seed + 2))
     held_back = build_held_back(config, rng=random.Random(seed + 1))
     rows = untrained_rows(pair.anchor, drafter.target_head)
-    quota = build_quota(config, clock=clock)
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, attention, history = build_watch(config), build_attention(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
@@ -119,6 +119,7 @@ def build_learner(
         watch=watch,
         traffic=build_traffic_change(config),
         asked=AskedTexts(build_traffic_change(config), judge),
+        words=build_words(config, vocab=drafter.config.target_vocab_size),
         attention=attention,
         drift=Drift(pair.anchor, drafter.embed, rows, most_texts=config.probe_texts),
         memory=Memory(folder),

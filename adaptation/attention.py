@@ -1,4 +1,4 @@
-"""Which queries are recorded at all: recording costs the engine 2 % of a step, learnt from or not.
+"""Which queries are recorded at all: recording costs the engine 1 to 2 % of a step, learnt from or not.
 
 While nothing promises a gain a small share of them is enough to notice that this has changed. What is accepted is
 known of every query; it depends on the budget of trees too, which may draft nothing at all, so that a change of it says
@@ -17,7 +17,7 @@ class Attention:
     """`draws` belongs to the engine's thread, everything else to the one that learns."""
 
     def __init__(self, *, share: float, change: TrafficChange) -> None:
-        """`share` of the queries that are recorded while nothing promises a gain"""
+        """`share` of the queries that are recorded while nothing promises a gain; `change` of what is accepted"""
         self._round = round(_IN_A_ROW / share)
         self._change = change
         self._resting = False

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 from adaptation.policy import ARMS, Arm, Decision, Measurement, QueryReport, Reason, State
 
 _MOST_FRUITLESS = 8
-"""Updates in a row that may fail to be published. What fails costs so little that one lucky publish would be followed
-by dozens, and every query be recorded for them."""
+"""Updates in a row that may count and fail to be published. What fails costs so little that one lucky publish would be
+followed by dozens, and every query be recorded for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class BanditRules:
     payback_queries: int
     explore_share: float
     explore_queries: float
+    trials: Mapping[Arm, int]
+    """Updates that are measured before their value is believed, where the budget of exploring allows it."""
 
 
 @dataclass
@@ -84,9 +86,10 @@ class _Knowledge:
     values: dict[Arm, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 0.0))
     num_measured: dict[Arm, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
     has_changed: bool = False  # traffic, since all of this was learnt last
-    tried: list[Arm] = field(default_factory=list)
-    undecided: list[Arm] = field(default_factory=list)  # tried, and nothing is known of them yet
-    fruitless: NonNegativeInt = 0  # updates in a row that were not published
+    num_taken: dict[Arm, NonNegativeInt] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
+    kept_full: bool = False  # a full update that was not published is part of what is trained on
+    exploring: Arm | None = None  # until its buffer is full
+    fruitless: NonNegativeInt = 0  # updates in a row that counted and were not published
     spent: NonNegativeFloat = 0.0  # on updates that brought less than they took, in queries' serving cost
     recent: list[_Work] = field(default_factory=list)
     signals: dict[Arm, list[NonNegativeFloat]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
@@ -120,12 +123,11 @@ class Bandit:
     def resting(self) -> bool:
         now = self._now
         is_idle = now.update is None and now.num_queries > self._rules.warm_up_queries
-        promises = self._untried or max(now.values.values()) > 0
-        return is_idle and (self._has_given_up or not promises)
+        return is_idle and now.exploring is None and not self._promises
 
     @property
     def epsilon(self) -> float:
-        """Share of decisions that explore: falls with every update of the cold start."""
+        """Share of queries, at most, that explore where an arm pays: falls with every update of the cold start."""
         rules = self._rules
         progress = min(1.0, self._now.num_events / rules.cold_start_events)
         return rules.epsilon_start + (rules.epsilon_end - rules.epsilon_start) * progress
@@ -148,14 +150,15 @@ class Bandit:
     def take_update(self) -> Arm | None:
         self._drop_stale_measurement()
         now = self._now
-        due = [arm for arm in self._order if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
+        order = sorted(self._order, key=self._share_of_trials)
+        due = [arm for arm in order if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
         if now.update is not None or not due:
             return None
         arm = max(due, key=lambda arm: now.values[arm] * fmean(now.signals[arm]))  # of equal ones the first
         now.update = _Update(arm, fmean(now.signals[arm]), _total(now.recent))
         now.signals[arm] = []
-        now.tried = sorted({*now.tried, arm})
-        now.undecided = [other for other in now.undecided if other != arm]
+        now.num_taken[arm] += 1
+        now.exploring = None if now.exploring == arm else now.exploring
         return arm
 
     def published(self, tau_ratio: float | None = None) -> None:
@@ -190,7 +193,7 @@ class Bandit:
         if set(state) != {"knowledge", "random"}:
             raise ValueError("not the state of a bandit")
         now = _KNOWLEDGE.validate_python(state["knowledge"])
-        if any(set(known) != set(ARMS) for known in (now.values, now.num_measured, now.signals)):
+        if any(set(known) != set(ARMS) for known in (now.values, now.num_measured, now.num_taken, now.signals)):
             raise ValueError("the state of a bandit with other arms")
         if now.update is not None and now.update.stage == "training":
             now.update = None
@@ -208,7 +211,18 @@ class Bandit:
         blocked = self._measure(work, query.training_cost)
         if now.num_queries <= rules.warm_up_queries:
             return "warm_up"
+        self._may_explore()
         return "blocked" if blocked else None
+
+    def _may_explore(self) -> None:
+        """Draw whether the arm that was tried least is tried now, by this query and those that follow: at most a share
+        of epsilon of all queries where something pays, for none is drawn during an update; more where nothing does."""
+        now, rules = self._now, self._rules
+        if now.update is not None or now.exploring is not None or not self._can_afford:
+            return
+        arm = min(self._order, key=self._share_of_trials)
+        if self._rng.random() < self.epsilon / (rules.batch_queries[arm] if self._promises else 1):
+            now.exploring = arm
 
     def _measure(self, work: _Work, training_cost: float) -> bool:
         """Let a query count for the update under way; True while it is one of those that old and new drafter share, of
@@ -244,7 +258,9 @@ class Bandit:
 
     def _settle(self, update: _Update) -> None:
         """Turn a finished measurement into the arm's value. What an update brings outlasts the queries that measure
-        it, so that only their share of its time is charged to them."""
+        it, so that only their share of its time is charged to them. What is published with a full update in it is the
+        full arm's."""
+        now = self._now
         work = self._work_after(update)
         paid = update.training_cost * self._rules.measured_queries / self._rules.payback_queries
         measurement = Measurement(
@@ -256,12 +272,11 @@ class Bandit:
             counted=update.counted and update.signal > 0 and update.signal >= self._rules.min_signal,
         )
         self._charge(update, work)
-        now = self._now
         if measurement.counted:
-            self._learn(update.arm, measurement.gain / measurement.signal)
-        if not update.counted and not now.num_measured[update.arm]:
-            now.undecided = sorted({*now.undecided, update.arm})
-        now.fruitless = 0 if measurement.published else now.fruitless + 1
+            learns: Arm = "full" if now.kept_full and measurement.published else update.arm
+            self._learn(learns, measurement.gain / measurement.signal)
+        now.kept_full = update.stage == "discarded" and not update.counted and (now.kept_full or update.arm == "full")
+        now.fruitless = 0 if measurement.published else now.fruitless + measurement.counted
         now.num_events += 1
         now.last = measurement
         now.update = None
@@ -287,11 +302,21 @@ class Bandit:
         if untried and not self._has_given_up:
             wanting = [arm for arm in untried if len(now.signals[arm]) < self._rules.batch_queries[arm]]
             return Decision((wanting or untried)[0], "untried", gains)
-        if self._rng.random() < self.epsilon and now.spent < self._rules.explore_queries:
-            return Decision(self._rng.choice(ARMS), "explore", gains)
+        if now.exploring is not None:
+            return Decision(now.exploring, "explore", gains)
         best = max(ARMS, key=lambda arm: gains[arm])
-        promises = gains[best] > 0 and not self._has_given_up
-        return Decision(best, "gain", gains) if promises else Decision(None, "no_gain", gains)
+        worthwhile = gains[best] > 0 and not self._has_given_up
+        return Decision(best, "gain", gains) if worthwhile else Decision(None, "no_gain", gains)
+
+    @property
+    def _promises(self) -> bool:
+        """Whether an update may be worth its time, as far as is known."""
+        return not self._has_given_up and (bool(self._untried) or max(self._now.values.values()) > 0)
+
+    @property
+    def _can_afford(self) -> bool:
+        """Whether the budget of exploring has something left."""
+        return self._now.spent < self._rules.explore_queries
 
     @property
     def _has_given_up(self) -> bool:
@@ -305,10 +330,15 @@ class Bandit:
 
     @property
     def _untried(self) -> list[Arm]:
-        """Arms of which nothing is known, those that were never taken first."""
+        """Arms of which too little will be known when what is under way has ended, the one tried least first."""
         now = self._now
-        never = [arm for arm in self._order if arm not in now.tried]
-        return never + [arm for arm in self._order if arm in now.undecided]
+        trials = self._rules.trials if self._can_afford else dict.fromkeys(ARMS, 1)
+        under_way = now.update.arm if now.update is not None else None
+        known = {arm: now.num_measured[arm] + (arm == under_way) for arm in ARMS}
+        return sorted((arm for arm in self._order if known[arm] < trials[arm]), key=self._share_of_trials)
+
+    def _share_of_trials(self, arm: Arm) -> float:
+        return self._now.num_taken[arm] / self._rules.trials[arm]
 
     def _end_training(
         self, stage: Literal["published", "discarded"], tau_ratio: float | None = None, *, counted: bool = True

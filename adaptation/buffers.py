@@ -18,7 +18,7 @@ _HURRIED_SHARE = 0.5
 class LessonBuffers:
     """One queue of lessons per arm, bounded by the rejected positions in all of them and by the lessons of each.
 
-    Full updates hear some of the latest lessons of earlier ones again: what a few new texts alone teach fits only them.
+    Full updates hear some of the latest lessons again, whatever those were for: what a few texts teach fits only them.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LessonBuffers:
         update_lessons: int,
         rng: random.Random,
     ) -> None:
-        """`rehearsed`: earlier lessons that are kept to be heard again; `update_lessons`: as many as a full update has
+        """`rehearsed`: latest lessons that are kept to be heard again; `update_lessons`: as many as a full update has
         time for, so that `rng` draws from them what new ones leave room for."""
         self.num_dropped = 0  # lessons
         self._most_lessons = most_lessons
@@ -47,6 +47,10 @@ class LessonBuffers:
     def count(self, arm: Arm) -> int:
         return sum(name == arm for name, _ in self._waiting)
 
+    def remember(self, lesson: Lesson) -> None:
+        """Let full updates hear it again."""
+        self._rehearsed.append(lesson)
+
     def add(self, arm: Arm, lesson: Lesson) -> None:
         """A head update needs no text, so none is kept for it."""
         self._waiting.append((arm, replace(lesson, example=None) if arm == "head" else lesson))
@@ -61,10 +65,9 @@ class LessonBuffers:
         self._waiting = deque((name, lesson) for name, lesson in self._waiting if name != arm)
         if arm == "head":
             return taken
+        others = [lesson for lesson in self._rehearsed if not any(lesson is new for new in taken)]
         room = max(0, self._update_lessons - len(taken))
-        heard_again = self._rng.sample(self._rehearsed, min(room, len(self._rehearsed)))
-        self._rehearsed.extend(taken)
-        return heard_again + taken
+        return self._rng.sample(others, min(room, len(others))) + taken
 
     def _drop(self, place: int) -> None:
         del self._waiting[place]

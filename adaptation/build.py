@@ -4,7 +4,7 @@ Adaptation as a whole is put together in `adaptation/assembly.py`.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,15 +17,18 @@ from adaptation.change import TrafficChange
 from adaptation.config import AdaptationConfig
 from adaptation.fixed_policies import EveryBatch, Never
 from adaptation.gate import Gate
-from adaptation.policy import Policy
+from adaptation.policy import Arm, Policy
 from adaptation.quota import Quota
 from adaptation.snapshots import SnapshotRing
 from adaptation.trainer import Rules
 from adaptation.vocabulary import DraftVocabulary, TokenCounts
 from adaptation.watch import Watch
+from adaptation.words import OtherWords
 from adaptation.worker import Loop, Worker
 
 Clock = Callable[[], float]
+_TRIALS: Mapping[Arm, int] = {"head": 1, "full": 8}
+"""Of full updates much may come, yet seldom at once: a few texts teach little."""
 
 
 def build_policy(config: AdaptationConfig, *, clock: Clock, rng: random.Random) -> Policy:
@@ -92,6 +95,7 @@ def _bandit_rules(config: AdaptationConfig) -> BanditRules:
         payback_queries=config.payback_queries,
         explore_share=config.explore_share,
         explore_queries=config.explore_queries,
+        trials=_TRIALS,
     )
 
 
@@ -118,6 +122,10 @@ def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack
 
 def build_traffic_change(config: AdaptationConfig) -> TrafficChange:
     return TrafficChange(slack=config.cusum_slack, threshold=config.change_threshold)
+
+
+def build_words(config: AdaptationConfig, *, vocab: int) -> OtherWords:
+    return OtherWords(vocab, slack=config.cusum_slack, threshold=config.change_threshold)
 
 
 def build_attention(config: AdaptationConfig) -> Attention:

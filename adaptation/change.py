@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-_MEMORY = 128  # queries over which mean and spread forget
+_MEMORY = 128  # queries
 _LEAST = 24  # queries before a score can be called unusual
 _LEAST_SPREAD = 0.01
 _FARTHEST = 3.0  # spreads; no single query, however odd, decides
@@ -23,9 +23,12 @@ class TrafficChange:
     half standard deviations is noticed after about eight. What is usual is learnt anew after every change.
     """
 
-    def __init__(self, *, slack: float, threshold: float) -> None:
+    def __init__(self, *, slack: float, threshold: float, memory: int = _MEMORY, only_rising: bool = False) -> None:
+        """`memory`: queries over which mean and spread forget; `only_rising`: falling scores are usual soon."""
         self._slack = slack
         self._threshold = threshold
+        self._memory = memory
+        self._only_rising = only_rising
         self._count = 0
         self._mean = self._variance = self._up = self._down = 0.0
         self._waiting: list[float] = []
@@ -73,11 +76,11 @@ class TrafficChange:
         unusual = (score - self._mean) / max(math.sqrt(self._variance), _LEAST_SPREAD)
         step = min(max(unusual, -_FARTHEST), _FARTHEST)
         self._up = max(0.0, self._up + step - self._slack)
-        self._down = max(0.0, self._down - step - self._slack)
+        self._down = 0.0 if self._only_rising else max(0.0, self._down - step - self._slack)
 
     def _remember(self, score: float) -> None:
         self._count += 1
-        rate = 1.0 / min(self._count, _MEMORY)
+        rate = 1.0 / min(self._count, self._memory)
         distance = score - self._mean
         self._mean += rate * distance
         self._variance = (1.0 - rate) * (self._variance + rate * distance * distance)

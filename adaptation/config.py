@@ -40,10 +40,10 @@ class AdaptationConfig(BaseModel):
     min_signal: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
     warm_up_queries: int = _knob(10, "Queries before the first decision: they give the first baseline.", ge=1)
     cold_start_events: int = _knob(8, "Updates over which exploring falls from its first to its last rate.", ge=1)
-    epsilon_start: float = _knob(0.30, "Share of decisions that explore in the beginning (epsilon).", ge=0, le=1)
-    epsilon_end: float = _knob(
-        0.10, "Share of decisions that explore from the end of the cold start on (epsilon).", ge=0, le=1
+    epsilon_start: float = _knob(
+        0.30, "Share of queries, at most, that explore in the beginning where an arm pays (epsilon).", ge=0, le=1
     )
+    epsilon_end: float = _knob(0.10, "The same from the end of the cold start on (epsilon).", ge=0, le=1)
     explore_queries: float = _knob(
         8.0,
         "What exploring may cost at once, in queries' serving time: at the start, and again when traffic has changed.",
@@ -71,8 +71,8 @@ class AdaptationConfig(BaseModel):
     always_queries: int = _knob(8, "Queries between two updates of the policy `always`.", ge=1)
 
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
-    head_learning_rate: float = _knob(2e-4, "Learning rate of head updates.", gt=0)
-    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates.", gt=0)
+    head_learning_rate: float = _knob(2e-4, "Learning rate of head updates, at most.", gt=0)
+    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates, at most.", gt=0)
     head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
     full_steps: int = _knob(
         12, "Optimizer steps of a full update, which goes through its texts as often as it takes.", ge=1, le=1024
@@ -80,12 +80,12 @@ class AdaptationConfig(BaseModel):
     resting_share: float = _knob(
         0.125,
         "Share of queries that are recorded while nothing promises a gain, to notice when that changes: recording "
-        "costs some 2 % of throughput.",
+        "costs 1 to 2 % of throughput.",
         gt=0,
         le=1,
     )
     rehearsed_texts: int = _knob(
-        64, "Texts of earlier full updates, the latest ones, some of which each full update hears again.", ge=0
+        64, "Latest texts that were learnt from, some of which each full update hears again.", ge=0
     )
     exchange_count: int = _knob(
         2,

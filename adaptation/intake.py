@@ -13,6 +13,7 @@ from adaptation.signal import Lesson, Unspoken, lesson_of, unspoken_steps
 from drafters.feedback import QueryFeedback
 
 _RESTING = Admission(0, "resting")
+_MANY_WITHOUT_TEXT = 64  # queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,26 @@ class Intake:
         self._held_back = held_back
         self._query_positions = query_positions
         self._unspoken = Unspoken()
+        self._num_without_text = 0
+
+    @property
+    def hears_no_text(self) -> bool:
+        """Whether of many queries in a row none had a text that may be scored, so that no update could be judged."""
+        return self._num_without_text >= _MANY_WITHOUT_TEXT
 
     def take(self, feedback: QueryFeedback, *, training_cost: float, learning: bool) -> Taken:
         """Hear of one query; with `learning` off it only counts."""
         query = feedback.query
         unspoken = unspoken_steps(feedback)
         positions = feedback.marks.num_rejected + unspoken
-        admission = self._quota.admit(query.client, positions, store=query.store) if feedback.recorded else _RESTING
+        asked = feedback.recorded or not query.store
+        admission = self._quota.admit(query.client, positions, store=query.store) if asked else _RESTING
         lesson = self._lesson(feedback, admission, unspoken)
         held_back = admission.admitted and lesson.example is not None and self._held_back.draws()
         learns = admission.admitted and learning and not held_back
         decision = self._policy.decide(_report(feedback, training_cost, lesson.signal if learns else None))
+        if learns and lesson.example is not None:
+            self._buffers.remember(lesson)
         if decision.arm is not None:
             self._buffers.add(decision.arm, lesson)
         text = None
@@ -57,6 +67,8 @@ class Intake:
             text = self._held_back.number(lesson.example)
         if held_back and text is not None:
             self._held_back.keep(text)
+        if asked:
+            self._num_without_text = self._num_without_text + 1 if text is None else 0
         self._count(admission, decision)
         return Taken(admission, decision, text, held_back)
 

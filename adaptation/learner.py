@@ -23,12 +23,14 @@ from adaptation.gate import GateDecision
 from adaptation.intake import Intake, Taken
 from adaptation.judging import Judge
 from adaptation.memory import Memory, Remembered
+from adaptation.pace import Pace
 from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
 from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
 from adaptation.vocabulary import DraftVocabulary
 from adaptation.watch import Alarm, Watch
+from adaptation.words import OtherWords
 from drafters.feedback import QueryFeedback
 
 
@@ -53,6 +55,7 @@ class Learner:
         watch: Watch,
         traffic: TrafficChange,
         asked: AskedTexts,
+        words: OtherWords,
         attention: Attention,
         drift: Drift,
         memory: Memory,
@@ -79,6 +82,7 @@ class Learner:
         self._watch = watch
         self._traffic = traffic
         self._asked = asked
+        self._words = words
         self._attention = attention
         self._drift = drift
         self._memory = memory
@@ -87,6 +91,7 @@ class Learner:
         self._least_texts = least_texts
         self._worked = worked
         self._taken_share = taken_share
+        self._pace = Pace()
         self._known_drift: tuple[int, float] | None = None  # by version
         self._num_refused = 0
         self._unpaid_seconds = 0.0
@@ -215,31 +220,34 @@ class Learner:
         return seconds * (query.draft_cost + query.verify_cost) / query.seconds
 
     def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
-        """By how likely the drafter held the target's tokens, whatever else was drafted from and accepted."""
+        """By the words of answers, and by how likely the drafter held them, whatever else was drafted from."""
         if self._attention.accepted(feedback.query.accepted_by_step):
             self._traffic.suspect()
             self._asked.suspect()
-        if not taken.admission.admitted:
-            return
-        asks_otherwise = taken.text is not None and self._asked.hear(taken.text, judges=taken.held_back)
-        if self._traffic.hear(feedback.marks.chances.tolist()) or asks_otherwise:
+        says_otherwise = feedback.query.store and self._words.hear(feedback.query)
+        if says_otherwise or (taken.admission.admitted and self._fares_otherwise(feedback, taken)):
             self._meet_other_traffic()
-            self._tell("changed", "other_traffic")
+            self._tell("changed", "other_words" if says_otherwise else "other_traffic")
+
+    def _fares_otherwise(self, feedback: QueryFeedback, taken: Taken) -> bool:
+        asks_otherwise = taken.text is not None and self._asked.hear(taken.text, judges=taken.held_back)
+        return self._traffic.hear(feedback.marks.chances.tolist()) or asks_otherwise
 
     def _meet_other_traffic(self) -> None:
         """What was usual, which arm paid, and the texts that judged are of the past."""
-        self._traffic.start_anew()
-        self._asked.start_anew()
-        for part in (self._policy, self._held_back, self._watch):
+        for usual in (self._traffic, self._asked, self._words):
+            usual.start_anew()
+        for part in (self._policy, self._held_back, self._watch, self._pace):
             part.traffic_changed()
         self._buffers.forget_heard()
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
-        and there are texts that could judge an update."""
+        and there are texts that could judge an update, or none come."""
         is_new = self._pair.latest_origin != ANCHOR and self._watch.on_probation
         can_judge = len(self._held_back.alike) >= self._least_texts
-        return not is_new and (self.paused or (self._policy.resting and can_judge))
+        learns_nothing = self.paused or self._intake.hears_no_text
+        return not is_new and (learns_nothing or (self._policy.resting and can_judge))
 
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
@@ -287,7 +295,8 @@ class Learner:
     def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
         began = self._worked()
         wanted = self._vocabulary.wanted(self._trainer.vocabulary)
-        report = self._trainer.update(arm, self._buffers.take(arm), interrupted, vocabulary=wanted)
+        lessons, share = self._buffers.take(arm), self._pace.share(arm)
+        report = self._trainer.update(arm, lessons, interrupted, vocabulary=wanted, rate_share=share)
         self._spend(self._worked() - began)
         self.num_updates[arm] += report.applied
         return report
@@ -307,6 +316,7 @@ class Learner:
             return self._refuse(report, decision, "not_stored", numbers)
         self._judge.published()
         self._policy.published(1 + decision.sure_gain / decision.serving_mean)
+        self._pace.published(report.arm)
         self._num_refused = 0
         self._updating = False
         self._served_anew()
@@ -323,6 +333,8 @@ class Learner:
             return
         self._num_refused += 1
         clearly_worse = not decision.gain >= -decision.standard_error
+        if clearly_worse:
+            self._pace.clearly_worse(report.arm)
         if clearly_worse or self._num_refused > self._kept_refusals:
             self._discarded()
             self._start_over()

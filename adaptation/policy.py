@@ -19,7 +19,7 @@ Reason = Literal[
     "blocked",  # an update has just ended
     "not_admitted",  # the query must not be learnt from
     "unusable",  # its numbers make no sense
-    "untried",  # the arm has never been tried
+    "untried",  # too little is known of the arm
     "explore",  # drawn by chance
     "gain",  # the larger predicted gain
     "no_gain",  # no arm promises any

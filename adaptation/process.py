@@ -65,6 +65,7 @@ class Train:
     arm: Arm
     lessons: Sequence[Lesson]
     vocabulary: Tensor | None
+    rate_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +207,9 @@ class RemoteTrainer(Trainer):
         interrupted: Callable[[], bool] = _never,
         *,
         vocabulary: Tensor | None = None,
+        rate_share: float = 1.0,
     ) -> UpdateReport:
-        return cast(UpdateReport, self.process.ask(Train(arm, lessons, vocabulary), interrupted))
+        return cast(UpdateReport, self.process.ask(Train(arm, lessons, vocabulary, rate_share), interrupted))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.process.quiet()

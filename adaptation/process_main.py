@@ -66,7 +66,13 @@ class _Work:
         if isinstance(request, Score):
             with torch.no_grad():
                 return self._replay(self._replica, request.example)
-        return self._trainer.update(request.arm, request.lessons, self._interrupted, vocabulary=request.vocabulary)
+        return self._trainer.update(
+            request.arm,
+            request.lessons,
+            self._interrupted,
+            vocabulary=request.vocabulary,
+            rate_share=request.rate_share,
+        )
 
     def _interrupted(self) -> bool:
         self._connection.send_bytes(pickle.dumps(Whether()))

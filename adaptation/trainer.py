@@ -151,10 +151,12 @@ class Trainer:
         interrupted: Callable[[], bool] = lambda: False,
         *,
         vocabulary: Tensor | None = None,
+        rate_share: float = 1.0,
     ) -> UpdateReport:
         """Learn from these lessons, or leave everything as it was. `interrupted` is asked before each step.
 
-        `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change."""
+        `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change. `rate_share`: of the
+        arm's learning rate."""
         began = time.perf_counter()
         named = self._model.d2t.clone()
         before = _copies(self.weights[name] for name in self._trained[arm])
@@ -167,7 +169,7 @@ class Trainer:
             for terms in self._steps(arm, lessons):
                 if interrupted():
                     raise _Discard("interrupted")
-                losses.append(self._step(arm, terms()))
+                losses.append(self._step(arm, terms(), rate_share))
             moved = self._clip_update(arm, start)
             self._forget_others(arm, self._model.d2t != named)
             outcome: Outcome = "applied"
@@ -272,7 +274,7 @@ class Trainer:
     def _batch(self, examples: list[Example]) -> Batch:
         return Batch.of(examples, 2 * self._model.config.block_size, self._model.d2t.device)
 
-    def _step(self, arm: Arm, terms: _Terms) -> Losses:
+    def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> Losses:
         optimizer = self._optimizers[arm]
         if not bool(torch.isfinite(terms.loss)):
             raise _Discard("loss_not_finite")
@@ -280,7 +282,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), self._rules.gradient_norm)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
-        optimizer.step(share=min(1.0, (optimizer.num_steps + 1) / self._rules.warm_up_steps))
+        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._rules.warm_up_steps))
         self._model.zero_grad(set_to_none=True)
         return terms.numbers()
 

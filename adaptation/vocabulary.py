@@ -18,21 +18,27 @@ from drafters.specblock.model import SpecBlock
 Rows = Callable[[Tensor], Tensor]
 """Output rows of tokens as nobody has trained them here. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
 
-_HALF_LIFE = 65_536  # tokens heard after which one counts half
+_HALF_LIFE = 65_536
 _MOST_OF_A_QUERY = 4  # times that one query may count for a token: no single text decides
 _LEAST_KEPT = 0.5  # a count below it is as good as none, and is not stored
 
 
 class TokenCounts:
-    """How often the target has said each token of late."""
+    """How often each token was said of late."""
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, *, half_life: int = _HALF_LIFE) -> None:
+        """`half_life`: tokens heard after which one counts half."""
         self._counts = torch.zeros(vocab)
+        self._half_life = half_life
+
+    @property
+    def total(self) -> float:
+        return float(self._counts.sum())
 
     def hear(self, tokens: Sequence[int]) -> None:
-        """The answer of one query."""
+        """The tokens of one query."""
         ids, times = torch.tensor(tokens, dtype=torch.int64).unique(return_counts=True)
-        self._counts *= 0.5 ** (len(tokens) / _HALF_LIFE)
+        self._counts *= 0.5 ** (len(tokens) / self._half_life)
         self._counts[ids] += times.clamp(max=_MOST_OF_A_QUERY)
 
     def of(self, tokens: Tensor) -> Tensor:

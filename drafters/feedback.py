@@ -53,6 +53,7 @@ class Query:
 
     row: int
     tokens: Sequence[int]  # prompt and answer
+    num_prompt: int  # how many of them, at their beginning, are the prompt
     client: str
     store: bool  # False: must not be learnt from
     temperature: float
@@ -63,6 +64,10 @@ class Query:
     draft_cost: float  # seconds, each step's divided by what the cost table predicts for its load
     verify_cost: float
     seconds: float  # its share of the same steps as they were measured: what all queries' add up to is time
+
+    @property
+    def answer(self) -> Sequence[int]:
+        return self.tokens[self.num_prompt :]
 
     @property
     def num_steps(self) -> int:

@@ -22,6 +22,7 @@ class DraftContext:
     prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
+    store: bool = True  # False: nothing of it may be kept for learning
 
 
 @dataclass(frozen=True, slots=True)

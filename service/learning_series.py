@@ -33,7 +33,7 @@ EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     "rolled_back": ("operator", *_ALARMS, OTHER),
     "alarm": (*_ALARMS, OTHER),
     "dismissed": ("other_traffic", OTHER),
-    "changed": ("other_traffic", OTHER),
+    "changed": ("other_traffic", "other_words", OTHER),
     "paused": ("operator", OTHER),
     "resumed": ("operator", OTHER),
     "loaded": ("operator", "leader", OTHER),

@@ -213,6 +213,7 @@ def _feedback(header: Header, tensors: dict[str, Tensor]) -> QueryFeedback:
     query = Query(
         row=0,
         tokens=tensors["tokens"].tolist(),
+        num_prompt=header.prompt,
         client=header.client,
         store=True,
         temperature=header.temperature,

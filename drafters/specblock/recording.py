@@ -77,7 +77,7 @@ class BlockRecorder:
         wanted: Callable[[], bool],
     ) -> None:
         """`t2d` [target_vocab] int64, draft id of a target token, -1 where it cannot be drafted; `wanted` says of each
-        sequence that begins whether it is recorded"""
+        sequence that begins, and may be stored, whether it is recorded"""
         self._target_top = target_top
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
@@ -95,7 +95,7 @@ class BlockRecorder:
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         rows = [context.row for context in contexts]
-        wanted = [context for context in contexts if self._wanted()]
+        wanted = [context for context in contexts if context.store and self._wanted()]
         self._recorded.difference_update(rows)
         self._recorded.update(context.row for context in wanted)
         self._roots[rows] = _NEVER

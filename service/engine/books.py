@@ -100,6 +100,7 @@ class QueryBooks:
         return Query(
             row=book.row,
             tokens=sequence.tokens,
+            num_prompt=sequence.num_prompt,
             client=sequence.request.client,
             store=sequence.request.store,
             temperature=sequence.request.sampling.temperature,

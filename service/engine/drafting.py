@@ -68,7 +68,14 @@ class DraftStage:
         if sequences:
             self._drafter.start(
                 [
-                    DraftContext(s.table_row, s.tokens, s.request.prediction, s.num_generated, s.cached_slots)
+                    DraftContext(
+                        row=s.table_row,
+                        tokens=s.tokens,
+                        prediction=s.request.prediction,
+                        num_generated=s.num_generated,
+                        cached=s.cached_slots,
+                        store=s.request.store,
+                    )
                     for s in sequences
                 ]
             )

@@ -57,7 +57,7 @@ class GenerationRequest:
     n: int = 1
     prediction: Tokens[int] = ()
     speculation: SpeculationParams = SpeculationParams()
-    store: bool = True  # False: never learnt from
+    store: bool = True  # False: neither recorded nor learnt from
     client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
     priority: int = 0  # lower is earlier, among the requests of one client
     arrival_seconds: float = field(default_factory=time.monotonic)

@@ -42,10 +42,18 @@ def vocabulary() -> tuple[Tensor, Tensor]:
     return model.d2t, model.t2d
 
 
-def query(tokens: list[int], *, version: int = 0, accepted: tuple[int, ...] = (1, 2), client: str = "a") -> Query:
+def query(
+    tokens: list[int],
+    *,
+    num_prompt: int = 0,
+    version: int = 0,
+    accepted: tuple[int, ...] = (1, 2),
+    client: str = "a",
+) -> Query:
     return Query(
         row=0,
         tokens=tokens,
+        num_prompt=num_prompt,
         client=client,
         store=True,
         temperature=0.0,
@@ -67,31 +75,33 @@ def feedback(
     client: str = "a",
     accepted: tuple[int, ...] = (1, 2),
     rejected: int = 12,
+    answer: int = ANSWER,
+    store: bool = True,
 ) -> QueryFeedback:
     """A query whose answer is random tokens, or one token throughout which the target is nearly sure of."""
     generator = torch.Generator().manual_seed(seed)
     d2t, _ = vocabulary()
-    answer = d2t[torch.randint(DRAFT_VOCAB, (ANSWER,), generator=generator)]
+    said = d2t[torch.randint(DRAFT_VOCAB, (answer,), generator=generator)]
     if token is not None:
-        answer = torch.full((ANSWER,), token)
-    tokens = [*torch.randint(VOCAB_SIZE, (PROMPT,), generator=generator).tolist(), *answer.tolist()]
-    logits = torch.randn(ANSWER, VOCAB_SIZE, generator=generator)
-    logits[torch.arange(ANSWER), answer] += 12.0
+        said = torch.full((answer,), token)
+    tokens = [*torch.randint(VOCAB_SIZE, (PROMPT,), generator=generator).tolist(), *said.tolist()]
+    logits = torch.randn(answer, VOCAB_SIZE, generator=generator)
+    logits[torch.arange(answer), said] += 12.0
     top = logits.log_softmax(-1).topk(TOP)
     marks = Marks(
-        positions=PROMPT + torch.arange(ANSWER),
-        states=torch.randn(ANSWER, HIDDEN, generator=generator),
-        tokens=answer,
-        chances=0.5 * torch.rand(ANSWER, generator=generator),
-        rejected=torch.arange(ANSWER) < rejected,
+        positions=PROMPT + torch.arange(answer),
+        states=torch.randn(answer, HIDDEN, generator=generator),
+        tokens=said,
+        chances=0.5 * torch.rand(answer, generator=generator),
+        rejected=torch.arange(answer) < rejected,
         top_ids=top.indices.to(torch.int32),
         top_logprobs=top.values.to(torch.float16),
     )
     return QueryFeedback(
-        query=query(tokens, version=version, accepted=accepted, client=client),
+        query=replace(query(tokens, num_prompt=PROMPT, version=version, accepted=accepted, client=client), store=store),
         prompt=PROMPT,
         first=0,
-        features=torch.randn(PROMPT + ANSWER - 1, 3 * HIDDEN, generator=generator),
+        features=torch.randn(PROMPT + answer - 1, 3 * HIDDEN, generator=generator),
         top_ids=marks.top_ids,
         top_logprobs=marks.top_logprobs,
         marks=marks,

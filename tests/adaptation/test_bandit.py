@@ -25,6 +25,7 @@ RULES = BanditRules(
     payback_queries=4,
     explore_share=1.0,
     explore_queries=1e9,
+    trials={"head": 1, "full": 1},
 )
 
 
@@ -276,6 +277,23 @@ def test_both_arms_are_tried_anew_when_traffic_has_changed_what_teaches_more_fir
     assert policy.take_update() == "full"
 
 
+@pytest.mark.parametrize(("training", "full"), [(0.0, 5), (1e3, 1)])
+def test_an_arm_is_tried_as_often_as_it_needs_where_that_costs_little(training: float, full: int) -> None:
+    rules = replace(RULES, epsilon_start=0.0, epsilon_end=0.0, explore_queries=6.0, trials={"head": 1, "full": 5})
+    policy = Bandit(rules, clock=Clock(), rng=random.Random(0))
+    feed(policy, RULES.warm_up_queries)
+    taken: list[Arm] = []
+    while not policy.resting:
+        feed(policy, 1)
+        arm = policy.take_update()
+        if arm is not None:
+            taken.append(arm)
+            feed(policy, 1, report(training=training if arm == "full" else 0.0))
+            policy.discarded()
+            feed(policy, RULES.blocked_queries)
+    assert (taken.count("head"), taken.count("full")) == (1, full)
+
+
 def test_an_update_is_charged_the_measured_queries_share_of_its_time() -> None:
     policy = bandit(payback_queries=40)
     update_of(policy, "head")
@@ -352,6 +370,21 @@ def test_the_larger_gain_wins_and_none_is_skipped(head_tokens: int, full_tokens:
     assert decision.predicted_gains == {arm: 3.0 * value for arm, value in policy.values.items()}
 
 
+def test_what_is_published_with_a_kept_full_update_in_it_is_the_full_arms_gain() -> None:
+    policy = bandit()
+    update_of(policy, "full")
+    policy.discarded(counted=False)  # trained on
+    while (arm := policy.take_update()) != "head":
+        if arm is not None:
+            policy.discarded(counted=False)
+        feed(policy, 1)
+    before = dict(policy.values)
+    policy.published(tau_ratio=1.5)
+    feed(policy, RULES.blocked_queries)
+    assert policy.values["head"] == before["head"]
+    assert policy.values["full"] > before["full"]
+
+
 def test_exploring_falls_over_the_cold_start_and_stays() -> None:
     policy = bandit()
     seen = [policy.epsilon]
@@ -365,12 +398,43 @@ def test_exploring_falls_over_the_cold_start_and_stays() -> None:
     assert seen[8:] == pytest.approx([0.10] * 5)
 
 
-def test_a_share_of_epsilon_explores() -> None:
+def explores(policy: Bandit, queries: int, *, ratio: float) -> Counter[str]:
+    """Arms that queries explore, where every update makes the drafter so many times better."""
+    counts: Counter[str] = Counter()
+    for _ in range(queries):
+        decision = policy.decide(report())
+        counts[decision.choice] += decision.reason == "explore"
+        if policy.take_update() is not None:
+            policy.published(tau_ratio=ratio)
+    return counts
+
+
+def test_where_an_arm_pays_exploring_stays_within_epsilon_and_tries_what_was_tried_least() -> None:
+    policy = bandit(cold_start_events=2)
+    tried(policy, 30, 22)
+    counts = explores(policy, 5000, ratio=1.5)
+    assert 0.05 < counts.total() / 5000 < 0.12
+    assert counts["full"] > 5 * counts["head"]
+
+
+def test_where_no_arm_pays_exploring_waits_for_its_budget_alone() -> None:
     policy = bandit(cold_start_events=2)
     tried(policy, 15, 12)
-    counts = Counter(policy.decide(report()).choice for _ in range(5000))
-    assert 0.08 < (counts["head"] + counts["full"]) / 5000 < 0.12
-    assert 0.4 < counts["head"] / (counts["head"] + counts["full"]) < 0.6
+    counts = explores(policy, 5000, ratio=0.9)
+    assert counts.total() > 750, "more than a share of epsilon"
+    assert 0.3 < counts["head"] / counts["full"] < 0.8, "as many updates of each; heads need fewer queries"
+
+
+def test_what_is_explored_is_an_update_and_no_rest() -> None:
+    policy = bandit(cold_start_events=2)
+    tried(policy, 15, 12)
+    while policy.resting:
+        assert feed(policy, 1) in (["no_gain"], ["explore"])
+    while policy.take_update() is None:
+        assert feed(policy, 1) == ["explore"]
+    policy.discarded()
+    feed(policy, RULES.blocked_queries)
+    assert policy.resting
 
 
 def test_a_measurement_over_a_long_pause_is_dropped() -> None:
@@ -532,9 +596,10 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state: State) -> None:
 @pytest.mark.parametrize("replayed", [False, True])
 def test_it_learns_which_update_pays(seed: int, replayed: bool) -> None:
     world = World(gains={"head": 0.04, "full": 0.04}, costs={"head": 2.0, "full": 400.0}, ceiling=4.0)
-    served = serve(
-        bandit(seed=seed, payback_queries=40), world, queries=400, rng=random.Random(seed), replayed=replayed
-    )
+    # Replays see at once that nothing more is gained at the ceiling, where exploring stops for its budget alone.
+    rules = replace(RULES, explore_queries=8.0, explore_share=0.01) if replayed else RULES
+    policy = Bandit(replace(rules, payback_queries=40), clock=Clock(), rng=random.Random(seed))
+    served = serve(policy, world, queries=400, rng=random.Random(seed), replayed=replayed)
     assert world.throughput > 3.0
     assert served.updates["head"] > 5 * served.updates["full"]
 

@@ -67,12 +67,13 @@ def test_only_full_updates_keep_texts() -> None:
 
 
 def test_full_updates_hear_the_latest_lessons_again() -> None:
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, rehearsed=3)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, rehearsed=4)
     given = lessons(7)
     signals = [lesson.signal for lesson in given]
 
     def heard(first: int, end: int, arm: Arm = "full") -> list[float]:
         for lesson in given[first:end]:
+            buffers.remember(lesson)
             buffers.add(arm, lesson)
         *again, newest = (lesson.signal for lesson in buffers.take(arm))
         return [*sorted(again, key=signals.index), newest]
@@ -92,8 +93,7 @@ def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_le
     given = lessons(12)
     buffers = buffers_of(10_000, {"head": 9, "full": 9}, rehearsed=8, update_lessons=4)
     for lesson in given[:8]:
-        buffers.add("full", lesson)
-    buffers.take("full")
+        buffers.remember(lesson)
     drawn = set()
     for lesson in given[8:]:
         buffers.add("full", lesson)

@@ -86,3 +86,10 @@ def test_queries_of_which_little_is_known_count_together() -> None:
         heard = [few.hear(part) for part in parts]
         assert heard[:3] == [False] * 3
         assert heard[3] == told.observe(sum(map(sum, parts)) / 16)
+
+
+@pytest.mark.parametrize(("now", "found"), [(0.2, False), (0.6, True)])
+def test_falling_scores_may_be_nothing_new(now: float, found: bool) -> None:
+    traffic = TrafficChange(slack=0.5, threshold=8.0, memory=32, only_rising=True)
+    assert first_change(traffic, scores(0.4), 150) is None
+    assert (first_change(traffic, scores(now, seed=1), 40) is not None) is found

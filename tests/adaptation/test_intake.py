@@ -19,14 +19,14 @@ torch.set_num_threads(1)
 
 
 class Parts:
-    def __init__(self, *, share: float = 0.5, **knobs: object) -> None:
+    def __init__(self, *, share: float = 0.5, update_lessons: int = 9, **knobs: object) -> None:
         config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
         clock = Clock()
         self.buffers = LessonBuffers(
             most_positions=10_000,
             most_lessons={"head": 100, "full": 100},
-            rehearsed=0,
-            update_lessons=9,
+            rehearsed=100,
+            update_lessons=update_lessons,
             rng=random.Random(0),
         )
         self.held_back = HeldBack(share=share, enough=4, most=1000, rng=random.Random(0))
@@ -46,6 +46,16 @@ def test_a_query_is_learnt_from_or_judges_never_both() -> None:
     fates = [parts.take(feedback(seed)) for seed in range(40)]
     assert {(True, False), (False, True)} == set(fates)
     assert len(parts.held_back.texts) == sum(judges for _, judges in fates)
+
+
+def test_all_that_is_learnt_from_is_rehearsed_by_full_updates_whatever_arm_it_went_to() -> None:
+    parts = Parts(update_lessons=100)
+    fates = [parts.take(feedback(seed)) for seed in range(20)]
+    assert parts.take(feedback(20), learning=False)[0] is False
+    parts.intake.take(feedback(21, store=False), training_cost=0.0, learning=True)
+    heard = parts.buffers.take("full")
+    assert len(heard) == sum(learnt for learnt, _ in fates)
+    assert all(lesson.example is not None for lesson in heard)
 
 
 def test_what_must_not_be_stored_leaves_no_trace() -> None:

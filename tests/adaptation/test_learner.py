@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,19 @@ def spoil(tried: Bench, seed: int = 7) -> None:
     head = tried.pair.training.lm_head.weight
     head.mul_(50)  # more than an update can mend
     head[DRAFTED] = 0.0
+
+
+def told_of_discarded(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each update that is not published from now on, whether it says something of its arm."""
+    told: list[bool] = []
+    discarded = tried.learner._policy.discarded
+
+    def listening(*, counted: bool = True) -> None:
+        told.append(counted)
+        discarded(counted=counted)
+
+    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
+    return told
 
 
 def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
@@ -266,18 +280,13 @@ def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: GateReason, counted: bool
 ) -> None:
     tried = full_bench(tmp_path, kept_refusals=2)
-    told: list[bool] = []
-    discarded, judge = tried.learner._policy.discarded, tried.learner._judge.judge
+    told = told_of_discarded(tried, monkeypatch)
+    judge = tried.learner._judge.judge
 
     def unsure(texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, publish=False, reason=reason), seconds
 
-    def listening(*, counted: bool = True) -> None:
-        told.append(counted)
-        discarded(counted=counted)
-
-    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
     monkeypatch.setattr(tried.learner._judge, "judge", unsure)
     while len(tried.events) < 4:
         serve(tried, range(60))
@@ -288,21 +297,14 @@ def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_
 def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[bool] = []
     tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, full_learning_rate=1e-5, warm_up_steps=3)
-    discarded = tried.learner._policy.discarded
-
-    def listening(*, counted: bool = True) -> None:
-        told.append(counted)
-        discarded(counted=counted)
-
+    told = told_of_discarded(tried, monkeypatch)
     judge = tried.learner._judge.judge
 
     def not_better(texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, reason="worse_than_serving"), seconds
 
-    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
     monkeypatch.setattr(tried.learner._judge, "judge", not_better)
     seed = 0
     while len(told) < 4:
@@ -555,16 +557,49 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
     assert rests == [False, True, False]
 
 
+def test_other_acceptance_alone_makes_it_look_closely_and_half_as_much_evidence_is_enough(tmp_path: Path) -> None:
+    tried = full_bench(tmp_path, policy="never")
+    serve(tried, range(60), accepted=(1, 2) * 8)
+    threshold = tried.learner._traffic._threshold
+    rests = [tried.learner._attention.resting]
+    while rests[-1] and len(rests) < 41:
+        serve(tried, range(len(rests), len(rests) + 1), accepted=(2, 3) * 8)
+        rests.append(tried.learner._attention.resting)
+    assert (rests[0], rests[-1]) == (True, False)
+    assert max(tried.learner._traffic._up, tried.learner._traffic._down) >= threshold / 2 - 3
+    assert "changed" not in tried.kinds()
+
+
+@pytest.mark.parametrize(("store", "kinds"), [(True, {"changed"}), (False, set())])
+def test_other_words_alone_are_other_traffic_unless_nobody_may_know_them(
+    tmp_path: Path, store: bool, kinds: set[str]
+) -> None:
+    tried = full_bench(tmp_path, policy="never")
+    serve(tried, range(60))
+    for seed in range(12):  # answers of many tokens, accepted and held likely as the others were
+        tried.hear(feedback, seed, store=store)
+    assert {event.kind for event in tried.events} == kinds
+    assert {event.reason for event in tried.events} <= {"other_words"}
+    for seed in range(12):  # nor have they become usual where nobody may know them
+        tried.hear(feedback, seed)
+    assert "other_words" in {event.reason for event in tried.events}
+
+
+@pytest.mark.parametrize("told", [{"answer": 3}, {"store": False}])
+def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path, told: dict[str, Any]) -> None:
+    tried = full_bench(tmp_path)
+    rests: list[bool] = []
+    for queries in (63, 1, 1):
+        for seed in range(queries):
+            tried.hear(feedback, seed, **told)
+        rests.append(tried.learner._attention.resting)
+    serve(tried, range(1))
+    assert (rests, tried.learner._attention.resting) == ([False, True, True], False)
+
+
 def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
-    told: list[bool] = []
-    discarded = tried.learner._policy.discarded
-
-    def listening(*, counted: bool = True) -> None:
-        told.append(counted)
-        discarded(counted=counted)
-
-    monkeypatch.setattr(tried.learner._policy, "discarded", listening)
+    told = told_of_discarded(tried, monkeypatch)
     serve(tried, range(40), update=False)
     heard = len(tried.learner._buffers._rehearsed)
     tried.learner.update(lambda: True)

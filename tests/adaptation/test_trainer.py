@@ -97,6 +97,14 @@ def test_the_first_steps_are_small(arm: Arm) -> None:
     assert last > 3 * warming.update(arm, taught).moved
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
+    whole, careful = (trainer(rules(steps=1))[0] for _ in range(2))
+    taught = lessons(4, token=TOKEN)
+    moved = careful.update(arm, taught, rate_share=0.25).moved
+    assert moved == pytest.approx(whole.update(arm, taught).moved / 4, rel=0.01)
+
+
 def test_a_head_update_moves_heads_only() -> None:
     trained, _ = trainer()
     before = {name: value.clone() for name, value in trained.weights.items()}

@@ -30,6 +30,7 @@ def query(row: int, length: int) -> Query:
     return Query(
         row=row,
         tokens=list(range(length)),
+        num_prompt=1,
         client="a",
         store=True,
         temperature=0.0,

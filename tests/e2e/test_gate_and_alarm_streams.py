@@ -99,7 +99,9 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.pair._served.items()}
     seeds = iter(range(20))
 
-    def spoil(arm: object, lessons: object, interrupted: object, *, vocabulary: object) -> UpdateReport:
+    def spoil(
+        arm: object, lessons: object, interrupted: object, *, vocabulary: object, rate_share: float
+    ) -> UpdateReport:
         seed = next(seeds)
         perturb(dict(built.pair.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)

@@ -124,6 +124,21 @@ def test_nobody_who_learns_wants_nothing() -> None:
     assert recording.target_top == 0
 
 
+def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
+    answers = iter([True])
+    recording, tables = recorder(lambda: next(answers))  # asked once: nobody is of private sequences
+    recording.start([DraftContext(0, [1, 2, 3], store=False)])
+    assert recording.target_top == 0
+    recording.start([DraftContext(1, [1, 2, 3])])
+    states, logprobs = block(3, rows=2)
+    recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
+    for row in (0, 1):
+        recording.commit(committed(row, 2, [4]))
+    private, public = (tables.finish(query(row, 4)) for row in (0, 1))
+    assert (private.recorded, private.marks.count, private.features.shape[0]) == (False, 0, 0)
+    assert (public.recorded, public.marks.count) == (True, 1)
+
+
 def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
     answers = iter([False, True, False])
     recording, tables = recorder(lambda: next(answers))

@@ -21,6 +21,7 @@ class OneSequence:
     def __init__(self, row: int, length: int = 10) -> None:
         self.table_row = row
         self.tokens = [1] * length
+        self.num_prompt = 1
         self.request = request(str(row), [1], greedy())
 
 

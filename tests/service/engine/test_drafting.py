@@ -1,6 +1,7 @@
 """The draft stage: what the drafter is told, and how far its candidates are cut before they are verified."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +117,12 @@ def test_the_drafter_is_told_of_whoever_starts() -> None:
     again = decoding(3, generated=4)
     stage.start([])
     stage.start([again])
-    (context,) = recorder.started
+    private = decoding(1)
+    private.request = replace(private.request, store=False)
+    stage.start([private])
+    context, other = recorder.started
     assert (context.row, list(context.tokens), context.num_generated) == (3, again.tokens, 4)
+    assert (context.store, other.store) == (True, False)
 
 
 def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
