@@ -1,18 +1,20 @@
 """What a drafter can learn from one finished query, and the tables it is collected in while the query runs.
 
-Tables are written at the slot of a position, so that a step costs a few scatters whatever was accepted, and the
-newest positions overwrite the oldest. Knows neither the engine nor who learns.
-Legend: batch, rows = sequences of the engine's table, depth = longest accepted path, taps * hidden = width,
+Tables are written at the slot of a position, so that what several steps made permanent costs a few scatters whatever
+was accepted, and the newest positions overwrite the oldest. Knows neither the engine nor who learns.
+Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
 top = likeliest tokens of the target that are kept, marks = positions of a query about which the drafter said something.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Read, TargetTops
+from drafters.protocol import DraftContext, Read
+from drafters.tops import TargetTops
 from drafters.tree import MAX_DEPTH
 
 _BEHIND = MAX_DEPTH + 1  # positions a step may commit behind the end of an answer
@@ -102,13 +104,22 @@ class QueryFeedback:
         return sum(self.query.accepted) + self.query.num_steps
 
 
-@dataclass(frozen=True, slots=True)
-class Foretold:
-    """What the drafter's blocks said of the positions that a step committed, beside `Committed.tokens`."""
+class Permanent(NamedTuple):
+    """What steps made permanent, position by position, in any order: root and accepted nodes, and what came of them."""
 
-    known: Tensor  # [batch, depth + 1] bool, some block had a state for the position
-    states: Tensor  # [batch, depth + 1, hidden]
-    chances: Tensor  # [batch, depth + 1] float32
+    rows: Tensor  # [positions] int64
+    roots: Tensor  # [positions] int64, absolute; the token stands one further
+    features: Tensor  # [positions, taps * hidden]
+    tokens: Tensor  # [positions] int64, the target's own
+    rejected: Tensor  # [positions] bool, the tree had nodes there, and none was right
+
+
+class Foretold(NamedTuple):
+    """What the drafter's blocks had said of the same positions."""
+
+    known: Tensor  # [positions] bool, some block had a state for the position
+    states: Tensor  # [positions, hidden]
+    chances: Tensor  # [positions] float32
 
 
 class FeedbackRecorder:
@@ -129,7 +140,7 @@ class FeedbackRecorder:
         self.dtype = dtype
         self._window = window_tokens
         self._places = window_tokens + _BEHIND
-        table = (max_sequences, self._places + 1)  # the last place takes what belongs nowhere
+        table = (max_sequences, self._places)
         self._features = torch.zeros(*table, width, dtype=dtype, device=device)
         self._top_ids = torch.zeros(*table, top, dtype=torch.int32, device=device)
         self._top_logprobs = torch.zeros(*table, top, dtype=torch.float16, device=device)
@@ -165,23 +176,18 @@ class FeedbackRecorder:
         self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     @torch.inference_mode()
-    def commit(self, committed: Committed, tops: TargetTops, foretold: Foretold) -> None:
-        """Keep what a step made permanent."""
-        assert committed.features is not None, "the target taps no features to learn from"
-        ahead = torch.arange(committed.tokens.shape[1], device=self._marked.device)
-        valid = ahead < committed.counts[:, None]
-        rows = committed.rows[:, None].expand_as(valid)
-        here = committed.positions[:, None] + ahead  # root and accepted nodes; what they predict stands one further
-        self._features[rows, self._place(here, valid)] = committed.features.to(self._features.dtype)
-        places = self._place(here + 1, valid)
+    def commit(self, permanent: Permanent, foretold: Foretold, tops: TargetTops) -> None:
+        """Keep all of it; of one sequence not more positions at once than a step may commit beside a whole window."""
+        rows, labelled = permanent.rows, permanent.roots + 1
+        self._features[rows, permanent.roots % self._places] = permanent.features.to(self._features.dtype)
+        places = labelled % self._places
         self._top_ids[rows, places] = tops.ids.to(torch.int32)
         self._top_logprobs[rows, places] = tops.logprobs.to(torch.float16)
-        self._marked[rows, places] = torch.where(foretold.known & valid, here + 1, _NOWHERE)
+        self._marked[rows, places] = labelled.where(foretold.known, _NOWHERE)
         self._states[rows, places] = foretold.states.to(self._states.dtype)
-        self._tokens[rows, places] = committed.tokens
+        self._tokens[rows, places] = permanent.tokens
         self._chances[rows, places] = foretold.chances.float()
-        drafted_any = (committed.tree.num_nodes > 0)[:, None]
-        self._rejected[rows, places] = (ahead == committed.counts[:, None] - 1) & drafted_any
+        self._rejected[rows, places] = permanent.rejected
 
     @torch.inference_mode(False)
     def finish(self, query: Query) -> QueryFeedback:
@@ -228,9 +234,6 @@ class FeedbackRecorder:
             top_logprobs=self._top_logprobs[row, labels],
         )
         return every.take((positions == expected).nonzero()[:, 0])  # planned transfer: their number, once per query
-
-    def _place(self, positions: Tensor, valid: Tensor) -> Tensor:
-        return torch.where(valid, positions % self._places, self._places)
 
     def _range(self, start: int, end: int) -> Tensor:
         return torch.arange(start, max(start, end), device=self._marked.device) % self._places

@@ -13,7 +13,7 @@ class NoDrafter:
 
     name = "none"
     version = 0
-    target_top = 0
+    wants_scores = False
     num_blocks = 0
 
     @property

@@ -63,11 +63,11 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetTops:
-    """The target's likeliest tokens behind the root and each accepted node of a step; anything beyond those."""
+class Scores:
+    """What the target made of the tokens that a step committed, before anybody's sampling."""
 
-    ids: Tensor  # [batch, depth + 1, top]
-    logprobs: Tensor  # [batch, depth + 1, top]
+    places: Tensor  # [positions] int64, of the valid entries in the flattened [batch, depth + 1]
+    logits: Tensor  # [positions, vocab], of each of them the row that chose it; the reader's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Committed:
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
-    tops: TargetTops | None = None  # there if the drafter's `target_top` asks for them
+    scores: Scores | None = None  # there if the drafter wants them
     worth_running: bool = True  # as for `Read`
     known: Known | None = None  # of rows and roots
 
@@ -110,8 +110,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def target_top(self) -> int:
-        """How many of the target's likeliest tokens `commit` wants behind root and accepted nodes; 0: none."""
+    def wants_scores(self) -> bool:
+        """Whether `commit` wants the target's logits behind root and accepted nodes."""
         ...
 
     @property

@@ -32,7 +32,7 @@ class LookupDrafter:
 
     name = "lookup"
     version = 0
-    target_top = 0
+    wants_scores = False
     num_blocks = 0
 
     def __init__(self, *, max_sequences: int, max_length: int, max_nodes: int, device: torch.device | str) -> None:

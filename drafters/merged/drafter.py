@@ -55,8 +55,8 @@ class MergedDrafter:
         return self._costly.tap_layers
 
     @property
-    def target_top(self) -> int:
-        return self._costly.target_top
+    def wants_scores(self) -> bool:
+        return self._costly.wants_scores
 
     @property
     def num_blocks(self) -> int:

@@ -20,7 +20,7 @@ class RandomTreeDrafter:
 
     name = "random"
     version = 0
-    target_top = 0
+    wants_scores = False
     num_blocks = 0
 
     def __init__(

@@ -96,8 +96,8 @@ class SpecBlockDrafter:
         return self._version()
 
     @property
-    def target_top(self) -> int:
-        return self._recorder.target_top
+    def wants_scores(self) -> bool:
+        return self._recorder.wants_scores
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._recorder.start(contexts)
@@ -149,7 +149,7 @@ class SpecBlockDrafter:
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         assert committed.features is not None, "the target taps no features for this drafter"
-        self._recorder.commit(committed)
+        self._recorder.commit(committed, grown=self._has_grown)
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
         if committed.worth_running:
             known = committed.known or Known.asked(rows, positions)

@@ -1,27 +1,34 @@
 """What a SpecBlock drafter said of the positions that came to be committed, for whoever learns from it.
 
 A tree's first block speaks of the positions right behind the root whatever path is accepted; later blocks hang on
-tokens that may not come, and are not kept.
-Legend: batch, rows = sequences of the engine's table, block = K, depth = longest accepted path, draft_vocab.
+tokens that may not come, and are not kept. What steps committed is worked up several steps at a time: beside a forward
+that leaves nothing in the caches, most operations on a single position take longer to begin than to compute.
+Legend: batch, rows = sequences of the engine's table, block = K, depth = longest accepted path, draft_vocab,
+positions = those that steps made permanent.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Foretold
-from drafters.protocol import Committed, DraftContext, Read
+from drafters.feedback import FeedbackRecorder, Foretold, Permanent
+from drafters.protocol import Committed, DraftContext, Read, Scores
+from drafters.tops import target_tops
 
 _NEVER = -1
+_TOGETHER = 16
+"""Positions that are worked up together, at least: that costs a CPU less than half of what it does one by one. Not more
+than the shortest window, so that no two of a sequence have the same place in the tables."""
 
 
 class Recorder(Protocol):
     """Hears what a drafter hears, and what it said."""
 
     @property
-    def target_top(self) -> int: ...
+    def wants_scores(self) -> bool: ...
 
     def start(self, contexts: Sequence[DraftContext]) -> None: ...
 
@@ -32,7 +39,9 @@ class Recorder(Protocol):
         logprobs [batch, block, draft_vocab]"""
         ...
 
-    def commit(self, committed: Committed) -> None: ...
+    def commit(self, committed: Committed, *, grown: bool) -> None:
+        """`grown` says whether blocks were drafted since the last call."""
+        ...
 
     def finish(self, rows: Sequence[int]) -> None: ...
 
@@ -40,7 +49,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """Nobody learns: nothing is kept, and nothing is asked of the target."""
 
-    target_top = 0
+    wants_scores = False
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Nothing to begin."""
@@ -51,7 +60,7 @@ class NoRecorder:
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
         """Nothing to keep."""
 
-    def commit(self, committed: Committed) -> None:
+    def commit(self, committed: Committed, *, grown: bool) -> None:
         """Nothing to keep."""
 
     def finish(self, rows: Sequence[int]) -> None:
@@ -81,6 +90,7 @@ class BlockRecorder:
         self._target_top = target_top
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
+        self._waiting: list[tuple[_Step, Foretold]] = []
         self._tables = tables
         self._t2d = t2d
         shape = (max_sequences + 1, block_size)
@@ -88,10 +98,12 @@ class BlockRecorder:
         self._roots = torch.full(shape[:1], _NEVER, dtype=torch.int64, device=t2d.device)
         self._states = torch.zeros(*shape, hidden, dtype=tables.dtype, device=t2d.device)
         self._logprobs = torch.zeros(*shape, draft_vocab, device=t2d.device)
+        known = torch.zeros(1, dtype=torch.bool, device=t2d.device)
+        self._unforetold = Foretold(known, self._states.new_zeros(1, hidden), self._logprobs.new_zeros(1))
 
     @property
-    def target_top(self) -> int:
-        return self._target_top if self._recorded else 0
+    def wants_scores(self) -> bool:
+        return bool(self._recorded)
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         rows = [context.row for context in contexts]
@@ -112,26 +124,80 @@ class BlockRecorder:
         self._logprobs.index_copy_(0, rows, logprobs)
 
     @torch.inference_mode()
-    def commit(self, committed: Committed) -> None:
+    def commit(self, committed: Committed, *, grown: bool) -> None:
         if not self._recorded:
             return
-        assert committed.tops is not None, "the engine was not asked for the target's likeliest tokens"
-        self._tables.commit(committed, committed.tops, self._foretold(committed))
+        assert committed.scores is not None, "the engine was not asked for the target's scores"
+        step = _Step(committed, committed.scores)
+        foretold = self._foretold(step) if grown else _all_alike(self._unforetold, step.num_positions)
+        self._waiting.append((step, foretold))
+        if sum(step.num_positions for step, _ in self._waiting) >= _TOGETHER:
+            self._work_up()
 
+    @torch.inference_mode()
     def finish(self, rows: Sequence[int]) -> None:
         """Nothing more comes of these; what was kept of them lies in the tables until it is taken out."""
+        if self._waiting and not self._recorded.isdisjoint(rows):
+            self._work_up()
         self._recorded.difference_update(rows)
 
-    def _foretold(self, committed: Committed) -> Foretold:
-        rows, tokens = committed.rows, committed.tokens
-        ahead = torch.arange(tokens.shape[1], device=tokens.device)
+    def _work_up(self) -> None:
+        """Put what waits into the tables."""
+        steps = [step for step, _ in self._waiting]
+        permanent = Permanent(*map(torch.cat, zip(*(step.permanent() for step in steps), strict=True)))
+        foretold = Foretold(*map(torch.cat, zip(*(foretold for _, foretold in self._waiting), strict=True)))
+        tops = target_tops(torch.cat([step.scores.logits for step in steps]), self._target_top)
+        self._waiting = []
+        self._tables.commit(permanent, foretold, tops)
+
+    def _foretold(self, step: "_Step") -> Foretold:
+        """What the blocks of this very step said, before others take their places."""
+        line, ahead = step.lines_and_depths()
+        rows, tokens = step.committed.rows[line], step.tokens()
+        fresh = self._roots[rows] == step.committed.positions[line]
         block_size = self._states.shape[1]
-        fresh = self._roots[rows] == committed.positions  # [batch], the tree of this very step
-        entry = ahead.clamp(max=block_size - 1).expand_as(tokens)
-        drafted = torch.where(tokens >= 0, self._t2d[tokens.clamp(min=0)], -1)
-        logprobs = self._logprobs[rows[:, None], entry, drafted.clamp(min=0)]
+        entry = ahead.clamp(max=block_size - 1)
+        drafted = self._t2d[tokens]
         return Foretold(
-            known=fresh[:, None] & (ahead < committed.counts[:, None]) & (ahead < block_size),
-            states=self._states[rows[:, None], entry],
-            chances=logprobs.exp() * (drafted >= 0),
+            known=fresh & (ahead < block_size),
+            states=self._states[rows, entry],
+            chances=self._logprobs[rows, entry, drafted.clamp(min=0)].exp() * (drafted >= 0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step made permanent, as it lies in the step's own tensors."""
+
+    committed: Committed
+    scores: Scores
+
+    @property
+    def num_positions(self) -> int:
+        return self.scores.places.shape[0]
+
+    def lines_and_depths(self) -> tuple[Tensor, Tensor]:
+        """Whose positions these are, and how far behind the root. # -> two [positions] int64"""
+        width = self.committed.tokens.shape[1]
+        return self.scores.places // width, self.scores.places % width
+
+    def tokens(self) -> Tensor:
+        """# -> [positions] int64"""
+        return self.committed.tokens.flatten()[self.scores.places]
+
+    def permanent(self) -> Permanent:
+        committed, features = self.committed, self.committed.features
+        assert features is not None, "the target taps no features to learn from"
+        line, depth = self.lines_and_depths()
+        return Permanent(
+            rows=committed.rows[line],
+            roots=committed.positions[line] + depth,
+            features=features.flatten(0, 1)[self.scores.places],
+            tokens=self.tokens(),
+            rejected=(depth == committed.counts[line] - 1) & (committed.tree.num_nodes[line] > 0),
+        )
+
+
+def _all_alike(one: Foretold, count: int) -> Foretold:
+    """The same of so many positions. # one [1, ...]"""
+    return Foretold(*(part.expand(count, *part.shape[1:]) for part in one))

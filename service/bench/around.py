@@ -54,8 +54,8 @@ class DrafterAround:
         return self._inner.tap_layers
 
     @property
-    def target_top(self) -> int:
-        return self._inner.target_top
+    def wants_scores(self) -> bool:
+        return self._inner.wants_scores
 
     @property
     def num_blocks(self) -> int:

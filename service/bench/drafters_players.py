@@ -87,7 +87,7 @@ class ScriptedDrafter:
     """Proposes what its script says. Needs no features and has no weights."""
 
     version = 0
-    target_top = 0
+    wants_scores = False
     num_blocks = 0
 
     def __init__(self, name: str, script: Script) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, Known, Read
+from drafters.protocol import Committed, Known, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
 from service.engine.rows import Chain, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
-from service.engine.tops import target_tops
 from service.engine.verify import Verified
 
 
@@ -39,7 +38,7 @@ def commit(
     output: TargetOutput,
     table: SlotTable,
     *,
-    target_top: int,
+    wants_scores: bool,
     known: Known | None = None,
     worth_running: bool = True,
 ) -> tuple[Committed, Tensor]:
@@ -66,7 +65,7 @@ def commit(
         tree=tree,
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
-        tops=target_tops(output.logits, verified.path_logits, counts, target_top),
+        scores=_scores(output.logits, verified.path_logits, counts) if wants_scores else None,
         worth_running=worth_running,
         known=known,
     )
@@ -93,6 +92,13 @@ def reads(
                 features=features[part],
                 worth_running=worth_running,
             )
+
+
+def _scores(logits: Tensor, lines: Tensor, counts: Tensor) -> Scores:
+    """Logits that chose each committed token. # logits [logits, vocab]; lines [batch, depth + 1]; counts [batch]"""
+    valid = torch.arange(lines.shape[1], device=lines.device) < counts[:, None]
+    places = valid.flatten().nonzero()[:, 0]  # planned transfer: their number, of a step that is learnt from
+    return Scores(places, logits.index_select(0, lines.flatten()[places]))
 
 
 def _emitted(tree: DraftTree, result: VerifyResult) -> Tensor:

@@ -127,9 +127,9 @@ class Engine:
         clock.lap("verify")
         completing = batch.completing
         verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.choosing)
-        followed, top = self._draft_stage.follows, self.drafter.target_top
+        followed, scored = self._draft_stage.follows, self.drafter.wants_scores
         committed, freed = commit(
-            rows, verified, output, self.table, target_top=top, known=batch.known, worth_running=followed
+            rows, verified, output, self.table, wants_scores=scored, known=batch.known, worth_running=followed
         )
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)

@@ -94,7 +94,7 @@ def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
     """The tables in which running sequences collect what may be learnt from them."""
     per_place = (width + hidden) * itemsize + 6 * top + 8 + 8 + 4 + 1
-    return max_sequences * (places + 1) * per_place
+    return max_sequences * places * per_place
 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:

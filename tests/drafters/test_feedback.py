@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Foretold, Query, QueryFeedback
-from drafters.protocol import Committed, DraftContext, Read, TargetTops
-from drafters.tree import DraftTree, VerifyResult
+from drafters.feedback import FeedbackRecorder, Foretold, Permanent, Query, QueryFeedback
+from drafters.protocol import DraftContext, Read
+from drafters.tops import TargetTops
 
 torch.set_num_threads(1)
-WIDTH, HIDDEN, TOP, WINDOW, DEPTH = 6, 2, 5, 20, 4
+WIDTH, HIDDEN, TOP, WINDOW = 6, 2, 5, 20
 
 
 def recorder(sequences: int = 3) -> FeedbackRecorder:
@@ -50,32 +50,17 @@ def telling(row: int, positions: Tensor, width: int) -> Tensor:
 
 
 def step(
-    rows: list[int], roots: list[int], counts: list[int], nodes: int = 4
-) -> tuple[Committed, TargetTops, Foretold]:
-    """A step in which everything kept at a position tells row and position."""
-    root, count = torch.tensor(roots), torch.tensor(counts)
-    here = root[:, None] + torch.arange(DEPTH + 1)
-    valid = torch.arange(DEPTH + 1) < count[:, None]
-    values = torch.stack([1000.0 * torch.tensor(row) + line for row, line in zip(rows, here, strict=True)])
-    values = values.masked_fill(~valid, float("nan"))
-    tree = DraftTree.of(torch.zeros(len(rows), nodes, dtype=torch.int64), torch.full((len(rows), nodes), -1))
-    nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
-    committed = Committed(
-        rows=torch.tensor(rows),
-        tokens=(values + 1).nan_to_num(-1.0).long(),
-        counts=count,
-        tree=tree,
-        result=VerifyResult(nothing, count - 1, count, nothing),
-        features=values[..., None].expand(-1, -1, WIDTH),
-        positions=root,
-        slots=here,
-    )
-    number = (values + 1).nan_to_num(7.0)
-    tops = TargetTops(number[..., None].expand(-1, -1, TOP).int(), -number[..., None].expand(-1, -1, TOP) / 10000)
-    known = valid.clone()
-    known[:, 1::2] = False
-    foretold = Foretold(known, number[..., None].expand(-1, -1, HIDDEN), number / 10000)
-    return committed, tops, foretold
+    rows: list[int], roots: list[int], counts: list[int], *, drafts: bool = True
+) -> tuple[Permanent, Foretold, TargetTops]:
+    """A step in which everything kept at a position tells row and position; every other one was foretold."""
+    line = torch.tensor([line for line, count in enumerate(counts) for _ in range(count)])
+    ahead = torch.tensor([place for count in counts for place in range(count)])
+    row, here = torch.tensor(rows)[line], torch.tensor(roots)[line] + ahead
+    features, number = 1000.0 * row + here, 1000.0 * row + here + 1
+    last = ahead == torch.tensor(counts)[line] - 1
+    permanent = Permanent(row, here, features[:, None].expand(-1, WIDTH), number.long(), last & drafts)
+    tops = TargetTops(number[:, None].expand(-1, TOP).long(), -number[:, None].expand(-1, TOP) / 10000)
+    return permanent, Foretold(ahead % 2 == 0, number[:, None].expand(-1, HIDDEN), number / 10000), tops
 
 
 def drive(tables: FeedbackRecorder, row: int, prompt: int, read_from: int, counts: list[int]) -> QueryFeedback:
@@ -128,7 +113,7 @@ def test_marks_are_the_positions_that_a_block_foretold(counts: list[int]) -> Non
 def test_a_step_without_drafted_nodes_rejects_nothing() -> None:
     tables = recorder()
     tables.start([DraftContext(0, [1, 2, 3])])
-    tables.commit(*step([0], [2], [1], nodes=0))
+    tables.commit(*step([0], [2], [1], drafts=False))
     assert not tables.finish(query(0, 4)).marks.rejected.any()
 
 

@@ -61,12 +61,12 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         output: TargetOutput,
         table: SlotTable,
         *,
-        target_top: int,
+        wants_scores: bool,
         known: Known | None,
         worth_running: bool,
     ) -> tuple[Committed, Tensor]:
         committed, freed = true_commit(
-            rows, verified, output, table, target_top=target_top, known=known, worth_running=worth_running
+            rows, verified, output, table, wants_scores=wants_scores, known=known, worth_running=worth_running
         )
         accepted = verified.result.num_accepted
         if freed.any() and accepted.any():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adaptation.streams import beside
-from drafters.protocol import Committed, DraftContext, Noise, Read, TargetTops
+from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels.gumbel import hash_bits
 from service.adaptive import Adaptive
@@ -167,7 +167,6 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
     drafter = adaptive.engine.drafter
     width = len(drafter.tap_layers) * adaptive.network.config.hidden_size
     features = torch.randn(21, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    tops = torch.zeros(1, 1, drafter.target_top, device=DEVICE)
     slots, row = torch.arange(1, 22, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     drafter.start([DraftContext(0, list(range(21)))])
     drafter.read(Read(row=0, start=0, tokens=slots[:20], slots=slots[:20], features=features[:20]))
@@ -181,7 +180,7 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
             features=features[None, 20:],
             positions=row + 20,
             slots=slots[None, 20:],
-            tops=TargetTops(tops.long(), tops),
+            scores=Scores(row, torch.zeros(1, adaptive.network.config.target_vocab_size, device=DEVICE)),
         )
     )
     grown = drafter.grow(row, Noise(row, torch.zeros(1, device=DEVICE), row + 21))

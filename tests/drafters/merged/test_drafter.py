@@ -29,8 +29,8 @@ class Chain:
         self.tree = DraftTree(tree.tokens, tree.parents, tree.depths, survival, tree.num_nodes)
 
     @property
-    def target_top(self) -> int:
-        return len(self.name)
+    def wants_scores(self) -> bool:
+        return self.name == "network"
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self.heard.append("start")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from drafters.feedback import FeedbackRecorder, QueryFeedback
-from drafters.protocol import Committed, DraftContext, Read, TargetTops
+from drafters.protocol import Committed, DraftContext, Read, Scores
 from drafters.specblock.recording import BlockRecorder, NoRecorder
 from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.test_feedback import query
@@ -49,7 +49,7 @@ def committed(row: int, root: int, tokens: list[int], nodes: int = 3) -> Committ
         features=torch.zeros(*wide, 6),
         positions=torch.tensor([root]),
         slots=ids,
-        tops=TargetTops(torch.zeros(*wide, TOP), torch.zeros(*wide, TOP)),
+        scores=Scores(torch.arange(len(tokens)), torch.randn(len(tokens), TARGET_VOCAB)),
     )
 
 
@@ -60,7 +60,8 @@ def drive(
     recorder.start([DraftContext(1, [1, 2, 3])])
     if drafts:
         recorder.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
-    recorder.commit(committed(1, 2, tokens))
+    recorder.commit(committed(1, 2, tokens), grown=drafts)
+    recorder.finish([1])
     return tables.finish(query(1, 3 + len(tokens)))
 
 
@@ -87,8 +88,9 @@ def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
     recording, tables = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
-    recording.commit(committed(1, 2, [4, 6]))
-    recording.commit(committed(1, 4, [8]))
+    recording.commit(committed(1, 2, [4, 6]), grown=True)
+    recording.commit(committed(1, 4, [8]), grown=True)
+    recording.finish([1])
     assert tables.finish(query(1, 6)).marks.positions.tolist() == [3, 4]
 
 
@@ -97,7 +99,8 @@ def test_a_row_that_begins_anew_has_heard_nothing() -> None:
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recording.start([DraftContext(1, [1, 2, 3])])
-    recording.commit(committed(1, 2, [4, 6]))
+    recording.commit(committed(1, 2, [4, 6]), grown=True)
+    recording.finish([1])
     assert tables.finish(query(1, 5)).marks.count == 0
 
 
@@ -107,7 +110,8 @@ def test_rows_do_not_hear_each_other() -> None:
     states, logprobs = block(3, rows=2)
     recording.grown(torch.tensor([2, 0]), torch.tensor([2, 2]), states, logprobs)
     for row in range(ROWS):
-        recording.commit(committed(row, 2, [4]))
+        recording.commit(committed(row, 2, [4]), grown=True)
+    recording.finish(range(ROWS))
     said = {row: tables.finish(query(row, 4)).marks for row in range(ROWS)}
     assert torch.equal(said[2].states, states[:1, 0])
     assert torch.equal(said[0].states, states[1:, 0])
@@ -115,25 +119,26 @@ def test_rows_do_not_hear_each_other() -> None:
 
 
 def test_nobody_who_learns_wants_nothing() -> None:
-    assert NoRecorder().target_top == 0
     recording = recorder()[0]
-    assert recording.target_top == 0
+    wanted = [NoRecorder().wants_scores, recording.wants_scores]
     recording.start([DraftContext(1, [1, 2, 3])])
-    assert recording.target_top == TOP
+    wanted.append(recording.wants_scores)
     recording.finish([1])
-    assert recording.target_top == 0
+    wanted.append(recording.wants_scores)
+    assert wanted == [False, False, True, False]
 
 
 def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
     answers = iter([True])
     recording, tables = recorder(lambda: next(answers))  # asked once: nobody is of private sequences
     recording.start([DraftContext(0, [1, 2, 3], store=False)])
-    assert recording.target_top == 0
+    assert not recording.wants_scores
     recording.start([DraftContext(1, [1, 2, 3])])
     states, logprobs = block(3, rows=2)
     recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
     for row in (0, 1):
-        recording.commit(committed(row, 2, [4]))
+        recording.commit(committed(row, 2, [4]), grown=True)
+    recording.finish([0, 1])
     private, public = (tables.finish(query(row, 4)) for row in (0, 1))
     assert (private.recorded, private.marks.count, private.features.shape[0]) == (False, 0, 0)
     assert (public.recorded, public.marks.count) == (True, 1)
@@ -148,12 +153,42 @@ def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
         recording.read(Read(row, 0, torch.tensor([2, 3]), torch.tensor([5, 6]), torch.ones(2, 6)))
     recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
     for row in (0, 1):
-        recording.commit(committed(row, 2, [4]))
+        recording.commit(committed(row, 2, [4]), grown=True)
+    recording.finish([0, 1])
     unheard, heard = (tables.finish(query(row, 4)) for row in (0, 1))
     assert (unheard.recorded, heard.recorded) == (False, True)
     assert (unheard.marks.count, heard.marks.count) == (0, 1)
     assert (unheard.features.shape[0], unheard.top_ids.shape[0]) == (0, 0)
     assert heard.features.shape[0] == 3
     recording.start([DraftContext(1, [1, 2, 3])])  # the row of one that was wanted
-    assert recording.target_top == 0
+    assert not recording.wants_scores
     assert not tables.finish(query(1, 4)).recorded
+
+
+def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(1, [1, 2, 3])])
+    steps = [committed(1, 2 + 2 * number, [2 * number % TARGET_VOCAB, 6]) for number in range(12)]
+    said = []
+    for number, step in enumerate(steps):
+        if grown := number % 3 != 1:
+            recording.grown(torch.tensor([1]), step.positions, *block(number))
+            said += [block(number)[0][0, :2]]
+        recording.commit(step, grown=grown)
+    recording.finish([1])
+    heard = tables.finish(query(1, 3 + 2 * len(steps)))
+    expected = torch.cat([step.scores.logits for step in steps if step.scores is not None]).log_softmax(-1).topk(TOP)
+    assert torch.equal(heard.top_ids, expected.indices.int())
+    assert torch.allclose(heard.top_logprobs.float(), expected.values, atol=1e-2)
+    places = [3 + 2 * number + ahead for number in range(len(steps)) if number % 3 != 1 for ahead in (0, 1)]
+    assert heard.marks.positions.tolist() == places
+    assert torch.equal(heard.marks.states, torch.cat(said))
+
+
+def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(1, [1, 2, 3])])
+    recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
+    recording.commit(committed(1, 2, [4, 6]), grown=False)
+    recording.finish([1])
+    assert tables.finish(query(1, 5)).marks.count == 0

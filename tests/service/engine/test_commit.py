@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 class Step:
     """One forward of two sequences: one with a tree, one that reads its prompt."""
 
-    def __init__(self, target_tokens: list[int], target_top: int = 0) -> None:
+    def __init__(self, target_tokens: list[int], wants_scores: bool = False) -> None:
         self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
         both = DraftTree(*(torch.cat([getattr(tree, n), torch.zeros_like(getattr(tree, n))]) for n in tree.__slots__))
@@ -30,7 +30,7 @@ class Step:
         features = torch.arange(self.rows.num_rows).float()[:, None]
         self.logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
         output = TargetOutput(self.logits, features)
-        self.committed, freed = commit(self.rows, verified, output, self.table, target_top=target_top)
+        self.committed, freed = commit(self.rows, verified, output, self.table, wants_scores=wants_scores)
         self.slots.free(freed[: 5 - int(found.num_accepted)])
 
 
@@ -58,17 +58,24 @@ def test_features_are_those_of_the_root_and_the_accepted_nodes() -> None:
     assert step.committed.features[0, :4, 0].tolist() == [0, *rows]
 
 
-def test_likeliest_tokens_are_those_behind_the_root_and_the_accepted_nodes() -> None:
-    step = Step([12, 0, 14, 0, 15, 99], target_top=3)
-    tops = step.committed.tops
-    assert tops is not None
-    expected = step.logits[[0, 2, 4, 5]].log_softmax(-1).topk(3)
-    assert torch.equal(tops.ids[0, :4], expected.indices)
-    assert torch.equal(tops.logprobs[0, :4], expected.values)
+def test_scores_are_those_behind_the_root_and_the_accepted_nodes() -> None:
+    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
+    scores = step.committed.scores
+    assert scores is not None
+    assert torch.equal(scores.logits, step.logits[[0, 2, 4, 5]])
+    assert step.committed.tokens.flatten()[scores.places].tolist() == [12, 14, 15, 99]
 
 
-def test_nobody_computes_what_nobody_wants() -> None:
-    assert Step([12, 0, 14, 0, 15, 99]).committed.tops is None
+def test_scores_are_the_readers_own() -> None:
+    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
+    assert step.committed.scores is not None
+    before = step.committed.scores.logits.clone()
+    step.logits.fill_(0.0)  # as the next replay of a captured forward would
+    assert torch.equal(step.committed.scores.logits, before)
+
+
+def test_nobody_copies_what_nobody_wants() -> None:
+    assert Step([12, 0, 14, 0, 15, 99]).committed.scores is None
 
 
 def test_with_nothing_accepted_only_the_chains_stay() -> None:

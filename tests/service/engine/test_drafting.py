@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Recorder:
     """Proposes the same six-node chain to everyone and keeps what it was told."""
 
-    name, tap_layers, target_top = "recorder", (), 0
+    name, tap_layers, wants_scores = "recorder", (), False
 
     def __init__(self) -> None:
         self.started: list[DraftContext] = []
