@@ -30,6 +30,7 @@ from adaptation.build import (
     build_watch,
     build_words,
 )
+from adaptation.checkpoint import LearnerCheckpoint
 from adaptation.config import AdaptationConfig
 from adaptation.cores import usable_cores
 from adaptation.drift import Drift
@@ -38,13 +39,12 @@ from adaptation.history import History
 from adaptation.intake import Intake
 from adaptation.judging import Judge, Replay, replay_of
 from adaptation.learner import Learner
-from adaptation.memory import Memory
 from adaptation.overview import Overview
-from adaptation.pair import DrafterPair, Prepare
 from adaptation.process import EMBEDDING, HEAD, RemoteTrainer, Setup, TrainingProcess, remote_replay, shared_tensors
 from adaptation.products import bf16_is_faster
 from adaptation.trainer import Rules, Trainer
 from adaptation.vocabulary import DraftVocabulary, Rows, untrained_rows
+from adaptation.weights import DrafterWeights, Prepare
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed
 
@@ -71,10 +71,10 @@ class ServedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A learner; the pair whose `between_steps` the engine calls; what an operator sees of both."""
+    """A learner; the weights whose `between_steps` the engine calls; what an operator sees of both."""
 
     learner: Learner
-    pair: DrafterPair
+    weights: DrafterWeights
     overview: Overview
     attention: Attention
     taken_share: float  # of the time of training, that serving lacks
@@ -97,18 +97,18 @@ def build_learner(
     bf16 where that is faster; `serves`: in this process, from which training then takes time."""
     train_device = torch.device(device if config.train_device == "same" else config.train_device)
     autocast = in_bf16 and bf16_is_faster(train_device)
-    pair = _pair(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
+    weights = _weights(config, drafter, folder, train_device, torch.float32 if in_bf16 and not autocast else None)
     policy, quota = build_policy(config, clock=clock, rng=random.Random(seed)), build_quota(config, clock=clock)
     buffers = build_buffers(config, rng=random.Random(seed + 2))
     held_back = build_held_back(config, rng=random.Random(seed + 1))
-    rows = untrained_rows(pair.anchor, drafter.target_head)
+    rows = untrained_rows(weights.anchor, drafter.target_head)
     intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
     watch, attention, history = build_watch(config), build_attention(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
-    trainer, replay, process = _training(config, drafter, pair, rows, autocast=autocast, seed=seed, serves=serves)
-    judge = _judge(config, pair, replay)
+    trainer, replay, process = _training(config, drafter, weights, rows, autocast=autocast, seed=seed, serves=serves)
+    judge = _judge(config, weights, replay)
     learner = Learner(
-        pair=pair,
+        weights=weights,
         trainer=trainer,
         policy=policy,
         intake=intake,
@@ -121,8 +121,8 @@ def build_learner(
         asked=AskedTexts(build_traffic_change(config), judge),
         words=build_words(config, vocab=drafter.config.target_vocab_size),
         attention=attention,
-        drift=Drift(pair.anchor, drafter.embed, rows, most_texts=config.probe_texts),
-        memory=Memory(folder),
+        drift=Drift(weights.anchor, drafter.embed, rows, most_texts=config.probe_texts),
+        checkpoint=LearnerCheckpoint(folder),
         emit=history,
         kept_refusals=config.kept_refusals,
         least_texts=config.gate_sequences,
@@ -132,7 +132,7 @@ def build_learner(
     overview = Overview(
         config.policy,
         learner=learner,
-        pair=pair,
+        weights=weights,
         policy=policy,
         intake=intake,
         buffers=buffers,
@@ -140,7 +140,7 @@ def build_learner(
         watch=watch,
         history=history,
     )
-    return Built(learner, pair, overview, attention, taken_share, process)
+    return Built(learner, weights, overview, attention, taken_share, process)
 
 
 def _vocabulary(config: AdaptationConfig, drafter: ServedDrafter) -> DraftVocabulary:
@@ -148,14 +148,14 @@ def _vocabulary(config: AdaptationConfig, drafter: ServedDrafter) -> DraftVocabu
     return build_vocabulary(config, vocab=vocab, has_rows=has_rows)
 
 
-def _pair(
+def _weights(
     config: AdaptationConfig,
     drafter: ServedDrafter,
     folder: Path,
     train_device: torch.device,
     replica_dtype: torch.dtype | None,
-) -> DrafterPair:
-    return DrafterPair(
+) -> DrafterWeights:
+    return DrafterWeights(
         drafter.weights,
         drafter.config,
         prepare=drafter.prepare,
@@ -168,7 +168,7 @@ def _pair(
 def _training(
     config: AdaptationConfig,
     drafter: ServedDrafter,
-    pair: DrafterPair,
+    weights: DrafterWeights,
     rows: Rows,
     *,
     autocast: bool,
@@ -178,35 +178,35 @@ def _training(
     """Who computes updates and replays: this process, or one of its own."""
     rules, generator = build_rules(config, autocast=autocast), torch.Generator().manual_seed(seed)
     replay = replay_of(config.replay, drafter.embed, max_nodes=drafter.max_nodes)
-    if not (serves and _in_its_own_process(config, pair, drafter)):
-        trainer = Trainer(pair.training, pair.anchor, drafter.embed, rows, rules=rules, generator=generator)
+    if not (serves and _in_its_own_process(config, weights, drafter)):
+        trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
         return trainer, replay, None
-    remote = RemoteTrainer(pair.training, pair.anchor, drafter.embed, rows, rules=rules, generator=generator)
-    remote.process = process = _process(config, drafter, pair, remote, rules, seed)
-    return remote, remote_replay(process, pair.replica), process
+    remote = RemoteTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
+    remote.process = process = _process(config, drafter, weights, remote, rules, seed)
+    return remote, remote_replay(process, weights.replica), process
 
 
-def _in_its_own_process(config: AdaptationConfig, pair: DrafterPair, drafter: ServedDrafter) -> bool:
-    possible = sys.platform == "linux" and pair.train_device.type == "cpu" and drafter.embedding is not None
+def _in_its_own_process(config: AdaptationConfig, weights: DrafterWeights, drafter: ServedDrafter) -> bool:
+    possible = sys.platform == "linux" and weights.train_device.type == "cpu" and drafter.embedding is not None
     if config.train_in == "process" and not possible:
         raise ValueError("adaptation.train_in: a process of its own trains on Linux, on a CPU; choose auto or thread")
-    worthwhile = sum(value.numel() for value in pair.training.parameters()) >= _LEAST_WEIGHTS
+    worthwhile = sum(value.numel() for value in weights.training.parameters()) >= _LEAST_WEIGHTS
     return config.train_in == "process" or (config.train_in == "auto" and possible and worthwhile)
 
 
 def _process(
-    config: AdaptationConfig, drafter: ServedDrafter, pair: DrafterPair, trainer: Trainer, rules: Rules, seed: int
+    config: AdaptationConfig, drafter: ServedDrafter, weights: DrafterWeights, trainer: Trainer, rules: Rules, seed: int
 ) -> TrainingProcess:
     table, head = drafter.embedding, drafter.target_head
     assert table is not None, "a process of its own has no table to look tokens up in"
     is_tied = head is not None and head.data_ptr() == table.data_ptr()
-    computed_on = shared_tensors(trainer, training=pair.training, anchor=pair.anchor, replica=pair.replica)
+    computed_on = shared_tensors(trainer, training=weights.training, anchor=weights.anchor, replica=weights.replica)
     tables = {EMBEDDING: table} if head is None or is_tied else {EMBEDDING: table, HEAD: head}
     arena = Arena.holding(computed_on | tables)
     arena.lend(computed_on)
     setup = Setup(
         config=drafter.config,
-        replica_dtype=pair.replica.dtype,
+        replica_dtype=weights.replica.dtype,
         rules=rules,
         replay=config.replay,
         max_nodes=drafter.max_nodes,
@@ -219,9 +219,9 @@ def _process(
     return TrainingProcess(arena, setup)
 
 
-def _judge(config: AdaptationConfig, pair: DrafterPair, replay: Replay) -> Judge:
+def _judge(config: AdaptationConfig, weights: DrafterWeights, replay: Replay) -> Judge:
     return Judge(
-        pair,
+        weights,
         build_gate(config),
         replay,
         least_texts=config.gate_sequences,

@@ -14,12 +14,12 @@ from adaptation.attention import Attention
 from adaptation.bandit import Bandit, BanditRules
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.change import TrafficChange
+from adaptation.checkpoint import SnapshotRing
 from adaptation.config import AdaptationConfig
 from adaptation.fixed_policies import EveryBatch, Never
 from adaptation.gate import Gate
 from adaptation.policy import Arm, Policy
 from adaptation.quota import Quota
-from adaptation.snapshots import SnapshotRing
 from adaptation.trainer import Rules
 from adaptation.vocabulary import DraftVocabulary, TokenCounts
 from adaptation.watch import Watch

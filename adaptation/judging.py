@@ -14,8 +14,8 @@ import torch
 
 from adaptation.buffers import HeldBackText
 from adaptation.gate import Gate, GateDecision, GateReason
-from adaptation.pair import ANCHOR, DrafterPair
 from adaptation.watch import Pair
+from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks, replay_trees
@@ -58,41 +58,43 @@ class _Known:
 
 
 class Judge:
-    """Compares drafters of a pair on the same texts."""
+    """Compares versions of a drafter on the same texts."""
 
-    def __init__(self, pair: DrafterPair, gate: Gate, replay: Replay, *, least_texts: int, most_known: int) -> None:
-        self._pair = pair
+    def __init__(
+        self, weights: DrafterWeights, gate: Gate, replay: Replay, *, least_texts: int, most_known: int
+    ) -> None:
+        self._weights = weights
         self._gate = gate
         self._replay = replay
         self._least_texts = least_texts
         self._most_known = most_known
         self._anchor = _Known(0)
-        self._serving = _Known(pair.newest)
-        self._candidate = _Known(pair.newest)
+        self._serving = _Known(weights.newest)
+        self._candidate = _Known(weights.newest)
 
     def judge(self, texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
         """Whether the training copy may serve, and the seconds it took to find out."""
         began = time.perf_counter()
-        self._candidate = _Known(self._pair.newest)
+        self._candidate = _Known(self._weights.newest)
         few = texts[-self._least_texts :] if len(texts) >= self._least_texts else texts[:0]
-        candidate = self._lookup(self._candidate, self._pair.candidate, few)
+        candidate = self._lookup(self._candidate, self._weights.candidate, few)
         decision = self._decide(candidate, few)
         if decision.reason not in _HOPELESS:
-            candidate = self._lookup(self._candidate, self._pair.candidate, texts)
+            candidate = self._lookup(self._candidate, self._weights.candidate, texts)
             decision = self._decide(candidate, texts)
         return decision, time.perf_counter() - began
 
     def published(self) -> None:
         """What was judged last is served now, and so are its scores."""
-        self._serving = _Known(self._pair.newest, self._candidate.scores)
+        self._serving = _Known(self._weights.newest, self._candidate.scores)
 
     def _decide(self, candidate: Sequence[float], texts: Sequence[HeldBackText]) -> GateDecision:
         return self._gate.judge(candidate, self.serving(texts), self.anchor(texts))
 
     def scored(self, text: HeldBackText, *, with_previous: bool) -> Pair:
         """How the drafters did on one text, the one that was replaced only where asked for."""
-        compares = with_previous and self._pair.has_previous
-        before = self._scores(self._pair.previous(), [text])[0] if compares else None
+        compares = with_previous and self._weights.has_previous
+        before = self._scores(self._weights.previous(), [text])[0] if compares else None
         return Pair(self.serving([text])[0], self.anchor([text])[0], before)
 
     def better_than_anchor(self, texts: Sequence[HeldBackText]) -> bool:
@@ -101,18 +103,18 @@ class Judge:
         return self._gate.judge(ours, theirs, theirs).publish
 
     def serving(self, texts: Sequence[HeldBackText]) -> list[float]:
-        if self._pair.latest_origin == ANCHOR:
+        if self._weights.latest_origin == ANCHOR:
             return self.anchor(texts)
-        if self._serving.version != self._pair.newest:
-            self._serving = _Known(self._pair.newest)
-        return self._lookup(self._serving, self._pair.served, texts)
+        if self._serving.version != self._weights.newest:
+            self._serving = _Known(self._weights.newest)
+        return self._lookup(self._serving, self._weights.served, texts)
 
     def anchor(self, texts: Sequence[HeldBackText]) -> list[float]:
-        return self._lookup(self._anchor, self._pair.unchanged, texts)
+        return self._lookup(self._anchor, self._weights.unchanged, texts)
 
     def anchor_once(self, text: HeldBackText) -> float:
         """Of a text that will not be asked for again."""
-        return self._scores(self._pair.unchanged(), [text])[0]
+        return self._scores(self._weights.unchanged(), [text])[0]
 
     def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[HeldBackText]) -> list[float]:
         missing = [text for text in texts if text.number not in known.scores]

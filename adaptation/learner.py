@@ -16,20 +16,20 @@ from adaptation.asked import AskedTexts
 from adaptation.attention import Attention
 from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.change import TrafficChange
+from adaptation.checkpoint import LearnerCheckpoint, SavedLearner
 from adaptation.drift import Drift
 from adaptation.errors import AdaptationError, Damaged, NotStored
 from adaptation.events import Emit, Event, EventKind
 from adaptation.gate import GateDecision
 from adaptation.intake import Intake, Taken
 from adaptation.judging import Judge
-from adaptation.memory import Memory, Remembered
 from adaptation.pace import Pace
-from adaptation.pair import ANCHOR, DrafterPair, Restored
 from adaptation.policy import Arm, Policy
 from adaptation.streams import received
 from adaptation.trainer import Trainer, UpdateReport
 from adaptation.vocabulary import DraftVocabulary
 from adaptation.watch import Alarm, Watch
+from adaptation.weights import ANCHOR, DrafterWeights, Restored
 from adaptation.words import OtherWords
 from drafters.feedback import QueryFeedback
 
@@ -44,7 +44,7 @@ class Learner:
     def __init__(
         self,
         *,
-        pair: DrafterPair,
+        weights: DrafterWeights,
         trainer: Trainer,
         policy: Policy,
         intake: Intake,
@@ -58,7 +58,7 @@ class Learner:
         words: OtherWords,
         attention: Attention,
         drift: Drift,
-        memory: Memory,
+        checkpoint: LearnerCheckpoint,
         emit: Emit,
         kept_refusals: int,
         least_texts: int,
@@ -71,7 +71,7 @@ class Learner:
         self.paused = False
         self.training_seconds = 0.0
         self.num_updates: Counter[Arm] = Counter()
-        self._pair = pair
+        self._weights = weights
         self._trainer = trainer
         self._policy = policy
         self._intake = intake
@@ -85,7 +85,7 @@ class Learner:
         self._words = words
         self._attention = attention
         self._drift = drift
-        self._memory = memory
+        self._checkpoint = checkpoint
         self._emit = emit
         self._kept_refusals = kept_refusals
         self._least_texts = least_texts
@@ -99,7 +99,7 @@ class Learner:
 
     def hear(self, feedback: QueryFeedback) -> Taken:
         """One finished query."""
-        feedback = received(feedback, self._pair.train_device)
+        feedback = received(feedback, self._weights.train_device)
         taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
         if taken.held_back and taken.text is not None and not self._drift.ready:
             self._drift.offer([taken.text.example])
@@ -112,7 +112,7 @@ class Learner:
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
         """Train, judge and publish, if an update is due; says what was trained."""
-        if self.paused or self._pair.pending or len(self._held_back.alike) < self._least_texts:
+        if self.paused or self._weights.pending or len(self._held_back.alike) < self._least_texts:
             return None
         arm = self._policy.take_update()
         if arm is None:
@@ -143,7 +143,7 @@ class Learner:
 
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
         """Somebody brings weights: they are served without being judged. # -> their version. Raises NotStored."""
-        version = self._pair.adopt(weights)
+        version = self._weights.adopt(weights)
         self._policy.reset()
         self._buffers.clear()
         self._served_anew()
@@ -178,26 +178,28 @@ class Learner:
         The training copy with its optimizers is ten times what is served: worth its seconds when the process ends, not
         at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
         """
-        pair = self._pair
+        weights = self._weights
         parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._watch.state()}
         try:
-            self._memory.save(newest=pair.newest, origin=pair.latest_origin, condemned=pair.condemned, parts=parts)
+            self._checkpoint.save(
+                newest=weights.newest, origin=weights.latest_origin, condemned=weights.condemned, parts=parts
+            )
             if training:
-                self._memory.save_training(self._trainer.tensors(), origin=pair.latest_origin)
+                self._checkpoint.save_training(self._trainer.tensors(), origin=weights.latest_origin)
         except AdaptationError as error:
             self._tell("not_stored", str(error))
 
     def restore(self) -> None:
         """Take up what an earlier process left; to be called once, before the engine's first step."""
-        remembered = self._memory.load()
-        for complaint in remembered.complaints:
+        saved = self._checkpoint.load()
+        for complaint in saved.complaints:
             self._tell("restored", complaint)
-        self._pair.resume(remembered.newest, remembered.condemned)
-        if self._pair.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
-            self._serve_again(remembered.origin)
+        self._weights.resume(saved.newest, saved.condemned)
+        if self._weights.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
+            self._serve_again(saved.origin)
         self._watch.served_anew()
-        self._restore_parts(remembered)
-        tensors = self._memory.load_training(self._trainer.tensors(), origin=self._pair.latest_origin)
+        self._restore_parts(saved)
+        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self._weights.latest_origin)
         if tensors is None:
             self._start_over()
         else:
@@ -207,8 +209,8 @@ class Learner:
         """KL of the serving drafter from the anchor, once there are texts to measure it on."""
         if not self._drift.ready:
             return None
-        if self._known_drift is None or self._known_drift[0] != self._pair.newest:
-            self._known_drift = self._pair.newest, self._drift.of(self._pair.served_in_full())
+        if self._known_drift is None or self._known_drift[0] != self._weights.newest:
+            self._known_drift = self._weights.newest, self._drift.of(self._weights.served_in_full())
         return self._known_drift[1]
 
     def _pay(self, feedback: QueryFeedback) -> float:
@@ -244,7 +246,7 @@ class Learner:
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
         and there are texts that could judge an update, or none come."""
-        is_new = self._pair.latest_origin != ANCHOR and self._watch.on_probation
+        is_new = self._weights.latest_origin != ANCHOR and self._watch.on_probation
         can_judge = len(self._held_back.alike) >= self._least_texts
         learns_nothing = self.paused or self._intake.hears_no_text
         return not is_new and (learns_nothing or (self._policy.resting and can_judge))
@@ -252,10 +254,10 @@ class Learner:
     def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
         query = feedback.query
-        if not query.first_version == query.version == self._pair.newest:
+        if not query.first_version == query.version == self._weights.newest:
             return
         alarm = self._watch.served(query.accepted)
-        if alarm is None and self._pair.latest_origin != ANCHOR:
+        if alarm is None and self._weights.latest_origin != ANCHOR:
             alarm = self._compare(taken)
         if alarm is not None:
             self._answer(alarm)
@@ -269,7 +271,7 @@ class Learner:
 
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
-        falling, is_deployed = alarm.reason == "falling", self._pair.latest_origin == ANCHOR
+        falling, is_deployed = alarm.reason == "falling", self._weights.latest_origin == ANCHOR
         if is_deployed:
             self._tell("alarm", alarm.reason, numbers)
         elif falling and self._judge.better_than_anchor(self._held_back.texts):
@@ -282,8 +284,8 @@ class Learner:
 
     def _take_back(self, reason: str, numbers: dict[str, float]) -> Restored:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
-        condemned = self._pair.condemn()
-        restored = self._pair.restore_before(condemned)
+        condemned = self._weights.condemn()
+        restored = self._weights.restore_before(condemned)
         self._policy.reset()
         self._buffers.clear()
         self._served_anew()
@@ -311,7 +313,7 @@ class Learner:
             return self._refuse(report, decision, decision.reason, numbers)
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
         try:
-            self._pair.publish({**scores, "anchor": decision.anchor_mean})
+            self._weights.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
         self._judge.published()
@@ -353,7 +355,7 @@ class Learner:
     def _start_over(self) -> None:
         """Train on from what is served."""
         self._num_refused = 0
-        self._trainer.load(self._pair.train_from_served())
+        self._trainer.load(self._weights.train_from_served())
 
     def _spend(self, seconds: float) -> None:
         self.training_seconds += seconds
@@ -361,17 +363,17 @@ class Learner:
 
     def _serve_again(self, origin: int) -> None:
         try:
-            self._pair.restore(origin)
+            self._weights.restore(origin)
             self._tell("restored", "same_weights", {"origin": origin})
         except Damaged as error:
-            restored = self._pair.restore_before(origin)
+            restored = self._weights.restore_before(origin)
             self._tell("restored", f"version {origin}: {error}", {"origin": restored.origin})
 
-    def _restore_parts(self, remembered: Remembered) -> None:
+    def _restore_parts(self, saved: SavedLearner) -> None:
         """Whoever's state cannot be used starts anew; what was known about other weights is not wanted."""
-        if self._pair.latest_origin != remembered.origin:
+        if self._weights.latest_origin != saved.origin:
             return
-        for name, state in remembered.parts.items():
+        for name, state in saved.parts.items():
             try:
                 if name == "policy":
                     self._policy.restore(state)
@@ -383,7 +385,7 @@ class Learner:
                 self._tell("restored", f"{name}: {error}")
 
     def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self._emit(Event(kind, self._pair.newest, reason, numbers or {}))
+        self._emit(Event(kind, self._weights.newest, reason, numbers or {}))
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:

@@ -7,10 +7,10 @@ from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.history import History
 from adaptation.intake import Intake
 from adaptation.learner import Learner
-from adaptation.pair import DrafterPair
 from adaptation.policy import Policy
 from adaptation.status import AdaptationStatus
 from adaptation.watch import Watch
+from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 
 
@@ -22,7 +22,7 @@ class Overview:
         policy_name: str,
         *,
         learner: Learner,
-        pair: DrafterPair,
+        weights: DrafterWeights,
         policy: Policy,
         intake: Intake,
         buffers: LessonBuffers,
@@ -32,7 +32,7 @@ class Overview:
     ) -> None:
         self._policy_name = policy_name
         self._learner = learner
-        self._pair = pair
+        self._weights = weights
         self._policy = policy
         self._intake = intake
         self._buffers = buffers
@@ -41,16 +41,16 @@ class Overview:
         self._history = history
 
     def status(self, worker: Worker) -> AdaptationStatus:
-        learner, pair, intake, counts = self._learner, self._pair, self._intake, self._history.counts
+        learner, weights, intake, counts = self._learner, self._weights, self._intake, self._history.counts
         return AdaptationStatus(
             policy=self._policy_name,
             paused=learner.paused,
-            version=pair.version,
-            origin=pair.origin,
-            exchanged_tokens=pair.num_exchanged,
-            newest=pair.newest,
-            condemned=tuple(sorted(pair.condemned)),
-            snapshots=tuple(pair.snapshots.versions),
+            version=weights.version,
+            origin=weights.origin,
+            exchanged_tokens=weights.num_exchanged,
+            newest=weights.newest,
+            condemned=tuple(sorted(weights.condemned)),
+            snapshots=tuple(weights.snapshots.versions),
             collapsed=self._watch.collapsed,
             values={arm: value for arm, value in self._policy.values.items()},
             waiting={arm: count for arm, count in self._buffers.state().items()},

@@ -1,7 +1,7 @@
 """Learning beside serving on a CUDA device: a stream of its own, and what is handed over to it.
 
 Serving computes on a stream of higher priority, so that an update fills what a step leaves idle. The only place where
-tensors of serving enter learning; what goes back, goes through `DrafterPair`.
+tensors of serving enter learning; what goes back, goes through `DrafterWeights`.
 """
 
 from collections.abc import Iterator

@@ -20,11 +20,11 @@ from adaptation.events import Emit
 from adaptation.finite import all_finite
 from adaptation.learner import Learner
 from adaptation.overview import Overview
-from adaptation.pair import DrafterPair
 from adaptation.process import TrainingProcess
 from adaptation.replicas.join import Joined, join_replicas
 from adaptation.replicas.solitude import Replicas
 from adaptation.status import AdaptationStatus
+from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.specblock import checkpoint
@@ -49,11 +49,11 @@ _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and t
 
 @dataclass
 class Adaptive:
-    """What serves and what learns. `engine` belongs to the engine's thread, `learner` and `pair` to the worker's."""
+    """What serves and what learns. `engine` belongs to the engine's thread, `learner` and `weights` to the worker's."""
 
     engine: Engine
     learner: Learner
-    pair: DrafterPair
+    weights: DrafterWeights
     worker: Worker
     replicas: Replicas
     overview: Overview
@@ -63,7 +63,7 @@ class Adaptive:
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
-        self.pair.waits = wake
+        self.weights.waits = wake
         if self.process is not None:
             _start_early(self.process)
         self.worker.start()
@@ -145,15 +145,15 @@ def build_adaptive(
     joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
     recorder = _recorder(config, network, limits, tables, built.attention)
-    weights = replace(source.weights, recorder=recorder, version=lambda: built.pair.version)
+    weights = replace(source.weights, recorder=recorder, version=lambda: built.weights.version)
     engine = assembly.engine(
-        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.pair, tables, joined.replicas)
+        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, joined.replicas)
     )
     built.learner.restore()
     return Adaptive(
         engine,
         built.learner,
-        built.pair,
+        built.weights,
         joined.worker,
         joined.replicas,
         built.overview,
@@ -175,12 +175,12 @@ def _start_early(process: TrainingProcess) -> None:
 class _Told:
     """The engine's `Learning`: weights come in here, and what a query left behind goes out."""
 
-    pair: DrafterPair
+    weights: DrafterWeights
     tables: FeedbackRecorder
     replicas: Replicas
 
     def between_steps(self) -> int:
-        return self.pair.between_steps()
+        return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:
         self.replicas.offer(self.tables.finish(query))

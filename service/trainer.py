@@ -17,8 +17,8 @@ from torch.nn.functional import embedding
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair, in_place
 from adaptation.replicas.join import Joined, join_replicas
+from adaptation.weights import DrafterWeights, in_place
 from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.weights import weights_of
 from service.adaptation_report import tell
@@ -51,9 +51,9 @@ def train(config: ServiceConfig) -> None:
     taught = _load(config)
     built = _learner(config, taught)
     joined = _joined(config.adaptation, built, taught)
-    built.pair.waits = lambda: _write(built.pair)
+    built.weights.waits = lambda: _write(built.weights)
     built.learner.restore()
-    built.pair.between_steps()
+    built.weights.between_steps()
     stopped = _told_to_stop()
     joined.worker.start()
     joined.replicas.start()
@@ -76,9 +76,9 @@ def _told_to_stop() -> threading.Event:
     return stopped
 
 
-def _write(pair: DrafterPair) -> None:
+def _write(weights: DrafterWeights) -> None:
     """Nobody takes steps here, so that whatever waits for one need not wait."""
-    pair.between_steps()
+    weights.between_steps()
 
 
 def _load(config: ServiceConfig) -> _Taught:

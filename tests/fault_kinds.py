@@ -16,18 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation import judging, learner_state, snapshot_folder
+from adaptation import checkpoint, judging
 from adaptation.buffers import LessonBuffers
+from adaptation.checkpoint import LearnerCheckpoint, SnapshotRing
 from adaptation.fixed_policies import EveryBatch
 from adaptation.gate import Gate
 from adaptation.intake import Intake
-from adaptation.learner_state import LearnerStateFile
 from adaptation.optimizer import Adam
-from adaptation.pair import DrafterPair, Restored
 from adaptation.process import TrainingProcess
-from adaptation.snapshots import SnapshotRing
 from adaptation.trainer import Trainer
 from adaptation.watch import Watch
+from adaptation.weights import DrafterWeights, Restored
 from tests.adaptation.damage import all_files, flip, truncate
 from tests.fault_parts import Fault, Stream, Strike, learning_stream
 from tests.practised import Practised
@@ -40,27 +39,25 @@ STAGES: dict[str, Place] = {
     "preparing the lesson": (Trainer, "_steps"),
     "optimizer step": (Adam, "step"),
     "clipping": (Trainer, "_clip_update"),
-    "loading the candidate": (DrafterPair, "candidate"),
+    "loading the candidate": (DrafterWeights, "candidate"),
     "replaying": (judging, "replay_blocks"),
     "judging": (Gate, "judge"),
-    "write preparation": (DrafterPair, "_prepared"),
-    "snapshot write": (snapshot_folder, "write_synced"),
-    "snapshot sync": (snapshot_folder, "sync_folder"),
+    "write preparation": (DrafterWeights, "_prepared"),
+    "snapshot write": (checkpoint, "write_synced"),
+    "snapshot sync": (checkpoint, "sync_folder"),
     "trimming the ring": (SnapshotRing, "_drop_oldest"),
-    "staging": (DrafterPair, "_stage"),
+    "staging": (DrafterWeights, "_stage"),
     "telling the policy": (EveryBatch, "published"),
     "resetting the watch": (Watch, "served_anew"),
-    "state write": (LearnerStateFile, "save"),
+    "state write": (LearnerCheckpoint, "save"),
 }
 """Where an update is made to break, in its order."""
 
 EVERYWHERE = (*STAGES, "forward", "backward")
 
 DISK: tuple[Place, ...] = (
-    (snapshot_folder, "write_synced"),
-    (learner_state, "write_synced"),
-    (snapshot_folder, "sync_folder"),
-    (learner_state, "sync_folder"),
+    (checkpoint, "write_synced"),
+    (checkpoint, "sync_folder"),
     (os, "fsync"),
     (Path, "rename"),
     (Path, "replace"),
@@ -101,7 +98,7 @@ def broken_recoveries(stream: Stream, times: int) -> None:
     """An exception, and another one while the learner tidies up."""
     for _ in range(times):
         first = _striking(stream, (Adam, "step"), breaks, skip=0, after=True)
-        second = _striking(stream, (DrafterPair, "train_from_served"), breaks, skip=0, after=False)
+        second = _striking(stream, (DrafterWeights, "train_from_served"), breaks, skip=0, after=False)
 
         def both(strike: Strike, first: Fault = first, second: Fault = second) -> AbstractContextManager[None]:
             return _together(first(Strike()), second(strike))
@@ -148,7 +145,7 @@ def rollbacks(stream: Stream, times: int) -> None:
         restored = answers[0].result(timeout=60)
         condemned = [event for event in stream.events if event.kind == "rolled_back" and event.reason == "operator"][-1]
         assert restored.origin < condemned.numbers["condemned"]
-        assert condemned.numbers["condemned"] in stream.adaptive.pair.condemned
+        assert condemned.numbers["condemned"] in stream.adaptive.weights.condemned
     assert stream.adaptive.worker.failures == {}
 
 

@@ -165,13 +165,13 @@ class Stream:
         self.until(lambda: any(event.kind == "published" for event in self.events[before:]), "nothing published")
 
     def check(self) -> None:
-        """Weights are still published, those that serve are those the pair knows, and no slot is lost."""
+        """Weights are still published, those that serve are those the learner knows, and no slot is lost."""
         self.publish()
         self.settle()
         adaptive = self.adaptive
         adaptive.engine.assert_conserved()
-        assert adaptive.status().version == adaptive.pair.version
-        assert same(weights_of(adaptive.network), adaptive.pair._served)
+        assert adaptive.status().version == adaptive.weights.version
+        assert same(weights_of(adaptive.network), adaptive.weights._served)
         print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Emit
-from adaptation.pair import in_place
 from adaptation.signal import lesson_of
+from adaptation.weights import in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.config import SpecBlockConfig
@@ -148,6 +148,6 @@ def _practise(adaptive: Adaptive, model: SpecBlock, updates: int, folder: Path) 
         assert adaptive.learner._trainer.update("full", lessons).applied
     with torch.no_grad():
         for name, value in model.named_parameters():
-            value.copy_(adaptive.pair.training.get_parameter(name))
+            value.copy_(adaptive.weights.training.get_parameter(name))
     identity = adaptive.loaded.parts.identity
     checkpoint.save(folder, model, target_identity=identity, facts={}, own_head=True)

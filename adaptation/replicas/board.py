@@ -6,7 +6,7 @@ Only who holds the lease can write, which the store itself checks. Bytes come an
 from typing import Final
 
 from adaptation.errors import Refused
-from adaptation.store import Store
+from adaptation.replicas.redis_store import RedisStore
 
 CHUNK_BYTES: Final = 1 << 20
 _KEPT_SECONDS: Final = 600  # weights that nobody announces (any more), for whoever is still reading them
@@ -35,7 +35,7 @@ return 1
 class Board:
     """The keys of one fingerprint. All methods raise StoreLost."""
 
-    def __init__(self, store: Store, prefix: str, *, name: str) -> None:
+    def __init__(self, store: RedisStore, prefix: str, *, name: str) -> None:
         self.lease_key = f"{prefix}:lease"
         self.epoch_key = f"{prefix}:epoch"
         self._current = f"{prefix}:version"

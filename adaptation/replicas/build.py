@@ -14,7 +14,6 @@ from pydantic import SecretStr
 
 from adaptation.assembly import ServedDrafter
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair
 from adaptation.replicas.backoff import Backoff
 from adaptation.replicas.belief import Belief
 from adaptation.replicas.board import Board
@@ -25,12 +24,13 @@ from adaptation.replicas.hearing import Hearing
 from adaptation.replicas.leading import Leading
 from adaptation.replicas.lease import Claim, Lease, NeverLeads
 from adaptation.replicas.outbox import Outbox
+from adaptation.replicas.redis_store import RedisStore
 from adaptation.replicas.served import ServedWeights, weights_as_bytes
 from adaptation.replicas.signature import NoSecret, SharedSecret, Signature
 from adaptation.replicas.standing import Standing
 from adaptation.replicas.stream import QueryStream
 from adaptation.replicas.wire import QueryShape, Wire
-from adaptation.store import Store
+from adaptation.weights import DrafterWeights
 
 _FORMAT = 2
 _COMMANDS_PER_LEASE = 2  # that may fail before a lease has run out
@@ -42,28 +42,28 @@ _LONGEST_WAIT_SECONDS = 2.0
 def build_exchange(
     config: AdaptationConfig,
     url: str,
-    pair: DrafterPair,
+    weights: DrafterWeights,
     drafter: ServedDrafter,
     desk: Desk,
     standing: Standing,
     target_identity: str,
 ) -> Exchange:
     """Raises ValueError for a URL that is none."""
-    store = Store(url, timeout_seconds=config.redis_lease_seconds / _COMMANDS_PER_LEASE)
+    store = RedisStore(url, timeout_seconds=config.redis_lease_seconds / _COMMANDS_PER_LEASE)
     name = f"{platform.node()}:{os.getpid()}"
     holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
     fingerprint = fingerprint_of(drafter, target_identity)
     prefix = f"adaptree:{fingerprint[:16]}"
     signature = _signature(config.redis_secret)
     clock = time.monotonic
-    served = ServedWeights(pair)
+    served = ServedWeights(weights)
     board = Board(store, prefix, name=holder)
     claim = _claim(config, store, board, holder)
     belief = Belief(fingerprint, len(served.now().data), signature)
     wire = Wire(fingerprint, _shape(config, drafter), signature)
     stream = QueryStream(store, prefix, name=holder, most_letters=config.redis_queries)
     following = Following(
-        board, belief, claim, served, desk, layout=pair.layout, vocab=drafter.config.target_vocab_size, clock=clock
+        board, belief, claim, served, desk, layout=weights.layout, vocab=drafter.config.target_vocab_size, clock=clock
     )
     hearing = Hearing(stream, wire, served, desk)
     outbox = Outbox(
@@ -106,7 +106,7 @@ def _signature(secret: SecretStr | None) -> Signature:
     return NoSecret() if secret is None else SharedSecret(secret.get_secret_value())
 
 
-def _claim(config: AdaptationConfig, store: Store, board: Board, holder: str) -> Claim:
+def _claim(config: AdaptationConfig, store: RedisStore, board: Board, holder: str) -> Claim:
     if config.redis_role == "follower":
         return NeverLeads(store, board.epoch_key)
     return Lease(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from adaptation.checkpoint import Layout
 from adaptation.errors import Refused
 from adaptation.replicas.announcement import Announcement
 from adaptation.replicas.belief import Belief
@@ -18,7 +19,6 @@ from adaptation.replicas.board import Board
 from adaptation.replicas.desk import Desk
 from adaptation.replicas.lease import Claim
 from adaptation.replicas.served import ServedWeights, weights_from_bytes
-from adaptation.snapshot_folder import Layout
 
 logger = logging.getLogger(__name__)
 

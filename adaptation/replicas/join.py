@@ -22,7 +22,7 @@ class Joined:
 
 def join_replicas(config: AdaptationConfig, built: Built, drafter: ServedDrafter, *, target_identity: str) -> Joined:
     """Raises ValueError where there cannot be any others."""
-    worker_of = partial(build_worker, config, device=built.pair.train_device, taken_share=built.taken_share)
+    worker_of = partial(build_worker, config, device=built.weights.train_device, taken_share=built.taken_share)
     if config.redis_url is None:
         worker = worker_of(loop=built.learner)
         return Joined(worker, Solitude(worker))
@@ -33,4 +33,4 @@ def join_replicas(config: AdaptationConfig, built: Built, drafter: ServedDrafter
     standing = Standing(learns_alone=config.redis_lost == "learn")
     worker = worker_of(loop=InTurn(built.learner, standing))
     desk, url = Desk(built.learner, worker), config.redis_url.get_secret_value()
-    return Joined(worker, build_exchange(config, url, built.pair, drafter, desk, standing, target_identity))
+    return Joined(worker, build_exchange(config, url, built.weights, drafter, desk, standing, target_identity))

@@ -7,7 +7,7 @@ overwrite what its successor has announced. Knows nothing of what a leader does.
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from adaptation.store import Store
+from adaptation.replicas.redis_store import RedisStore
 
 ACQUIRE: Final = """
 local holder = redis.call('GET', KEYS[1])
@@ -57,7 +57,14 @@ class Lease:
     """The claim of one that would lead."""
 
     def __init__(
-        self, store: Store, lease_key: str, epoch_key: str, *, name: str, seconds: float, clock: Callable[[], float]
+        self,
+        store: RedisStore,
+        lease_key: str,
+        epoch_key: str,
+        *,
+        name: str,
+        seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         self.epoch = 0
         self._store = store
@@ -92,7 +99,7 @@ class NeverLeads:
 
     epoch = 0
 
-    def __init__(self, store: Store, epoch_key: str) -> None:
+    def __init__(self, store: RedisStore, epoch_key: str) -> None:
         self._store = store
         self._epoch_key = epoch_key
 

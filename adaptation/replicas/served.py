@@ -11,10 +11,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from adaptation.checkpoint import Layout, layout_of
 from adaptation.errors import Refused
 from adaptation.finite import all_finite
-from adaptation.pair import DrafterPair
-from adaptation.snapshot_folder import Layout, layout_of
+from adaptation.weights import DrafterWeights
 from drafters.specblock.weights import VOCABULARY, names_tokens
 
 _REMEMBERED = 256  # versions
@@ -30,10 +30,10 @@ class Served:
 
 
 class ServedWeights:
-    """Looks at a pair from outside, and hashes each version once. To be asked by one thread."""
+    """Looks at the weights from outside, and hashes each version once. To be asked by one thread."""
 
-    def __init__(self, pair: DrafterPair) -> None:
-        self._pair = pair
+    def __init__(self, weights: DrafterWeights) -> None:
+        self._weights = weights
         self._hashes: dict[int, str] = {}
         self._now = self._look()
 
@@ -44,7 +44,7 @@ class ServedWeights:
 
     def now(self) -> Served:
         """What is served, or on its way to be."""
-        if self._pair.latest()[0] != self._now.version:
+        if self._weights.latest()[0] != self._now.version:
             self._now = self._look()
         return self._now
 
@@ -57,7 +57,7 @@ class ServedWeights:
         return self._now.version if sha256 == self._now.sha256 else -1
 
     def _look(self) -> Served:
-        version, weights = self._pair.latest()
+        version, weights = self._weights.latest()
         data = weights_as_bytes(weights)
         digest = hashlib.sha256(data).hexdigest()
         self._hashes[version] = digest

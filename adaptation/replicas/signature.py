@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from adaptation.durable import seal, unseal
+from adaptation.checkpoint import seal, unseal
 from adaptation.errors import Damaged, Refused
 
 Kind = Literal["query", "version", "state"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from adaptation.errors import StoreRefused
-from adaptation.store import Part, Store
+from adaptation.replicas.redis_store import Part, RedisStore
 
 DONE: Final = """
 for place = 3, 2 + tonumber(ARGV[2]) do
@@ -47,7 +47,7 @@ class Delivered:
 class QueryStream:
     """Both ends of the stream. All methods raise StoreLost."""
 
-    def __init__(self, store: Store, prefix: str, *, name: str, most_letters: int) -> None:
+    def __init__(self, store: RedisStore, prefix: str, *, name: str, most_letters: int) -> None:
         """`most_letters`: kept in the store at most, or a few more, for what costs nothing."""
         self._store = store
         self._key = f"{prefix}:queries"

@@ -7,8 +7,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from adaptation.durable import digest, seal, unseal
-from adaptation.snapshot_folder import MANIFEST, WEIGHTS
+from adaptation.checkpoint import MANIFEST, WEIGHTS, digest, seal, unseal
 
 Damage = Callable[[Path, random.Random], None]
 

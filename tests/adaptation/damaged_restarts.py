@@ -34,17 +34,17 @@ class Left:
     def restarted(self, folder: Path) -> Bench:
         later = fresh(folder)
         later.learner.restore()
-        later.pair.between_steps()
+        later.weights.between_steps()
         return later
 
     def check(self, later: Bench, *, oldest: int) -> None:
         """Published weights that are no older than that, to the bit, in all places that hold them."""
-        origin = later.pair.origin
+        origin = later.weights.origin
         assert oldest <= origin <= self.newest
         assert same(weights_of(later.serving), self.known[origin])
         trained = later.learner._trainer.tensors()
         if not (origin in self.trained and same(trained, self.trained[origin])):
-            assert same(weights_of(later.pair.training), self.known[origin])
+            assert same(weights_of(later.weights.training), self.known[origin])
             assert not any(bool(value.any()) for name, value in trained.items() if not name.startswith("weights."))
 
 
@@ -54,12 +54,12 @@ def leave(folder: Path) -> Left:
         patch.setattr(Gate, "_reason", lambda *_: "better")
         before = fresh(folder)
         left, seed = Left(folder, {0: weights_of(drafter())}, {}, PUBLISHES), 0
-        while before.pair.version < PUBLISHES:
+        while before.weights.version < PUBLISHES:
             before.hear(feedback, seed)
             before.learner.update()
-            before.pair.between_steps()
-            left.known[before.pair.origin] = _copies(weights_of(before.serving))
-            left.trained[before.pair.origin] = _copies(before.learner._trainer.tensors())
+            before.weights.between_steps()
+            left.known[before.weights.origin] = _copies(weights_of(before.serving))
+            left.trained[before.weights.origin] = _copies(before.learner._trainer.tensors())
             seed += 1
     return left
 
@@ -82,8 +82,8 @@ def restart_with_damaged_snapshots(left: Left, folder: Path, damage: Damage, rng
     shutil.copytree(left.folder, folder)
     chosen = _damage_some(folder, damage, rng)
     later = left.restarted(folder)
-    good = [version for version in later.pair.snapshots.versions if version not in chosen]
-    assert later.pair.origin == max(good, default=0)
+    good = [version for version in later.weights.snapshots.versions if version not in chosen]
+    assert later.weights.origin == max(good, default=0)
     left.check(later, oldest=0)
     shutil.rmtree(folder)
 
@@ -94,8 +94,8 @@ def roll_back_damaged(left: Left, folder: Path, damage: Damage, rng: random.Rand
     running = left.restarted(folder)
     chosen = _damage_some(folder, damage, rng)
     restored = running.learner.rollback()
-    running.pair.between_steps()
-    older = [version for version in running.pair.snapshots.versions if version < left.newest]
+    running.weights.between_steps()
+    older = [version for version in running.weights.snapshots.versions if version < left.newest]
     assert restored.origin == max([version for version in older if version not in chosen], default=0)
     assert {refusal.version for refusal in restored.refused} == {
         v for v in older if v in chosen and v > restored.origin

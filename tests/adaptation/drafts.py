@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from adaptation.snapshot_folder import Snapshot, SnapshotInfo
+from adaptation.checkpoint import Snapshot, SnapshotInfo
 
 
 def info_of(version: int) -> SnapshotInfo:

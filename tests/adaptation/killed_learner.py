@@ -84,14 +84,14 @@ def hashed(tensors: Mapping[str, Tensor]) -> str:
 def resumed(folder: Path) -> Bench:
     process = bench(folder, head_queries=2, head_steps=1, snapshots_in_memory=1, snapshots_on_disk=3)
     process.learner.restore()
-    process.pair.between_steps()
+    process.weights.between_steps()
     return process
 
 
 def learn_for_ever(folder: Path, seed: int, tell: Callable[..., None]) -> None:
     """Publish update after update, and now and then take one back."""
     process, rng = resumed(folder), random.Random(seed)
-    ring = process.pair.snapshots
+    ring = process.weights.snapshots
     usual = ring.add
 
     def add(info: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -99,20 +99,20 @@ def learn_for_ever(folder: Path, seed: int, tell: Callable[..., None]) -> None:
         usual(info, tensors)
 
     ring.add = add  # type: ignore[method-assign]
-    tell(what="done", version=process.pair.origin)
+    tell(what="done", version=process.weights.origin)
     while True:
         seed += 1
         process.hear(feedback, seed)
         publishes = len(process.events)
         process.learner.update()
-        process.pair.between_steps()
+        process.weights.between_steps()
         if any(event.kind == "published" for event in process.events[publishes:]):
-            tell(what="done", version=process.pair.origin)
-        if process.pair.origin and rng.random() < ROLLBACK_SHARE:
+            tell(what="done", version=process.weights.origin)
+        if process.weights.origin and rng.random() < ROLLBACK_SHARE:
             tell(what="rolling back")
             process.learner.rollback()
-            process.pair.between_steps()
-            tell(what="done", version=process.pair.origin)
+            process.weights.between_steps()
+            tell(what="done", version=process.weights.origin)
 
 
 def kill_once(folder: Path, known: Known, rng: random.Random) -> None:
@@ -149,7 +149,7 @@ def kill_once(folder: Path, known: Known, rng: random.Random) -> None:
 def check(folder: Path, known: Known) -> None:
     """At most what was being done may be lost, and what is served is what was published, to the bit."""
     later = resumed(folder)
-    origin, complaints = later.pair.origin, [event.reason for event in later.events]
+    origin, complaints = later.weights.origin, [event.reason for event in later.events]
     assert complaints in ([], ["same_weights"]), complaints
     assert hashed(weights_of(later.serving)) == known.weights[origin]
     match known.doing:
@@ -159,7 +159,7 @@ def check(folder: Path, known: Known) -> None:
             assert origin in (known.served, max(known.weights))
         case "rollback":
             assert origin <= known.served
-    assert hashed(weights_of(later.pair.training)) == known.weights[origin]
+    assert hashed(weights_of(later.weights.training)) == known.weights[origin]
     known.served, known.doing = origin, ""
 
 

@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from adaptation.learner_state import LearnerState, LearnerStateFile
-from adaptation.snapshot_folder import SnapshotInfo, layout_of
-from adaptation.snapshots import SnapshotRing
+from adaptation.checkpoint import LearnerCheckpoint, SnapshotInfo, SnapshotRing, layout_of
 
 TENSORS = {"w": torch.zeros(200_000)}
 
@@ -30,12 +28,12 @@ class Left(NamedTuple):
 def store_for_ever(folder: Path, version: int, told: int) -> None:
     """Tells each version once it is stored, its snapshot and its state."""
     ring = SnapshotRing(folder, in_memory=1, on_disk=3)
-    states = LearnerStateFile(folder)
+    states = LearnerCheckpoint(folder)
     while True:
         version += 1
         TENSORS["w"].fill_(version)
         ring.add(SnapshotInfo(version, None, "2026-01-01T00:00:00Z", {}), TENSORS)
-        states.save(LearnerState(version, {"policy": {"num_queries": version}}))
+        states.save(newest=version, origin=version, condemned=set(), parts={"policy": {"num_queries": version}})
         os.write(told, version.to_bytes(8, "big"))
 
 
@@ -59,17 +57,15 @@ def kill_once(folder: Path, left: Left, seconds: float) -> Left:
 
 def check(folder: Path, told: Left) -> Left:
     """At most what was being written may be missing, and nothing may be damaged."""
-    found = SnapshotRing(folder, in_memory=1, on_disk=3).newest(layout_of(TENSORS))
-    loaded = LearnerStateFile(folder).load()
-    assert (found.refused, loaded.refused) == ((), ())
-    left = Left(
-        found.snapshot.info.version if found.snapshot else 0,
-        loaded.state.version if loaded.state else 0,
-    )
+    ring = SnapshotRing(folder, in_memory=1, on_disk=3)
+    saved = LearnerCheckpoint(folder).load()
+    assert saved.complaints == ()
+    left = Left(max(ring.versions, default=0), saved.newest)
     assert left.snapshot in (told.snapshot, told.snapshot + 1)
     assert left.state in (told.state, told.snapshot + 1)
-    if found.snapshot:
-        assert torch.equal(found.snapshot.tensors["w"], torch.full((200_000,), float(left.snapshot)))
+    for version in ring.versions:
+        tensors = ring.get(version, layout_of(TENSORS)).tensors
+        assert torch.equal(tensors["w"], torch.full((200_000,), float(version)))
     return left
 
 

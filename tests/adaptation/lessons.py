@@ -13,9 +13,9 @@ from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from adaptation.learner import Learner
 from adaptation.overview import Overview
-from adaptation.pair import DrafterPair, in_place
 from adaptation.process import TrainingProcess
 from adaptation.signal import Lesson, lesson_of
+from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import Marks, Query, QueryFeedback
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import weights_of
@@ -125,7 +125,7 @@ class Bench:
     """A learner on a tiny drafter, and all it told."""
 
     learner: Learner
-    pair: DrafterPair
+    weights: DrafterWeights
     overview: Overview
     serving: SpecBlock
     clock: Clock
@@ -133,7 +133,7 @@ class Bench:
     events: list[Event] = field(default_factory=list)
 
     def hear(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
-        self.learner.hear(made(seed, version=self.pair.version, **told))
+        self.learner.hear(made(seed, version=self.weights.version, **told))
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
@@ -175,4 +175,4 @@ def bench(folder: Path, **knobs: object) -> Bench:
     built = build_learner(
         config, served, folder=folder, device="cpu", clock=clock, seed=0, in_bf16=False, emit=events.append
     )
-    return Bench(built.learner, built.pair, built.overview, serving, clock, built.process, events)
+    return Bench(built.learner, built.weights, built.overview, serving, clock, built.process, events)

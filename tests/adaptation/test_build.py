@@ -14,9 +14,9 @@ from adaptation.build import (
     build_quota,
     build_snapshots,
 )
+from adaptation.checkpoint import SnapshotInfo
 from adaptation.config import AdaptationConfig
 from adaptation.policy import QueryReport
-from adaptation.snapshot_folder import SnapshotInfo, layout_of
 
 
 def zero() -> float:
@@ -58,4 +58,3 @@ def test_the_ring_is_as_long_as_configured(tmp_path: Path) -> None:
     for version in range(5):
         ring.add(SnapshotInfo(version, None, "2026-01-01T00:00:00Z", {}), tensors)
     assert ring.versions == [3, 4]
-    assert ring.newest(layout_of(tensors)).refused == ()

@@ -8,13 +8,13 @@ import torch
 from adaptation.buffers import HeldBackText
 from adaptation.gate import Gate
 from adaptation.judging import Judge, ReplayName, replay_of
-from adaptation.pair import DrafterPair
 from adaptation.signal import example_of
+from adaptation.weights import DrafterWeights
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks, replay_trees
 from tests.adaptation.lessons import EMBED, drafter, feedback
-from tests.adaptation.test_pair import pair_of, train
+from tests.adaptation.test_weights import train, weights_in
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -42,56 +42,56 @@ class Counted:
         return first_weight(model, example)
 
 
-def judge_of(folder: Path, replay: Counted, *, least: int = 4, known: int = 100) -> tuple[Judge, DrafterPair]:
-    pair = pair_of(folder, drafter())
+def judge_of(folder: Path, replay: Counted, *, least: int = 4, known: int = 100) -> tuple[Judge, DrafterWeights]:
+    weights = weights_in(folder, drafter())
     gate = Gate(least_sequences=4, standard_errors=1.0)
-    return Judge(pair, gate, replay, least_texts=least, most_known=known), pair
+    return Judge(weights, gate, replay, least_texts=least, most_known=known), weights
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     replay = Counted()
-    judge, pair = judge_of(tmp_path, replay)
+    judge, weights = judge_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     judge.judge(texts)
     assert replay.calls == 8, "what serves is the anchor"
     judge.judge(texts)
     assert replay.calls == 12
-    train(pair, 1)
-    pair.publish({})
-    pair.between_steps()
+    train(weights, 1)
+    weights.publish({})
+    weights.between_steps()
     judge.judge(texts)
     assert replay.calls == 20
 
 
 def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> None:
     replay = Counted()
-    judge, pair = judge_of(tmp_path, replay)
+    judge, weights = judge_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
-    train(pair, 1)
+    train(weights, 1)
     judge.judge(texts)
-    pair.publish({})
+    weights.publish({})
     judge.published()
     before = replay.calls
-    assert judge.serving(texts) == [first_weight(pair.training, texts[0].example)] * 4
+    assert judge.serving(texts) == [first_weight(weights.training, texts[0].example)] * 4
     assert replay.calls == before
-    pair.between_steps()
-    pair.restore(0)
-    pair.between_steps()
-    assert judge.serving(texts) == [first_weight(pair.anchor, texts[0].example)] * 4
+    weights.between_steps()
+    weights.restore(0)
+    weights.between_steps()
+    assert judge.serving(texts) == [first_weight(weights.anchor, texts[0].example)] * 4
 
 
 def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
-    judge, pair = judge_of(tmp_path, Counted())
+    judge, weights = judge_of(tmp_path, Counted())
     texts = [text(number) for number in range(4)]
-    anchor = first_weight(pair.anchor, texts[0].example)
-    train(pair, 1)
-    published = first_weight(pair.training, texts[0].example)
+    anchor = first_weight(weights.anchor, texts[0].example)
+    train(weights, 1)
+    published = first_weight(weights.training, texts[0].example)
     assert judge.serving(texts) == [anchor] * 4
-    pair.publish({})
-    pair.between_steps()
-    train(pair, 2)
+    weights.publish({})
+    weights.between_steps()
+    train(weights, 2)
     decision, seconds = judge.judge(texts)
-    assert decision.candidate_mean == pytest.approx(first_weight(pair.training, texts[0].example))
+    assert decision.candidate_mean == pytest.approx(first_weight(weights.training, texts[0].example))
     assert (decision.serving_mean, decision.anchor_mean) == pytest.approx((published, anchor))
     assert seconds > 0
     scored = judge.scored(text(9), with_previous=True)
@@ -108,12 +108,12 @@ def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
 
 def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path) -> None:
     replay = Counted()
-    judge, pair = judge_of(tmp_path, replay)
+    judge, weights = judge_of(tmp_path, replay)
     texts = [text(number) for number in range(10)]
     for change, calls in ((-1.0, 4), (1.0, 10)):
         with torch.no_grad():
-            pair.training.lm_head.weight[0, 0] += change
-            pair.training.lm_head.weight[0, 0] += change
+            weights.training.lm_head.weight[0, 0] += change
+            weights.training.lm_head.weight[0, 0] += change
         judge.serving(texts)
         judge.anchor(texts)
         before = replay.calls

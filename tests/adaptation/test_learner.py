@@ -30,13 +30,13 @@ def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), upd
         tried.hear(feedback, seed, token=TOKEN, accepted=accepted)
         if update:
             tried.learner.update()
-        tried.pair.between_steps()
+        tried.weights.between_steps()
 
 
 def taught(folder: Path, **knobs: object) -> Bench:
     tried = full_bench(folder, **knobs)
     serve_until(tried, range(60), "published")
-    assert tried.pair.origin > 0
+    assert tried.weights.origin > 0
     return tried
 
 
@@ -51,9 +51,9 @@ def serve_until(tried: Bench, seeds: range, kind: str) -> None:
 @torch.no_grad()
 def spoil(tried: Bench, seed: int = 7) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for value in tried.pair.training.parameters():
+    for value in tried.weights.training.parameters():
         value.copy_(torch.randn(value.shape, generator=generator))
-    head = tried.pair.training.lm_head.weight
+    head = tried.weights.training.lm_head.weight
     head.mul_(50)  # more than an update can mend
     head[DRAFTED] = 0.0
 
@@ -76,7 +76,7 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     serve(tried, range(32))
     published = [event for event in tried.events if event.kind == "published"]
     assert [event.version for event in published] == list(range(1, len(published) + 1))
-    assert tried.pair.version == len(published)
+    assert tried.weights.version == len(published)
     assert published[-1].numbers["candidate"] > published[-1].numbers["anchor"] + 1
     assert all(event.numbers["candidate"] > event.numbers["serving"] for event in published)
     assert not same(weights_of(tried.serving), weights_of(drafter()))
@@ -88,22 +88,22 @@ def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
     for seed in range(40):
-        tried.learner.hear(feedback(seed, token=foreign, version=tried.pair.version))
+        tried.learner.hear(feedback(seed, token=foreign, version=tried.weights.version))
         tried.learner.update()
-        tried.pair.between_steps()
+        tried.weights.between_steps()
     assert "published" in tried.kinds()
     assert int(tried.serving.t2d[foreign]) >= 0
     assert int(tried.serving.d2t[tried.serving.t2d[foreign]]) == foreign
     tried.learner.save(training=False)
     later = full_bench(tmp_path)
     later.learner.restore()
-    later.pair.between_steps()
+    later.weights.between_steps()
     assert same(weights_of(later.serving), weights_of(tried.serving))
     assert later.learner._vocabulary.counts.of(torch.tensor([foreign])).item() > 0
     tried.learner.rollback()
-    while tried.pair.latest_origin:
+    while tried.weights.latest_origin:
         tried.learner.rollback()
-    tried.pair.between_steps()
+    tried.weights.between_steps()
     assert same(weights_of(tried.serving), weights_of(drafter()))
 
 
@@ -111,11 +111,11 @@ def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, exchange_count=0)
     foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
     for seed in range(16):
-        tried.learner.hear(feedback(seed, token=foreign, version=tried.pair.version))
+        tried.learner.hear(feedback(seed, token=foreign, version=tried.weights.version))
         tried.learner.update()
-        tried.pair.between_steps()
+        tried.weights.between_steps()
     assert tried.learner.num_updates["full"] > 0
-    assert torch.equal(tried.pair.training.d2t, drafter().d2t)
+    assert torch.equal(tried.weights.training.d2t, drafter().d2t)
 
 
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
@@ -144,55 +144,55 @@ def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> None:
     tried = taught(tmp_path, full_steps=2, step_texts=64, warm_up_steps=1, full_learning_rate=0.02)
-    served, version = {name: value.clone() for name, value in weights_of(tried.serving).items()}, tried.pair.version
+    served, version = {name: value.clone() for name, value in weights_of(tried.serving).items()}, tried.weights.version
     tried.events.clear()
     spoil(tried, seed)
     serve(tried, range(100, 104), update=False)
     while tried.learner.update() is None:
         serve(tried, range(104, 106), update=False)
     assert [(event.kind, event.reason) for event in tried.events] == [("refused", "worse_than_serving")]
-    tried.pair.between_steps()
-    assert tried.pair.version == version
+    tried.weights.between_steps()
+    assert tried.weights.version == version
     assert same(weights_of(tried.serving), served)
-    assert same(weights_of(tried.pair.training), served)
+    assert same(weights_of(tried.weights.training), served)
 
 
 def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
     tried = taught(tmp_path, window_sequences=16)
     good = {name: value.clone() for name, value in weights_of(tried.serving).items()}
-    origin = tried.pair.origin
+    origin = tried.weights.origin
     spoil(tried)
-    poisoned = tried.pair.publish({})
-    tried.pair.between_steps()
+    poisoned = tried.weights.publish({})
+    tried.weights.between_steps()
     tried.learner._watch.served_anew()
     tried.events.clear()
     queries = 0
-    while tried.pair.origin == poisoned:
+    while tried.weights.origin == poisoned:
         serve(tried, range(200 + queries, 201 + queries), update=False)
         queries += 1
         assert queries <= 16, "not within one window"
     assert [event.kind for event in tried.events] == ["rolled_back"]
     assert tried.events[0].reason == "worse_than_before"
     assert tried.events[0].numbers["condemned"] == poisoned
-    assert tried.pair.origin == origin
+    assert tried.weights.origin == origin
     assert same(weights_of(tried.serving), good)
-    assert same(weights_of(tried.pair.training), good)
+    assert same(weights_of(tried.weights.training), good)
 
 
 def test_a_collapse_is_taken_back_at_once(tmp_path: Path) -> None:
     tried = taught(tmp_path, collapse_verifies=8)
-    origin = tried.pair.origin
+    origin = tried.weights.origin
     tried.events.clear()
     serve(tried, range(200, 201), accepted=(0,) * 8, update=False)
     assert [(event.kind, event.reason) for event in tried.events] == [("rolled_back", "collapsed")]
-    assert tried.pair.origin < origin
+    assert tried.weights.origin < origin
 
 
 def test_a_collapse_of_the_anchor_is_only_told(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never", collapse_verifies=8)
     serve(tried, range(1), accepted=(0,) * 8)
     assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "collapsed")]
-    assert tried.pair.version == 0
+    assert tried.weights.version == 0
     serve(tried, range(1, 8), accepted=(0,) * 8)
     assert len(tried.events) == 1
 
@@ -226,7 +226,7 @@ def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> 
 def changed(tried: Bench, seeds: range) -> None:
     """Traffic that the drafter foresees much better than before; nobody has judged an update on it yet."""
     for seed in seeds:
-        heard = feedback(seed, token=TOKEN, version=tried.pair.version)
+        heard = feedback(seed, token=TOKEN, version=tried.weights.version)
         heard.marks.chances.fill_(0.9 if seed >= seeds.start + 30 else 0.1)
         tried.learner.hear(heard)
         if "changed" in tried.kinds():
@@ -316,10 +316,10 @@ def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
 
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
     tried = taught(tmp_path)
-    origin, version = tried.pair.origin, tried.pair.version
+    origin, version = tried.weights.origin, tried.weights.version
     restored = tried.learner.rollback()
     assert restored.origin < origin
-    assert tried.pair.between_steps() == restored.version == version + 1
+    assert tried.weights.between_steps() == restored.version == version + 1
     tried.learner.pause()
     tried.events.clear()
     serve(tried, range(100, 130))
@@ -333,12 +333,12 @@ def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
     for seed in range(60):
         tried.hear(feedback, seed, token=TOKEN)
         tried.learner.update()
-        if tried.pair.pending:
+        if tried.weights.pending:
             break
-    assert tried.pair.pending
+    assert tried.weights.pending
     tried.learner.rollback()
-    tried.pair.between_steps()
-    assert tried.pair.origin == 0
+    tried.weights.between_steps()
+    assert tried.weights.origin == 0
     assert same(weights_of(tried.serving), weights_of(drafter()))
 
 
@@ -359,7 +359,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
         tried.learner.hear(broken)
         tried.learner.update()
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
-    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    assert same(weights_of(tried.weights.training), weights_of(drafter()))
     assert tried.learner._buffers.take("full") == [], "it would break the next update too"
 
 
@@ -377,7 +377,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     spoil(tried)
     tried.learner.recover("RuntimeError")
     assert tried.kinds()[-1] == "failed"
-    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    assert same(weights_of(tried.weights.training), weights_of(drafter()))
     assert not tried.learner._buffers._rehearsed
     serve_until(tried, range(40, 100), "published")
 
@@ -388,10 +388,10 @@ def test_a_full_disk_stops_neither_serving_nor_full_bench(tmp_path: Path, monkey
 
     tried = full_bench(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("adaptation.snapshots.write_snapshot", full)
+        patch.setattr("adaptation.checkpoint.write_snapshot", full)
         serve_until(tried, range(60), "refused")
     assert tried.events[-1].reason == "not_stored"
-    assert tried.pair.version == 0
+    assert tried.weights.version == 0
     serve_until(tried, range(120, 180), "published")
 
 
@@ -400,9 +400,9 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
     before.learner.save(training=True)
     after = full_bench(tmp_path)
     after.learner.restore()
-    after.pair.between_steps()
-    assert after.pair.version == before.pair.version + 1
-    assert after.pair.origin == before.pair.origin
+    after.weights.between_steps()
+    assert after.weights.version == before.weights.version + 1
+    assert after.weights.origin == before.weights.origin
     assert same(weights_of(after.serving), weights_of(before.serving))
     assert same(after.learner._trainer.tensors(), before.learner._trainer.tensors())
     assert after.learner._policy.state() == before.learner._policy.state()
@@ -411,25 +411,25 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
 
 def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
     before = taught(tmp_path)
-    bad = before.pair.origin
+    bad = before.weights.origin
     before.learner.rollback()
-    before.pair.between_steps()
+    before.weights.between_steps()
     after = full_bench(tmp_path)
     after.learner.restore()
-    after.pair.between_steps()
-    assert bad in after.pair.condemned
+    after.weights.between_steps()
+    assert bad in after.weights.condemned
     assert same(weights_of(after.serving), weights_of(before.serving))
 
 
 def test_the_deployed_drafter_served_again_has_a_version_in_a_later_process_too(tmp_path: Path) -> None:
     before = taught(tmp_path)
-    while before.pair.latest_origin > 0:
+    while before.weights.latest_origin > 0:
         before.learner.rollback()
-    before.pair.between_steps()
+    before.weights.between_steps()
     after = full_bench(tmp_path, collapse_verifies=8)
     after.learner.restore()
-    assert after.pair.between_steps() == after.pair.newest > before.pair.version
-    assert after.pair.origin == 0
+    assert after.weights.between_steps() == after.weights.newest > before.weights.version
+    assert after.weights.origin == 0
     after.events.clear()
     serve(after, range(1), accepted=(0,) * 8)
     assert [(event.kind, event.reason) for event in after.events] == [("alarm", "collapsed")]
@@ -438,7 +438,7 @@ def test_the_deployed_drafter_served_again_has_a_version_in_a_later_process_too(
 def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     tried.learner.restore()
-    assert (tried.events, tried.pair.pending) == ([], False)
+    assert (tried.events, tried.weights.pending) == ([], False)
 
 
 def test_another_policy_starts_anew(tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ def test_another_policy_starts_anew(tmp_path: Path) -> None:
     after.learner.restore()
     assert after.events[0].reason == "same_weights"
     assert any("policy" in event.reason for event in after.events[1:])
-    assert after.pair.between_steps() > 0
+    assert after.weights.between_steps() > 0
 
 
 def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path: Path) -> None:
@@ -497,24 +497,24 @@ def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> 
         tried.hear(feedback, seed)
     brought = {name: value.clone() for name, value in weights_of(drafter(seed=5)).items()}
     assert tried.learner.adopt(brought) == 1
-    assert tried.pair.between_steps() == 1
+    assert tried.weights.between_steps() == 1
     assert same(weights_of(tried.serving), brought)
-    assert same(weights_of(tried.pair.training), brought)
+    assert same(weights_of(tried.weights.training), brought)
     assert [(event.kind, event.reason, event.version) for event in tried.events] == [("loaded", "operator", 1)]
     later = bench(tmp_path)
     later.learner.restore()
-    later.pair.between_steps()
+    later.weights.between_steps()
     assert same(weights_of(later.serving), brought)
 
 
 def test_an_operator_can_take_back_what_was_brought(tmp_path: Path) -> None:
     tried = bench(tmp_path)
     tried.learner.adopt(weights_of(drafter(seed=5)))
-    tried.pair.between_steps()
+    tried.weights.between_steps()
     tried.learner.rollback()
-    tried.pair.between_steps()
+    tried.weights.between_steps()
     assert same(weights_of(tried.serving), weights_of(drafter()))
-    assert tried.pair.condemned == {1}
+    assert tried.weights.condemned == {1}
 
 
 def test_a_policy_that_breaks_while_it_is_told_of_a_publish_is_asked_again(
@@ -529,7 +529,7 @@ def test_a_policy_that_breaks_while_it_is_told_of_a_publish_is_asked_again(
         patch.setattr(tried.learner._policy, "published", breaks)
         with pytest.raises(RuntimeError, match="on purpose"):
             serve(tried, range(60))
-    assert tried.pair.between_steps() == 1
+    assert tried.weights.between_steps() == 1
     tried.learner.recover("RuntimeError")
     updates = tried.learner.num_updates["full"]
     serve(tried, range(60, 90))

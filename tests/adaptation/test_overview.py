@@ -36,19 +36,19 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     for seed in range(40):
         tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
         tried.learner.update()
-        tried.pair.between_steps()
+        tried.weights.between_steps()
     tried.learner.hear(feedback(99, rejected=0, accepted=()))
     tried.learner.rollback()
     status = seen(tried)
     kinds = tried.kinds()
     assert status.publishes == kinds.count("published") > 0
     assert status.refusals == kinds.count("refused")
-    assert (status.rollbacks, status.newest, status.version) == (1, tried.pair.newest, tried.pair.version)
+    assert (status.rollbacks, status.newest, status.version) == (1, tried.weights.newest, tried.weights.version)
     assert status.updates == {"full": kinds.count("published") + kinds.count("refused")}
     assert status.queries_heard == sum(status.decisions.values()) == 41
     assert status.excluded == {"nothing_to_learn": status.queries_excluded}
-    assert status.snapshots == tuple(tried.pair.snapshots.versions)
-    assert status.condemned == tuple(sorted(tried.pair.condemned)) != ()
+    assert status.snapshots == tuple(tried.weights.snapshots.versions)
+    assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()
     assert status.kl_to_anchor is not None
     assert status.training_seconds == tried.learner.training_seconds > 0
     assert [past.kind for past in status.events] == kinds[-50:]
@@ -61,18 +61,18 @@ def test_the_distance_to_the_anchor_is_measured_once_per_version(
     for seed in range(8):
         tried.hear(feedback, seed)
     asked: list[int] = []
-    whole = tried.pair.served_in_full
+    whole = tried.weights.served_in_full
 
     def counted() -> SpecBlock:
         asked.append(1)
         return whole()
 
-    monkeypatch.setattr(tried.pair, "served_in_full", counted)
+    monkeypatch.setattr(tried.weights, "served_in_full", counted)
     assert tried.learner.drift() == tried.learner.drift() == 0.0
     assert len(asked) == 1
     with torch.no_grad():
-        tried.pair.training.lm_head.weight.mul_(1.5)
-    tried.pair.publish({})
+        tried.weights.training.lm_head.weight.mul_(1.5)
+    tried.weights.publish({})
     changed = tried.learner.drift()
     assert changed is not None
     assert changed > 0

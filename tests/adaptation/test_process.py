@@ -38,10 +38,10 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
     """From texts of tokens the drafter cannot propose at first."""
     foreign = (drafter().t2d < 0).nonzero()[:, 0]
     for seed in range(count):
-        tried.learner.hear(feedback(seed, token=int(foreign[seed % 3]), version=tried.pair.version))
+        tried.learner.hear(feedback(seed, token=int(foreign[seed % 3]), version=tried.weights.version))
         if updates:
             tried.learner.update()
-        tried.pair.between_steps()
+        tried.weights.between_steps()
 
 
 def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert "published" in tried.kinds()
     assert tried.kinds() == alone.kinds()
     assert same(weights_of(tried.serving), weights_of(alone.serving))
-    assert same(weights_of(tried.pair.training), weights_of(alone.pair.training))
+    assert same(weights_of(tried.weights.training), weights_of(alone.weights.training))
     assert same(tried.learner._trainer.tensors(), alone.learner._trainer.tensors())
     assert not torch.equal(tried.serving.d2t, drafter().d2t)
     assert process_of(tried).num_started == 1
@@ -86,7 +86,7 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
     with pytest.raises(TrainingLost, match="died"):
         tried.learner.update(kills)
     tried.learner.recover("killed")
-    assert same(weights_of(tried.pair.training), served)
+    assert same(weights_of(tried.weights.training), served)
     learn(tried, 12)
     assert process.num_started == 2
     assert tried.learner.num_updates["full"] > 0
@@ -131,7 +131,7 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
         process.ask(Train("full", lessons(4), None), dies)
     tried.learner.recover("thread_died")
     assert process.pid is None
-    assert same(weights_of(tried.pair.training), weights_of(drafter()))
+    assert same(weights_of(tried.weights.training), weights_of(drafter()))
 
 
 def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:

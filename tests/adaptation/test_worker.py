@@ -170,16 +170,16 @@ def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> 
     worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
     worker.start()
     token, seed = int(vocabulary()[0][5]), 0
-    while not tried.pair.version:
+    while not tried.weights.version:
         assert seed < 5000, tried.events
         if not seed % 20:
-            worker.offer(feedback(seed, token=token, version=tried.pair.version))
-        tried.pair.between_steps()
+            worker.offer(feedback(seed, token=token, version=tried.weights.version))
+        tried.weights.between_steps()
         time.sleep(0.001)
         seed += 1
     assert worker.stop()
     assert worker.failures == {}
-    assert tried.pair.version > 0
+    assert tried.weights.version > 0
 
 
 def test_commands_run_in_the_thread_and_come_first(made: Made) -> None:

@@ -61,7 +61,7 @@ def serving_the_good_one(known: Practised, folder: Path, emit: list[Event], **kn
     """A learner whose anchor is good at nothing; it serves the trained drafter as its first version."""
     built = known.learner(folder, emit.append, known.first, **{**KNOBS, **knobs})
     built.learner.adopt(known.good)
-    built.pair.between_steps()
+    built.weights.between_steps()
     emit.clear()
     return built
 
@@ -96,27 +96,27 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     events: list[Event] = []
     built = serving_the_good_one(known, tmp_path, events)
     hear(built, known.stream(0, 80, version=1))
-    served = {name: value.clone() for name, value in built.pair._served.items()}
+    served = {name: value.clone() for name, value in built.weights._served.items()}
     seeds = iter(range(20))
 
     def spoil(
         arm: object, lessons: object, interrupted: object, *, vocabulary: object, rate_share: float
     ) -> UpdateReport:
         seed = next(seeds)
-        perturb(dict(built.pair.training.named_parameters()), 0.15 + 0.02 * seed, seed)
+        perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
 
     monkeypatch.setattr(built.learner._trainer, "update", spoil)
     for number in range(20):
         while built.learner.update() is None:
             hear(built, known.stream(100 + number, 2, version=1))
-    built.pair.between_steps()
+    built.weights.between_steps()
     falls = [event.numbers["serving"] - event.numbers["candidate"] for event in events]
     print(f"20 candidates whose replayed tau was {min(falls):.2f} to {max(falls):.2f} lower")
     assert [(event.kind, event.reason) for event in events] == [("refused", "worse_than_serving")] * 20
     assert min(falls) > 0.05
-    assert built.pair.version == 1
-    assert same(built.pair._served, served)
+    assert built.weights.version == 1
+    assert same(built.weights._served, served)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -125,10 +125,10 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     events: list[Event] = []
     built = serving_the_good_one(known, tmp_path, events, collapse_verifies=10**6)
     hear(built, known.stream(seed, 40, version=1))
-    perturb(dict(built.pair.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
-    poisoned = built.pair.publish({})
+    perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
+    poisoned = built.weights.publish({})
     built.learner._watch.served_anew()
-    built.pair.between_steps()
+    built.weights.between_steps()
     events.clear()
     queries = 0
     for feedback in known.stream(1000 + seed, WINDOW, version=poisoned):
@@ -136,11 +136,11 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
         queries += 1
         if events:
             break
-    built.pair.between_steps()
+    built.weights.between_steps()
     print(f"taken back after {queries} queries: {[(event.kind, event.reason) for event in events]}")
     assert [event.kind for event in events] == ["rolled_back"]
-    assert (built.pair.origin, built.pair.condemned) == (1, {poisoned})
-    assert same(built.pair._served, known.good)
+    assert (built.weights.origin, built.weights.condemned) == (1, {poisoned})
+    assert same(built.weights._served, known.good)
 
 
 def negate_head(network: SpecBlock) -> None:
@@ -156,7 +156,7 @@ def negate_everything(network: SpecBlock) -> None:
 def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
     known: Practised, tmp_path: Path, overwrite: Callable[[SpecBlock], None]
 ) -> None:
-    """No replay can see it, for the pair still knows the good weights; but what is served earns nothing any more."""
+    """No replay can see it, for the learner still knows the good weights; but what is served earns nothing any more."""
     events: list[Event] = []
     asked = greedy_requests(8)
     plain = texts(known.assembly.engine(known.assembly.drafter("none")), asked)
@@ -174,7 +174,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
             assert adaptive.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
-        mended = same(weights_of(adaptive.network), adaptive.pair._served)
+        mended = same(weights_of(adaptive.network), adaptive.weights._served)
     print(f"mended after {queries} queries")
     assert [answer.token_ids for answer in run.answers] == plain
     assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]
@@ -185,9 +185,9 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
 def scores_of(known: Practised, built: Built, weights: dict[str, Tensor]) -> list[float]:
     """Replayed tau of a drafter on every recorded text."""
     with torch.no_grad():
-        for name, value in built.pair.training.named_parameters():
+        for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
-    model, judge = built.pair.candidate(), built.learner._judge
+    model, judge = built.weights.candidate(), built.learner._judge
     examples = (lesson_of(feedback, most_rejected=1).example for feedback in known.recorded)
     return [judge._replay(model, example) for example in examples if example is not None]
 
@@ -219,11 +219,11 @@ def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised,
     twin = twin_of(known, built)
     stream = known.stream(0, STATIONARY_WINDOWS * WINDOW, version=0)
     for feedback in stream:
-        if built.pair.origin == 0:  # not yet published, or taken back
+        if built.weights.origin == 0:  # not yet published, or taken back
             publish(built, twin)
-        version = built.pair.version
+        version = built.weights.version
         built.learner.hear(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
-        built.pair.between_steps()
+        built.weights.between_steps()
     rollbacks = sum(event.kind == "rolled_back" for event in events)
     dismissed = sum(event.kind == "dismissed" for event in events)
     bare = bare_rule(stream)
@@ -235,11 +235,11 @@ def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised,
 def publish(built: Built, weights: dict[str, Tensor]) -> None:
     """As after an update, but without the gate."""
     with torch.no_grad():
-        for name, value in built.pair.training.named_parameters():
+        for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
-    built.pair.publish({})
+    built.weights.publish({})
     built.learner._watch.served_anew()
-    built.pair.between_steps()
+    built.weights.between_steps()
 
 
 def test_the_paired_alarm_is_quiet_on_the_noise_of_real_replays(known: Practised, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair
+from adaptation.weights import DrafterWeights
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.generate import generate
@@ -40,7 +40,7 @@ class Seen:
         assert norm is not None
 
         def note(module: torch.nn.Module, inputs: object) -> None:
-            self.by_step[self.step].add((adaptive.pair.version, float(norm.weight[0])))
+            self.by_step[self.step].add((adaptive.weights.version, float(norm.weight[0])))
 
         adaptive.network.register_forward_pre_hook(note)
 
@@ -54,22 +54,22 @@ class Seen:
 
 
 @contextmanager
-def publishing(pair: DrafterPair, seed: int, parts: tuple[str, ...]) -> Iterator[None]:
+def publishing(weights: DrafterWeights, seed: int, parts: tuple[str, ...]) -> Iterator[None]:
     """Publish weights, of these parts randomly perturbed ones, whenever the last ones have reached the engine."""
     done = threading.Event()
     generator = torch.Generator().manual_seed(seed)
-    anchor = dict(pair.anchor.named_parameters())
+    anchor = dict(weights.anchor.named_parameters())
 
     def publish() -> None:
         while not done.is_set():
-            if pair.pending:
+            if weights.pending:
                 done.wait(0.0002)
                 continue
             with torch.no_grad():
-                for name, value in pair.training.named_parameters():
+                for name, value in weights.training.named_parameters():
                     if name.startswith(parts):
                         value.copy_(anchor[name] + 0.3 * torch.randn(value.shape, generator=generator))
-            pair.publish({})
+            weights.publish({})
 
     thread = threading.Thread(target=publish)
     thread.start()
@@ -94,8 +94,8 @@ def serve(
     def count(_: int) -> None:
         seen.step += 1
 
-    with publishing(adaptive.pair, publishes, parts):
-        while adaptive.pair.version < publishes:
+    with publishing(adaptive.weights, publishes, parts):
+        while adaptive.weights.version < publishes:
             run = generate(adaptive.engine, asked, before_step=count)
             assert [answer.token_ids for answer in run.answers] == plain
             preemptions += sum(step.stats.preemptions for step in run.steps)

@@ -108,7 +108,7 @@ def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -
     config = AdaptationConfig.model_validate(EAGER)
     adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None)
     woken: list[bool] = []
-    adaptive.start(lambda: woken.append(adaptive.pair.pending))
+    adaptive.start(lambda: woken.append(adaptive.weights.pending))
     adaptive.rollback()
     adaptive.stop()
     assert woken == [True]
@@ -209,7 +209,7 @@ def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembl
         adaptive.engine.step()
     with learning(assembly, tmp_path / "state", policy="never") as later:
         later.engine.step()
-        assert (later.pair.origin, later.engine.drafter.version) == (1, 2)
+        assert (later.weights.origin, later.engine.drafter.version) == (1, 2)
         served = dict(later.network.named_parameters())
         expected = trained.load_network(folder, assembly.loaded)
         assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())

@@ -13,12 +13,12 @@ from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.events import Event
 from adaptation.learner import Learner
-from adaptation.pair import DrafterPair, in_place
 from adaptation.replicas.build import fingerprint_of
 from adaptation.replicas.exchange import Exchange
 from adaptation.replicas.join import join_replicas
 from adaptation.replicas.wire import QueryShape
 from adaptation.status import ReplicaStatus
+from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import weights_of
@@ -63,7 +63,7 @@ class Member:
     """One replica without an engine: its weights are written as soon as they wait."""
 
     learner: Learner
-    pair: DrafterPair
+    weights: DrafterWeights
     worker: Worker
     exchange: Exchange
     serving: SpecBlock
@@ -74,7 +74,7 @@ class Member:
         return self.exchange.status()
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def served(self) -> dict[str, Tensor]:
         """What is really served."""
         return {name: value.clone() for name, value in weights_of(self.serving).items()}
 
@@ -87,7 +87,7 @@ class Member:
         """So many queries end here, all of the same token again and again."""
         token = int(vocabulary()[0][5])
         for seed in range(first_seed, first_seed + count):
-            self.exchange.offer(feedback(seed, token=token, version=self.pair.version))
+            self.exchange.offer(feedback(seed, token=token, version=self.weights.version))
 
 
 def served_drafter(serving: SpecBlock) -> ServedDrafter:
@@ -117,15 +117,15 @@ def member(folder: Path, url: str, **knobs: object) -> Iterator[Member]:
     )
     joined = join_replicas(config, built, made, target_identity=TARGET)
     assert isinstance(joined.replicas, Exchange)
-    pair = built.pair
+    weights = built.weights
 
     def write() -> None:
-        pair.between_steps()
+        weights.between_steps()
 
-    pair.waits = write
+    weights.waits = write
     joined.worker.start()
     try:
-        yield Member(built.learner, pair, joined.worker, joined.replicas, serving, events)
+        yield Member(built.learner, weights, joined.worker, joined.replicas, serving, events)
     finally:
         assert joined.worker.stop()
 

@@ -8,7 +8,7 @@ import pytest
 from adaptation.errors import Refused
 from adaptation.replicas.board import CHUNK_BYTES, Board
 from adaptation.replicas.lease import Lease
-from adaptation.store import Store
+from adaptation.replicas.redis_store import RedisStore
 from tests.adaptation.worlds import Clock
 from tests.redis_server import RedisServer
 
@@ -16,17 +16,17 @@ DATA = bytes(range(256)) * 10_000  # three pieces
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[Store]:
-    with closing(Store(server.url, timeout_seconds=5.0)) as made:
+def store(server: RedisServer) -> Iterator[RedisStore]:
+    with closing(RedisStore(server.url, timeout_seconds=5.0)) as made:
         yield made
 
 
 @pytest.fixture
-def board(store: Store) -> Board:
+def board(store: RedisStore) -> Board:
     return Board(store, "here", name="one")
 
 
-def leads(store: Store, board: Board, name: str = "one") -> int:
+def leads(store: RedisStore, board: Board, name: str = "one") -> int:
     lease = Lease(store, board.lease_key, board.epoch_key, name=name, seconds=1000.0, clock=Clock())
     lease.hold(0)
     return lease.epoch
@@ -48,7 +48,7 @@ def test_a_missing_piece_is_seen(server: RedisServer, board: Board) -> None:
     assert refused.value.reason == "torn"
 
 
-def test_the_leader_announces_and_what_it_announced_stays(server: RedisServer, store: Store, board: Board) -> None:
+def test_the_leader_announces_and_what_it_announced_stays(server: RedisServer, store: RedisStore, board: Board) -> None:
     epoch = leads(store, board)
     for name, before in (("a", "a"), ("b", "a")):
         board.put(name, DATA)
@@ -58,7 +58,7 @@ def test_the_leader_announces_and_what_it_announced_stays(server: RedisServer, s
     assert 0 < server.client.ttl("here:weights:a") <= 600  # for whoever is still reading it
 
 
-def test_nobody_else_does(store: Store, board: Board) -> None:
+def test_nobody_else_does(store: RedisStore, board: Board) -> None:
     board.put("a", DATA)
     assert not board.announce(1, b"raw", "a", "a")  # nobody leads
     epoch = leads(store, board, "two")
@@ -67,7 +67,7 @@ def test_nobody_else_does(store: Store, board: Board) -> None:
     assert (board.current(), board.shared()) == (None, None)
 
 
-def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: Store, board: Board) -> None:
+def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: RedisStore, board: Board) -> None:
     old = leads(store, board)
     server.client.delete("here:lease")
     new = leads(store, board)
@@ -79,7 +79,7 @@ def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: Store
     assert (board.current(), board.shared()) == (b"new", b"new")
 
 
-def test_weights_that_are_not_there_are_not_announced(store: Store, board: Board) -> None:
+def test_weights_that_are_not_there_are_not_announced(store: RedisStore, board: Board) -> None:
     assert not board.announce(leads(store, board), b"raw", "a", "a")
 
 

@@ -55,8 +55,8 @@ def test_the_first_leads_and_the_next_follows(leader: Member, follower: Member) 
 def test_what_the_leader_serves_all_serve(leader: Member, follower: Member) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
-    assert same(leader.weights, follower.weights)
-    assert same(follower.weights, weights_of(drafter(1)))
+    assert same(leader.served, follower.served)
+    assert same(follower.served, weights_of(drafter(1)))
     assert follower.status.versions["followed"] == 1
 
 
@@ -65,7 +65,7 @@ def test_a_rollback_reaches_all(leader: Member, follower: Member) -> None:
     until([leader, follower], lambda: follower.status.number == 1)
     leader.worker.ask(leader.learner.rollback).result()
     until([leader, follower], partial(_follows, leader, follower, 2))
-    assert same(follower.weights, weights_of(drafter()))
+    assert same(follower.served, weights_of(drafter()))
 
 
 def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Member, follower: Member) -> None:
@@ -77,8 +77,8 @@ def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Membe
         until([leader, follower], partial(_is_heard, leader, sent + 2))
         assert leader.worker.settle(20)
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number >= 1)
-    assert same(leader.weights, follower.weights)
-    assert not same(follower.weights, weights_of(drafter()))
+    assert same(leader.served, follower.served)
+    assert not same(follower.served, weights_of(drafter()))
     assert follower.status.queries == {"sent": leader.status.queries["heard"]}
     assert {event.kind for event in follower.events} == {"loaded"}
 
@@ -88,7 +88,7 @@ def test_served_versions_are_told_by_their_weights(leader: Member, follower: Mem
     leader.bring(seed=1)
     leader.bring(seed=2)
     until([leader, follower], partial(_follows, leader, follower, 1))
-    assert (leader.pair.version, follower.pair.version) == (2, 1)
+    assert (leader.weights.version, follower.weights.version) == (2, 1)
     heard: list[tuple[int, int]] = []
 
     def hear(told: QueryFeedback) -> None:
@@ -130,7 +130,7 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     leader.exchange._leave()
     until([follower], lambda: follower.status.queries.get("heard") == 3)
     assert (follower.status.standing, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
-    assert same(follower.weights, weights_of(drafter(1)))
+    assert same(follower.served, weights_of(drafter(1)))
     assert set(follower.learner.shared()) == set(shared)
     until([leader, follower], lambda: leader.status.epoch == 2 and agreed([leader, follower]))
     assert leader.status.standing == "following"
@@ -158,7 +158,7 @@ def test_an_emptied_server_is_told_again_by_whoever_serves(
     follower.exchange.turn()
     assert server.client.exists(server.key("version")) == 1
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.epoch == leader.status.epoch > 1)
-    assert same(follower.weights, weights_of(drafter(1)))
+    assert same(follower.served, weights_of(drafter(1)))
 
 
 def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
@@ -174,7 +174,7 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
         assert (fresh.status.standing, fresh.status.epoch, fresh.status.number) == ("leading", 1, 0)
         follower.exchange.attempt()
         until([fresh, follower], lambda: agreed([fresh, follower]) and fresh.status.epoch > 1)
-        assert same(follower.weights, weights_of(drafter()))
+        assert same(follower.served, weights_of(drafter()))
         assert follower.status.versions["old"] >= 1 or follower.status.versions["fork"] >= 1
 
 
@@ -187,7 +187,7 @@ def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Membe
     leader.exchange._leading.turn(1)
     assert leader.status.versions["announced"] == 1  # the one before
     until([leader, follower], lambda: agreed([leader, follower]) and leader.status.epoch == 2)
-    assert same(leader.weights, weights_of(drafter()))
+    assert same(leader.served, weights_of(drafter()))
 
 
 @pytest.mark.parametrize(("lost", "learns"), [("learn", True), ("stand_still", False)])
@@ -213,8 +213,8 @@ def test_what_was_learnt_alone_gives_way_to_what_is_announced(
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     follower.bring(seed=5)
-    assert same(follower.weights, weights_of(drafter(5)))
-    until([leader, follower], lambda: same(follower.weights, weights_of(drafter(1))) and agreed([leader, follower]))
+    assert same(follower.served, weights_of(drafter(5)))
+    until([leader, follower], lambda: same(follower.served, weights_of(drafter(1))) and agreed([leader, follower]))
 
 
 def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(

@@ -70,17 +70,17 @@ def refused_and_mended(both: tuple[Member, Member], reason: str) -> None:
     follower.exchange.turn()
     follower.exchange.turn()
     assert follower.status.versions.get(reason) == 1
-    assert same(follower.weights, weights_of(drafter(1)))
-    until(both, lambda: agreed(both) and same(follower.weights, weights_of(drafter(1))))
+    assert same(follower.served, weights_of(drafter(1)))
+    until(both, lambda: agreed(both) and same(follower.served, weights_of(drafter(1))))
     leader.bring(seed=2)
-    until(both, lambda: agreed(both) and same(follower.weights, weights_of(drafter(2))))
+    until(both, lambda: agreed(both) and same(follower.served, weights_of(drafter(2))))
 
 
 def test_a_version_of_ours_is_followed(server: RedisServer, both: tuple[Member, Member]) -> None:
     """What the tests below do wrong, done right."""
     follower = both[1]
     announced(server, both, other_weights(), OURS)
-    until([follower], lambda: same(follower.weights, weights_of(drafter(9))))
+    until([follower], lambda: same(follower.served, weights_of(drafter(9))))
 
 
 @pytest.mark.parametrize("signature", [NoSecret(), SharedSecret("the secret of others")], ids=["unsigned", "signed"])
@@ -129,7 +129,7 @@ def test_weights_that_were_altered_in_the_store_are_put_there_again(
     with member(tmp_path / "new", server.url, redis_secret=SECRET) as new:
         new.exchange.turn()
         assert new.status.versions["torn"] == 1
-        until([leader, new], lambda: agreed([leader, new]) and same(new.weights, weights_of(drafter(1))))
+        until([leader, new], lambda: agreed([leader, new]) and same(new.served, weights_of(drafter(1))))
 
 
 def test_queries_of_others_are_not_heard(server: RedisServer, both: tuple[Member, Member]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from adaptation.errors import StoreLost
 from adaptation.replicas.lease import Lease, NeverLeads
-from adaptation.store import Store
+from adaptation.replicas.redis_store import RedisStore
 from tests.adaptation.worlds import Clock
 from tests.redis_server import RedisServer
 
@@ -16,12 +16,12 @@ LONG = 1000.0
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[Store]:
-    with closing(Store(server.url, timeout_seconds=5.0)) as made:
+def store(server: RedisServer) -> Iterator[RedisStore]:
+    with closing(RedisStore(server.url, timeout_seconds=5.0)) as made:
         yield made
 
 
-def lease(store: Store, name: str, clock: Clock, seconds: float = LONG) -> Lease:
+def lease(store: RedisStore, name: str, clock: Clock, seconds: float = LONG) -> Lease:
     return Lease(store, "lease", "epoch", name=name, seconds=seconds, clock=clock)
 
 
@@ -29,7 +29,7 @@ def later(clock: Clock) -> None:
     clock.now += LONG
 
 
-def test_the_first_holds_it_and_the_second_does_not(store: Store) -> None:
+def test_the_first_holds_it_and_the_second_does_not(store: RedisStore) -> None:
     clock = Clock()
     one, two = lease(store, "one", clock), lease(store, "two", clock)
     assert (one.hold(0), two.hold(0)) == (True, False)
@@ -38,7 +38,7 @@ def test_the_first_holds_it_and_the_second_does_not(store: Store) -> None:
     assert (one.epoch, two.epoch) == (1, 0)
 
 
-def test_whoever_comes_next_has_a_higher_epoch(store: Store) -> None:
+def test_whoever_comes_next_has_a_higher_epoch(store: RedisStore) -> None:
     clock = Clock()
     one, two = lease(store, "one", clock), lease(store, "two", clock)
     one.hold(0)
@@ -49,7 +49,7 @@ def test_whoever_comes_next_has_a_higher_epoch(store: Store) -> None:
     assert not one.hold(0)
 
 
-def test_a_lease_that_is_not_kept_runs_out(store: Store) -> None:
+def test_a_lease_that_is_not_kept_runs_out(store: RedisStore) -> None:
     clock = Clock()
     one, two = lease(store, "one", clock, seconds=0.05), lease(store, "two", clock)
     assert one.hold(0)
@@ -60,7 +60,7 @@ def test_a_lease_that_is_not_kept_runs_out(store: Store) -> None:
     assert not one.hold(0)
 
 
-def test_what_is_known_is_always_exceeded(server: RedisServer, store: Store) -> None:
+def test_what_is_known_is_always_exceeded(server: RedisServer, store: RedisStore) -> None:
     clock = Clock()
     one = lease(store, "one", clock)
     assert one.hold(41)
@@ -71,7 +71,7 @@ def test_what_is_known_is_always_exceeded(server: RedisServer, store: Store) -> 
     assert one.epoch == 43
 
 
-def test_a_leader_that_knows_too_little_leads_anew(store: Store) -> None:
+def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore) -> None:
     clock = Clock()
     one, other = lease(store, "one", clock), NeverLeads(store, "epoch")
     one.hold(0)
@@ -83,7 +83,7 @@ def test_a_leader_that_knows_too_little_leads_anew(store: Store) -> None:
     assert not other.hold(0)
 
 
-def test_between_turns_nothing_is_asked(server: RedisServer, store: Store) -> None:
+def test_between_turns_nothing_is_asked(server: RedisServer, store: RedisStore) -> None:
     clock = Clock()
     one = lease(store, "one", clock)
     one.hold(0)
@@ -93,7 +93,7 @@ def test_between_turns_nothing_is_asked(server: RedisServer, store: Store) -> No
     assert server.client.info("commandstats")["cmdstat_eval"]["calls"] == asked
 
 
-def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: Store) -> None:
+def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: RedisStore) -> None:
     """Another one may lead by now."""
     clock = Clock()
     one, two = lease(store, "one", clock), lease(store, "two", clock)
@@ -107,7 +107,7 @@ def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: Stor
     assert not one.hold(0)
 
 
-def test_epochs_rise_whatever_happens(server: RedisServer, store: Store) -> None:
+def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore) -> None:
     """Two that hold, give up, lose and forget at random: never two with one epoch, never a lower one later."""
     clock, rng = Clock(), random.Random(0)
     both = [lease(store, name, clock) for name in ("one", "two")]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from adaptation.checkpoint import layout_of
 from adaptation.errors import Refused
 from adaptation.replicas.served import ServedWeights, weights_as_bytes, weights_from_bytes
-from adaptation.snapshot_folder import layout_of
 from drafters.specblock.weights import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.lessons import bench, drafter
@@ -26,7 +26,7 @@ def test_equal_weights_are_equal_bytes_in_whatever_order() -> None:
 
 def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> None:
     tried = bench(tmp_path)
-    served = ServedWeights(tried.pair)
+    served = ServedWeights(tried.weights)
     first = served.now()
     assert served.now() is first
     assert (first.version, served.sha256_of(0), served.version_of(first.sha256)) == (0, first.sha256, 0)
@@ -42,8 +42,8 @@ def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> No
 
 def test_what_was_sent_is_what_arrives(tmp_path: Path) -> None:
     tried = bench(tmp_path)
-    now = ServedWeights(tried.pair).now()
-    assert same(weights_from_bytes(now.data, now.sha256, tried.pair.layout, VOCAB_SIZE), weights_of(drafter()))
+    now = ServedWeights(tried.weights).now()
+    assert same(weights_from_bytes(now.data, now.sha256, tried.weights.layout, VOCAB_SIZE), weights_of(drafter()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,18 +6,18 @@ from contextlib import closing
 import pytest
 
 from adaptation.errors import StoreLost, StoreRefused
+from adaptation.replicas.redis_store import RedisStore
 from adaptation.replicas.stream import Letter, QueryStream
-from adaptation.store import Store
 from tests.redis_server import RedisServer
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[Store]:
-    with closing(Store(server.url, timeout_seconds=5.0)) as made:
+def store(server: RedisServer) -> Iterator[RedisStore]:
+    with closing(RedisStore(server.url, timeout_seconds=5.0)) as made:
         yield made
 
 
-def stream(store: Store, name: str = "one", most_letters: int = 100) -> QueryStream:
+def stream(store: RedisStore, name: str = "one", most_letters: int = 100) -> QueryStream:
     made = QueryStream(store, "here", name=name, most_letters=most_letters)
     made.join()
     return made
@@ -31,7 +31,7 @@ def received(stream: QueryStream, most: int = 10) -> list[Letter | None]:
     return [one.letter for one in stream.receive(most)]
 
 
-def test_letters_arrive_in_order_and_once(store: Store) -> None:
+def test_letters_arrive_in_order_and_once(store: RedisStore) -> None:
     one = stream(store)
     for number in range(5):
         one.send(letter(number))
@@ -40,14 +40,14 @@ def test_letters_arrive_in_order_and_once(store: Store) -> None:
     assert received(one) == []
 
 
-def test_joining_again_changes_nothing(store: Store) -> None:
+def test_joining_again_changes_nothing(store: RedisStore) -> None:
     one = stream(store)
     one.send(letter(0))
     one.join()
     assert received(one) == [letter(0)]
 
 
-def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, store: Store) -> None:
+def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, store: RedisStore) -> None:
     one, two = stream(store), stream(store, "two")
     for number in range(5):
         one.send(letter(number))
@@ -63,7 +63,7 @@ def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, sto
     assert server.client.xlen("here:queries") == 4
 
 
-def test_what_is_done_is_gone(server: RedisServer, store: Store) -> None:
+def test_what_is_done_is_gone(server: RedisServer, store: RedisStore) -> None:
     one = stream(store)
     for number in range(3):
         one.send(letter(number))
@@ -73,7 +73,7 @@ def test_what_is_done_is_gone(server: RedisServer, store: Store) -> None:
     assert stream(store, "two").take_over() == {"a": 3, "b": 4}
 
 
-def test_of_too_many_the_oldest_go(server: RedisServer, store: Store) -> None:
+def test_of_too_many_the_oldest_go(server: RedisServer, store: RedisStore) -> None:
     one = stream(store, most_letters=5)
     for number in range(50):
         one.send(letter(number, size=10_000))
@@ -81,20 +81,20 @@ def test_of_too_many_the_oldest_go(server: RedisServer, store: Store) -> None:
     assert received(one)[-1] == letter(49, size=10_000)
 
 
-def test_what_is_no_letter_is_delivered_as_none(server: RedisServer, store: Store) -> None:
+def test_what_is_no_letter_is_delivered_as_none(server: RedisServer, store: RedisStore) -> None:
     one = stream(store)
     server.client.xadd("here:queries", {"something": "else"})
     assert received(one) == [None]
 
 
-def test_a_full_server_refuses(server: RedisServer, store: Store) -> None:
+def test_a_full_server_refuses(server: RedisServer, store: RedisStore) -> None:
     one = stream(store)
     server.client.config_set("maxmemory", "1mb")
     with pytest.raises(StoreRefused, match="maxmemory"):
         one.send(letter(0, size=10_000_000))
 
 
-def test_without_the_group_the_store_counts_as_lost(server: RedisServer, store: Store) -> None:
+def test_without_the_group_the_store_counts_as_lost(server: RedisServer, store: RedisStore) -> None:
     one = stream(store)
     server.client.flushall()
     with pytest.raises(StoreLost):

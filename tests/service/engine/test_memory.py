@@ -8,9 +8,9 @@ import torch
 
 from adaptation.build import build_rules, build_snapshots
 from adaptation.config import AdaptationConfig
-from adaptation.pair import DrafterPair, in_place
 from adaptation.trainer import Trainer
 from adaptation.vocabulary import untrained_rows
+from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.weights import weights_of
 from service.engine.build import EngineLimits
@@ -61,7 +61,7 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     config, served = AdaptationConfig(), tiny_drafter().to(torch.bfloat16)
-    pair = DrafterPair(
+    weights = DrafterWeights(
         weights_of(served),
         served.config,
         prepare=in_place(served),
@@ -70,11 +70,11 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     )
     rules = build_rules(config, autocast=False)
     embed = tiny_embedding(served.config.hidden_size)
-    rows = untrained_rows(pair.anchor, None)
-    trainer = Trainer(pair.training, pair.anchor, embed, rows, rules=rules, generator=torch.Generator())
+    rows = untrained_rows(weights.anchor, None)
+    trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, generator=torch.Generator())
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
-    served_too = _numbers(pair._served.values())
-    lasting = [*state.values(), *pair.anchor.parameters(), *pair.unchanged().parameters(), *served_too]
+    served_too = _numbers(weights._served.values())
+    lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(list(served.parameters()))
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 2 * serving

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from adaptation.checkpoint import SnapshotRing, folder_name
 from adaptation.errors import Damaged, NotStored
-from adaptation.pair import DrafterPair, in_place
 from adaptation.signal import example_of
-from adaptation.snapshot_folder import folder_name
-from adaptation.snapshots import SnapshotRing
+from adaptation.weights import DrafterWeights, in_place
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import VOCABULARY, weights_of
 from drafters.training.corpus import Batch
@@ -24,8 +23,8 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def pair_of(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterPair:
-    return DrafterPair(
+def weights_in(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterWeights:
+    return DrafterWeights(
         weights_of(serving),
         serving.config,
         prepare=in_place(serving),
@@ -36,9 +35,9 @@ def pair_of(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None 
 
 
 @torch.no_grad()
-def train(pair: DrafterPair, seed: int) -> None:
+def train(weights: DrafterWeights, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for value in pair.training.parameters():
+    for value in weights.training.parameters():
         value.add_(0.1 * torch.randn(value.shape, generator=generator))
 
 
@@ -57,123 +56,123 @@ def says(model: SpecBlock) -> Tensor:
 
 def test_a_publish_makes_serving_say_what_the_training_copy_says(tmp_path: Path) -> None:
     serving = drafter()
-    pair = pair_of(tmp_path, serving)
-    assert torch.equal(says(serving), says(pair.training))
-    train(pair, 1)
+    weights = weights_in(tmp_path, serving)
+    assert torch.equal(says(serving), says(weights.training))
+    train(weights, 1)
     before = bits(serving)
-    assert pair.publish({"candidate": 2.0}) == 1
-    assert (pair.version, pair.pending) == (0, True)
+    assert weights.publish({"candidate": 2.0}) == 1
+    assert (weights.version, weights.pending) == (0, True)
     assert same(bits(serving), before)
-    assert pair.between_steps() == 1
-    assert (pair.version, pair.origin, pair.pending) == (1, 1, False)
-    assert torch.equal(says(serving), says(pair.training))
-    assert torch.equal(says(pair.served()), says(serving))
-    assert torch.equal(says(pair.served_in_full()), says(serving))
+    assert weights.between_steps() == 1
+    assert (weights.version, weights.origin, weights.pending) == (1, 1, False)
+    assert torch.equal(says(serving), says(weights.training))
+    assert torch.equal(says(weights.served()), says(serving))
+    assert torch.equal(says(weights.served_in_full()), says(serving))
 
 
 def test_the_parameters_stay_the_same_objects(tmp_path: Path) -> None:
     serving = drafter().to(torch.bfloat16)
-    pair, places = pair_of(tmp_path, serving), {n: v.data_ptr() for n, v in serving.named_parameters()}
-    train(pair, 1)
-    pair.publish({})
-    pair.between_steps()
+    weights, places = weights_in(tmp_path, serving), {n: v.data_ptr() for n, v in serving.named_parameters()}
+    train(weights, 1)
+    weights.publish({})
+    weights.between_steps()
     assert places == {name: value.data_ptr() for name, value in serving.named_parameters()}
-    parameters = {name: value.detach().to(torch.bfloat16) for name, value in pair.training.named_parameters()}
-    assert same(bits(serving), parameters | {VOCABULARY: pair.training.d2t})
+    parameters = {name: value.detach().to(torch.bfloat16) for name, value in weights.training.named_parameters()}
+    assert same(bits(serving), parameters | {VOCABULARY: weights.training.d2t})
 
 
 def test_what_is_trained_on_touches_nothing_that_serves(tmp_path: Path) -> None:
     serving = drafter()
-    pair, before = pair_of(tmp_path, serving), bits(serving)
-    train(pair, 1)
+    weights, before = weights_in(tmp_path, serving), bits(serving)
+    train(weights, 1)
     assert same(bits(serving), before)
-    assert same(bits(pair.served()), before)
-    assert same(bits(pair.anchor), before)
-    assert not same(bits(pair.candidate()), before)
+    assert same(bits(weights.served()), before)
+    assert same(bits(weights.anchor), before)
+    assert not same(bits(weights.candidate()), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dtype: torch.dtype) -> None:
     serving = drafter().to(dtype)
-    pair = pair_of(tmp_path, serving)
+    weights = weights_in(tmp_path, serving)
     known = {0: bits(serving)}
     for seed in (1, 2, 3):
-        train(pair, seed)
-        known[pair.publish({})] = {}
-        pair.between_steps()
-        known[pair.version] = bits(serving)
+        train(weights, seed)
+        known[weights.publish({})] = {}
+        weights.between_steps()
+        known[weights.version] = bits(serving)
     for target, version in ((1, 4), (3, 5), (0, 6), (2, 7)):
-        restored = pair.restore(target)
+        restored = weights.restore(target)
         assert (restored.version, restored.origin, restored.refused) == (version, target, ())
-        assert pair.between_steps() == version
-        assert pair.origin == target
+        assert weights.between_steps() == version
+        assert weights.origin == target
         assert same(bits(serving), known[target])
 
 
 def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path) -> None:
     serving = drafter()
-    pair, first = pair_of(tmp_path, serving), bits(serving)
+    weights, first = weights_in(tmp_path, serving), bits(serving)
     for seed in (1, 2, 3, 4):
-        train(pair, seed)
-        pair.publish({})
-        pair.between_steps()
-    pair.condemned.add(3)
+        train(weights, seed)
+        weights.publish({})
+        weights.between_steps()
+    weights.condemned.add(3)
     (tmp_path / folder_name(2) / "weights.safetensors").write_bytes(b"")
-    assert pair.condemn() == 4
-    restored = pair.restore_before(4)
+    assert weights.condemn() == 4
+    restored = weights.restore_before(4)
     assert restored.origin == 1
     assert [refusal.version for refusal in restored.refused] == [2]
-    pair.between_steps()
-    assert pair.condemn() == 1
-    assert pair.restore_before(1).origin == 0
-    pair.between_steps()
+    weights.between_steps()
+    assert weights.condemn() == 1
+    assert weights.restore_before(1).origin == 0
+    weights.between_steps()
     assert same(bits(serving), first)
-    pair.condemn()
-    assert pair.condemned == {1, 3, 4}
+    weights.condemn()
+    assert weights.condemned == {1, 3, 4}
 
 
 def test_a_restore_overtakes_a_publish_that_waits(tmp_path: Path) -> None:
     serving = drafter()
-    pair, first = pair_of(tmp_path, serving), bits(serving)
-    train(pair, 1)
-    pair.publish({})
-    assert (pair.condemn(), pair.restore_before(1).version) == (1, 2)
-    assert pair.between_steps() == 2
+    weights, first = weights_in(tmp_path, serving), bits(serving)
+    train(weights, 1)
+    weights.publish({})
+    assert (weights.condemn(), weights.restore_before(1).version) == (1, 2)
+    assert weights.between_steps() == 2
     assert same(bits(serving), first)
 
 
 def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
     serving = drafter()
-    pair, before = pair_of(tmp_path / "ring", serving), bits(serving)
+    weights, before = weights_in(tmp_path / "ring", serving), bits(serving)
     (tmp_path / "ring").write_text("in the way")
-    train(pair, 1)
+    train(weights, 1)
     with pytest.raises(NotStored):
-        pair.publish({})
-    assert (pair.between_steps(), pair.newest) == (0, 0)
+        weights.publish({})
+    assert (weights.between_steps(), weights.newest) == (0, 0)
     assert same(bits(serving), before)
 
 
 def test_weights_that_are_not_finite_are_not_published(tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, drafter())
+    weights = weights_in(tmp_path, drafter())
     with torch.no_grad():
-        pair.training.lm_head.weight[0, 0] = torch.nan
+        weights.training.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(NotStored, match="finite"):
-        pair.publish({})
-    assert not pair.pending
+        weights.publish({})
+    assert not weights.pending
 
 
 def test_a_version_that_is_not_there_is_not_restored(tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, drafter())
+    weights = weights_in(tmp_path, drafter())
     with pytest.raises(Damaged):
-        pair.restore(7)
-    assert not pair.pending
+        weights.restore(7)
+    assert not weights.pending
 
 
 def test_a_later_process_uses_no_version_twice(tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, drafter())
-    train(pair, 1)
-    pair.publish({})
-    later = pair_of(tmp_path, drafter())
+    weights = weights_in(tmp_path, drafter())
+    train(weights, 1)
+    weights.publish({})
+    later = weights_in(tmp_path, drafter())
     later.resume(9, {1})
     assert later.restore(0).version == 10
     assert later.restore_before(9).origin == 0
@@ -182,22 +181,22 @@ def test_a_later_process_uses_no_version_twice(tmp_path: Path) -> None:
 def test_steps_never_see_two_versions(tmp_path: Path) -> None:
     """One thread steps and reads every parameter, another publishes as fast as it can."""
     serving, done = drafter(), threading.Event()
-    pair = pair_of(tmp_path, serving)
+    weights = weights_in(tmp_path, serving)
     seen: list[tuple[int, set[float]]] = []
 
     def step() -> None:
         while not done.is_set():
-            version = pair.between_steps()
+            version = weights.between_steps()
             seen.append((version, {float(value.view(-1)[0]) for value in serving.parameters()}))
 
     engine = threading.Thread(target=step)
     engine.start()
     while len({version for version, _ in seen}) < 12:
-        if not pair.pending:
+        if not weights.pending:
             with torch.no_grad():
-                for value in pair.training.parameters():
-                    value.fill_(float(pair.newest + 1))
-            pair.publish({})
+                for value in weights.training.parameters():
+                    value.fill_(float(weights.newest + 1))
+            weights.publish({})
     done.set()
     engine.join()
     served = [entry for entry in seen if entry[0]]
@@ -209,44 +208,44 @@ def test_steps_never_see_two_versions(tmp_path: Path) -> None:
 
 def test_weights_that_somebody_brings_are_served_and_can_be_gone_back_to(tmp_path: Path) -> None:
     serving = drafter()
-    pair, brought = pair_of(tmp_path, serving), bits(drafter(seed=5))
-    train(pair, 1)
-    pair.publish({})
-    assert pair.adopt(brought) == 2
-    assert not pair.has_previous
-    assert pair.between_steps() == 2
-    assert pair.origin == 2
+    weights, brought = weights_in(tmp_path, serving), bits(drafter(seed=5))
+    train(weights, 1)
+    weights.publish({})
+    assert weights.adopt(brought) == 2
+    assert not weights.has_previous
+    assert weights.between_steps() == 2
+    assert weights.origin == 2
     assert same(bits(serving), brought)
     for value in brought.values():
         value.zero_()
-    assert same(bits(pair.served()), bits(drafter(seed=5)))
-    pair.restore(0)
-    pair.between_steps()
-    pair.restore(2)
-    pair.between_steps()
+    assert same(bits(weights.served()), bits(drafter(seed=5)))
+    weights.restore(0)
+    weights.between_steps()
+    weights.restore(2)
+    weights.between_steps()
     assert same(bits(serving), bits(drafter(seed=5)))
 
 
 def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, drafter())
+    weights = weights_in(tmp_path, drafter())
     told: list[bool] = []
-    pair.waits = lambda: told.append(pair.pending)
-    pair.publish({})
-    pair.between_steps()
-    pair.restore(0)
+    weights.waits = lambda: told.append(weights.pending)
+    weights.publish({})
+    weights.between_steps()
+    weights.restore(0)
     assert told == [True, True]
 
 
 def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faster(tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, drafter().bfloat16(), torch.float32)
-    train(pair, 1)
-    wanted = {name: value.detach().bfloat16().float() for name, value in pair.training.named_parameters()}
-    scored = bits(pair.candidate())
+    weights = weights_in(tmp_path, drafter().bfloat16(), torch.float32)
+    train(weights, 1)
+    wanted = {name: value.detach().bfloat16().float() for name, value in weights.training.named_parameters()}
+    scored = bits(weights.candidate())
     assert {value.dtype for name, value in scored.items() if name != VOCABULARY} == {torch.float32}
     assert all(torch.equal(scored[name], value) for name, value in wanted.items())
-    pair.publish({})
-    assert all(torch.equal(bits(pair.served())[name], value) for name, value in wanted.items())
-    assert {value.dtype for name, value in pair.latest()[1].items() if name != VOCABULARY} == {torch.bfloat16}
+    weights.publish({})
+    assert all(torch.equal(bits(weights.served())[name], value) for name, value in wanted.items())
+    assert {value.dtype for name, value in weights.latest()[1].items() if name != VOCABULARY} == {torch.bfloat16}
 
 
 def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
@@ -258,12 +257,14 @@ def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
         return lambda: done.append(("written", threading.current_thread().name))
 
     snapshots = SnapshotRing(tmp_path, in_memory=1, on_disk=1)
-    pair = DrafterPair(weights_of(serving), serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu")
-    learning = threading.Thread(target=lambda: pair.publish({}), name="adaptation")
+    weights = DrafterWeights(
+        weights_of(serving), serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu"
+    )
+    learning = threading.Thread(target=lambda: weights.publish({}), name="adaptation")
     learning.start()
     learning.join()
-    pair.between_steps()
-    pair.between_steps()
+    weights.between_steps()
+    weights.between_steps()
     assert done == [("prepared", "adaptation"), ("written", threading.current_thread().name)]
 
 
@@ -277,16 +278,16 @@ def test_a_publish_that_breaks_does_not_stand_in_the_way_of_the_next(
         raise RuntimeError("broken on purpose")
 
     serving = drafter()
-    pair, before = pair_of(tmp_path, serving), bits(serving)
-    train(pair, 1)
-    attempts: list[Callable[[], int]] = [lambda: pair.publish({}), lambda: pair.adopt(before)]
+    weights, before = weights_in(tmp_path, serving), bits(serving)
+    train(weights, 1)
+    attempts: list[Callable[[], int]] = [lambda: weights.publish({}), lambda: weights.adopt(before)]
     for attempt in attempts:
         with monkeypatch.context() as patch:
-            patch.setattr(pair, place, breaks)
+            patch.setattr(weights, place, breaks)
             with pytest.raises(RuntimeError, match="on purpose"):
                 attempt()
-    assert (pair.newest, pair.between_steps(), pair.pending) == (0, 0, False)
+    assert (weights.newest, weights.between_steps(), weights.pending) == (0, 0, False)
     assert same(bits(serving), before)
-    assert pair.publish({}) == pair.between_steps() == 3
-    assert same(bits(serving), bits(pair.training))
-    assert pair_of(tmp_path, drafter()).newest == 3
+    assert weights.publish({}) == weights.between_steps() == 3
+    assert same(bits(serving), bits(weights.training))
+    assert weights_in(tmp_path, drafter()).newest == 3

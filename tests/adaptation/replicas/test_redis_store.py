@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaptation.errors import StoreLost, StoreRefused
-from adaptation.store import Store
+from adaptation.replicas.redis_store import RedisStore
 from tests.redis_server import RedisServer, redis_server
 
 
@@ -18,31 +18,31 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[Store]:
-    made = Store(server.url, timeout_seconds=0.3)
+def store(server: RedisServer) -> Iterator[RedisStore]:
+    made = RedisStore(server.url, timeout_seconds=0.3)
     yield made
     made.close()
 
 
-def test_bytes_come_back_as_they_went(store: Store) -> None:
+def test_bytes_come_back_as_they_went(store: RedisStore) -> None:
     value = bytes(range(256))
     store.command("SET", "key", value)
     assert store.command("GET", "key") == value
     assert store.command("GET", "another") is None
 
 
-def test_a_script_is_one_command(store: Store) -> None:
+def test_a_script_is_one_command(store: RedisStore) -> None:
     assert store.script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[2] + 1", ["key"], [b"\x00", 4]) == 5
     assert store.command("GET", "key") == b"\x00"
 
 
-def test_a_refusal_is_told_from_silence(store: Store) -> None:
+def test_a_refusal_is_told_from_silence(store: RedisStore) -> None:
     store.command("SET", "key", "text")
     with pytest.raises(StoreRefused, match="WRONGTYPE"):
         store.command("XADD", "key", "*", "field", "value")
 
 
-def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, store: Store) -> None:
+def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, store: RedisStore) -> None:
     store.command("SET", "key", "value")
     server.kill()
     with pytest.raises(StoreLost) as lost:
@@ -52,7 +52,7 @@ def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, sto
     assert store.command("GET", "key") is None
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer, store: Store) -> None:
+def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer, store: RedisStore) -> None:
     store.command("SET", "key", "value")
     server.freeze()
     began = time.monotonic()
@@ -66,4 +66,4 @@ def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer, store
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", ""])
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
-        Store(url, timeout_seconds=1.0)
+        RedisStore(url, timeout_seconds=1.0)

@@ -15,9 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from adaptation.checkpoint import Layout, Refusal, SnapshotInfo, SnapshotRing, layout_of
 from adaptation.errors import Damaged, NotRemoved
-from adaptation.snapshot_folder import Layout, SnapshotInfo, layout_of
-from adaptation.snapshots import Refusal, SnapshotRing
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import VOCABULARY, weights_of, write_weights
@@ -48,7 +47,7 @@ class Restored:
     refused: tuple[Refusal, ...]
 
 
-class DrafterPair:
+class DrafterWeights:
     """Owner of serving weights, training copy, frozen anchor, and of a replica on which drafters are scored.
 
     `origin` names the version that first had the weights which are served now; 0 is the anchor.

@@ -19,7 +19,7 @@ Part = bytes | str | int | float
 _RAW_REPLIES = 2  # the version of the protocol whose answers are plain lists
 
 
-class Store:
+class RedisStore:
     """Commands to a server, each of which answers within a bounded time or raises StoreLost."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:

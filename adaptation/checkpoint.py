@@ -1,0 +1,370 @@
+"""What learning keeps on disk: a ring of published drafters, and the learner's state with its training copy.
+
+A file is either the old one or the new one, whenever the process dies. What is read is hashed before it is parsed and
+must fit the drafter it is for; what cannot be trusted is passed over. One process owns a folder, one thread calls.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from pydantic import ConfigDict, JsonValue, NonNegativeInt, TypeAdapter, ValidationError
+from torch import Tensor
+
+from adaptation.errors import Damaged, NotRemoved, NotStored
+from adaptation.finite import all_finite
+from adaptation.policy import State
+
+WEIGHTS = "weights.safetensors"
+MANIFEST = "snapshot.json"
+_UNFINISHED = ".unfinished-"
+_FORMAT = 1
+_KEPT_TRAINING_COPIES = 2
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Names, shapes and types of a drafter's tensors."""
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """What is known about a snapshot beside its weights."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    version: NonNegativeInt
+    parent: NonNegativeInt | None  # the version it was trained from
+    date: str  # ISO 8601, UTC
+    scores: dict[str, float]  # what the gate saw: mean emitted per verify, by drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    info: SnapshotInfo
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A stored snapshot that was passed over."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _State:
+    """The learner's file: the state of each part by its name, and the newest version there was."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    version: NonNegativeInt
+    parts: Mapping[str, State]
+
+
+@dataclass(frozen=True)
+class _Served:
+    """The part `served`: the version that first had the serving weights, and those never to go back to."""
+
+    origin: NonNegativeInt
+    condemned: set[NonNegativeInt]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLearner:
+    """What an earlier process left; empty for a first start."""
+
+    newest: int = 0
+    origin: int = 0
+    condemned: set[int] = field(default_factory=set)
+    parts: Mapping[str, State] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()  # what was passed over, and why
+
+
+_INFO = TypeAdapter(SnapshotInfo)
+_STATE = TypeAdapter(_State)
+_SERVED = TypeAdapter(_Served)
+
+
+class SnapshotRing:
+    """Keeps the newest `on_disk` published drafters in a folder and the newest `in_memory` beside them."""
+
+    def __init__(self, folder: Path, *, in_memory: int, on_disk: int) -> None:
+        assert in_memory >= 1, "nothing kept in memory"
+        assert on_disk >= 1, "nothing kept on disk"
+        self._folder = folder
+        self._num_in_memory = in_memory
+        self._num_on_disk = on_disk
+        self._memory: dict[int, Snapshot] = {}
+        clear_unfinished(folder)
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions in memory or on disk, rising; also of snapshots that cannot be trusted."""
+        return sorted({*self._memory, *stored_versions(self._folder)})
+
+    def add(self, info: SnapshotInfo, tensors: Mapping[str, Tensor]) -> None:
+        """Store copies of these tensors. Raises NotStored, and then memory and disk are as they were; or NotRemoved,
+        and then only the ring is longer than it should be."""
+        snapshot = Snapshot(info, _copies(tensors))
+        write_snapshot(self._folder, snapshot)
+        self._memory[info.version] = snapshot
+        for version in sorted(self._memory)[: -self._num_in_memory]:
+            del self._memory[version]
+        self._drop_oldest()
+
+    def get(self, version: int, layout: Layout) -> Snapshot:
+        """Raises Damaged for a snapshot that cannot be trusted, or is not there."""
+        kept = self._memory.get(version)
+        if kept is not None:
+            return Snapshot(kept.info, _copies(kept.tensors))
+        return read_snapshot(self._folder, version, layout)
+
+    def _drop_oldest(self) -> None:
+        for version in stored_versions(self._folder)[: -self._num_on_disk]:
+            remove_snapshot(self._folder, version)
+
+
+class LearnerCheckpoint:
+    """Who served, what policy and monitors know (`learner.json`, and the one before it), and the training copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._current = folder / "learner.json"
+        self._previous = folder / "learner.previous.json"
+        self._unfinished = folder / f"{_UNFINISHED}learner.json"
+        self._training = folder / "training"
+        clear_unfinished(self._training)
+
+    def save(self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State]) -> None:
+        """Raises NotStored, and then what was saved before can still be loaded."""
+        served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned))}
+        state = _State(newest, {**parts, "served": served})
+        try:
+            data = seal({"format": _FORMAT, "state": _STATE.dump_python(state, mode="json")})
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_synced(self._unfinished, data)
+            if self._is_good(self._current):  # a damaged file must not push a good previous one out
+                self._current.replace(self._previous)
+            self._unfinished.replace(self._current)
+            sync_folder(self._folder)
+        except (OSError, ValueError) as error:
+            raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
+
+    def load(self) -> SavedLearner:
+        complaints: list[str] = []
+        for path in (self._current, self._previous):
+            try:
+                saved = _saved_learner(path.read_bytes())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                complaints.append(f"{path.name}: unreadable: {error}")
+            except Damaged as error:
+                complaints.append(f"{path.name}: {error}")
+            else:
+                return replace(saved, complaints=tuple(complaints))
+        return SavedLearner(complaints=tuple(complaints))
+
+    def save_training(self, tensors: Mapping[str, Tensor], *, origin: int) -> None:
+        """Store the training copy and its optimizers. Raises NotStored, NotRemoved."""
+        stored = stored_versions(self._training)
+        number = max(stored, default=0) + 1
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_snapshot(self._training, Snapshot(SnapshotInfo(number, origin, now(), {}), held))
+        for old in [*stored, number][:-_KEPT_TRAINING_COPIES]:
+            remove_snapshot(self._training, old)
+
+    def load_training(self, like: Mapping[str, Tensor], *, origin: int) -> dict[str, Tensor] | None:
+        """The newest trusted training copy that went out from these serving weights."""
+        for number in reversed(stored_versions(self._training)):
+            try:
+                snapshot = read_snapshot(self._training, number, layout_of(like))
+            except Damaged:
+                continue  # an older one, or the serving weights themselves, are as good a start
+            if snapshot.info.parent == origin:
+                return snapshot.tensors
+        return None
+
+    @staticmethod
+    def _is_good(path: Path) -> bool:
+        try:
+            _saved_learner(path.read_bytes())
+        except (OSError, Damaged):
+            return False
+        return True
+
+
+def _saved_learner(data: bytes) -> SavedLearner:
+    """Raises Damaged."""
+    content = unseal(data)
+    if content.get("format") != _FORMAT:
+        raise Damaged(f"format {content.get('format')!r}; this release reads {_FORMAT}")
+    try:
+        state = _STATE.validate_python(content.get("state"))
+        parts = dict(state.parts)
+        served = _SERVED.validate_python(parts.pop("served", {}))
+    except ValidationError as error:
+        raise Damaged("does not describe a learner") from error
+    return SavedLearner(state.version, served.origin, served.condemned, parts)
+
+
+def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
+    """Add a snapshot's folder to `parent` by one rename. Raises NotStored, and then nothing has changed."""
+    info, final = snapshot.info, parent / folder_name(snapshot.info.version)
+    if final.exists():
+        raise NotStored(f"snapshot {final.name} exists already; versions must not be used twice")
+    if not all_finite(snapshot.tensors.values()):
+        raise NotStored(f"snapshot {final.name} holds weights that are not finite")
+    weights = safetensors.torch.save(snapshot.tensors)
+    told: JsonValue = _INFO.dump_python(info, mode="json")
+    content = {"format": _FORMAT, "info": told, "weights_bytes": len(weights), "weights_sha256": digest(weights)}
+    unfinished = parent / f"{_UNFINISHED}{final.name}"
+    try:
+        manifest = seal(content)
+        parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        write_synced(unfinished / WEIGHTS, weights)
+        write_synced(unfinished / MANIFEST, manifest)
+        sync_folder(unfinished)
+        unfinished.rename(final)
+        sync_folder(parent)
+    except (OSError, ValueError) as error:
+        for path in (unfinished, final):
+            shutil.rmtree(path, ignore_errors=True)
+        raise NotStored(f"snapshot {final.name} could not be stored in {parent}: {error}") from error
+
+
+def read_snapshot(parent: Path, version: int, layout: Layout) -> Snapshot:
+    """Raises Damaged unless every bit is what was written and the tensors fit `layout`."""
+    folder = parent / folder_name(version)
+    try:
+        manifest = unseal((folder / MANIFEST).read_bytes())
+        weights = (folder / WEIGHTS).read_bytes()
+    except OSError as error:
+        raise Damaged(f"unreadable: {error}") from error
+    info = _snapshot_info(manifest, weights)
+    if info.version != version:
+        raise Damaged(f"says it is version {info.version}")
+    try:
+        tensors = safetensors.torch.load(weights)
+    except safetensors.SafetensorError as error:
+        raise Damaged(f"{WEIGHTS} holds no tensors: {error}") from error
+    found = layout_of(tensors)
+    wrong = sorted(name for name in {*found, *layout} if found.get(name) != layout.get(name))
+    if wrong:
+        name = wrong[0]
+        raise Damaged(f"{len(wrong)} tensors do not fit, first {name}: {found.get(name)}, not {layout.get(name)}")
+    if not all_finite(tensors.values()):
+        raise Damaged("holds weights that are not finite")
+    return Snapshot(info, tensors)
+
+
+def _snapshot_info(manifest: Mapping[str, JsonValue], weights: bytes) -> SnapshotInfo:
+    if manifest.get("format") != _FORMAT:
+        raise Damaged(f"format {manifest.get('format')!r}; this release reads {_FORMAT}")
+    if manifest.get("weights_bytes") != len(weights):
+        raise Damaged(f"{WEIGHTS} has {len(weights)} bytes instead of {manifest.get('weights_bytes')}")
+    if manifest.get("weights_sha256") != digest(weights):
+        raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
+    try:
+        return _INFO.validate_python(manifest.get("info"))
+    except ValidationError as error:
+        raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
+
+
+def remove_snapshot(parent: Path, version: int) -> None:
+    """Renamed first, so that a crash never leaves half a snapshot under a valid name. Raises NotRemoved."""
+    unfinished = parent / f"{_UNFINISHED}{folder_name(version)}"
+    try:
+        (parent / folder_name(version)).rename(unfinished)
+        shutil.rmtree(unfinished)
+    except OSError as error:
+        raise NotRemoved(f"snapshot {folder_name(version)} could not be removed from {parent}: {error}") from error
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Remove what a crash left behind."""
+    for path in parent.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def stored_versions(parent: Path) -> list[int]:
+    """Versions with a folder, whether or not they can be read, rising."""
+    if not parent.is_dir():
+        return []
+    numbers = {int(entry) for entry in os.listdir(parent) if entry.isascii() and entry.isdecimal()}
+    return sorted(version for version in numbers if (parent / folder_name(version)).exists())
+
+
+def folder_name(version: int) -> str:
+    return f"{version:010d}"
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def now() -> str:
+    """ISO 8601, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the host, each with memory of its own: the trainer goes on writing to the originals."""
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def seal(content: Mapping[str, JsonValue]) -> bytes:
+    """Canonical JSON that carries its own SHA-256. Raises ValueError for numbers that JSON has no word for."""
+    return _canonical({"content": dict(content), "sha256": digest(_canonical(dict(content)))})
+
+
+def unseal(data: bytes) -> dict[str, JsonValue]:
+    """Raises Damaged unless these are exactly the bytes that `seal` made: every bit is covered, spaces included."""
+    try:
+        outer = json.loads(data)
+        again = seal(outer["content"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Damaged(f"not a sealed text: {type(error).__name__}") from error
+    if again != data:
+        raise Damaged("not the bytes that were sealed")
+    content: dict[str, JsonValue] = outer["content"]
+    return content
+
+
+def _canonical(value: JsonValue) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk knows the names in a folder. Only POSIX can say so."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

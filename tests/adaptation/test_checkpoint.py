@@ -1,0 +1,549 @@
+"""Snapshots, training copies and the state of the learner on disk: whole or refused, whatever befalls them."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import JsonValue
+from torch import Tensor
+
+from adaptation.checkpoint import (
+    MANIFEST,
+    WEIGHTS,
+    LearnerCheckpoint,
+    SavedLearner,
+    Snapshot,
+    SnapshotInfo,
+    SnapshotRing,
+    digest,
+    folder_name,
+    layout_of,
+    read_snapshot,
+    remove_snapshot,
+    seal,
+    stored_versions,
+    sync_folder,
+    unseal,
+    write_snapshot,
+    write_synced,
+)
+from adaptation.errors import Damaged, NotRemoved, NotStored
+from adaptation.policy import State
+from tests.adaptation.crashing import Fuel, Killed, disk_full_after, running_on
+from tests.adaptation.drafts import info_of, is_version, same, tensors_of
+
+LAYOUT = layout_of(tensors_of(0))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), _values, max_size=5))
+def test_what_was_sealed_comes_back(content: dict[str, JsonValue]) -> None:
+    assert unseal(seal(content)) == content
+
+
+def test_every_flipped_bit_is_seen() -> None:
+    data = seal({"version": 12, "scores": {"serving": 2.5, "anchor": -1e-7}, "date": "2026-01-01", "parent": None})
+    for place in range(len(data)):
+        for bit in range(8):
+            altered = bytearray(data)
+            altered[place] ^= 1 << bit
+            with pytest.raises(Damaged):
+                unseal(bytes(altered))
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_a_cut_or_longer_text_is_seen(cut: int) -> None:
+    data = seal({"version": 12})
+    for altered in (data[:-cut], data[cut:], data + b" " * cut, b"\n" + data):
+        with pytest.raises(Damaged):
+            unseal(altered)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"null", b"[]", b"{}", b'{"content": 3, "sha256": ""}', b"\xff\xfe", b"[" * 100_000, b"\0" * 100]
+)
+def test_what_was_never_sealed_is_refused(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        unseal(data)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_without_a_word_are_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        seal({"number": number})
+
+
+def test_a_file_is_written_as_it_is(tmp_path: Path) -> None:
+    write_synced(tmp_path / "file", b"old and long")
+    write_synced(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_synced(Path("/dev/full"), b"x" * 100)
+
+
+def test_a_synced_folder_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = os.open(tmp_path, os.O_RDONLY)
+    os.close(before)
+    sync_folder(tmp_path)
+    after = os.open(tmp_path, os.O_RDONLY)
+    os.close(after)
+    assert after == before
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Version 7, stored."""
+    write_snapshot(tmp_path, Snapshot(info_of(7), tensors_of(7)))
+    return tmp_path
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place // 8)
+        byte = file.read(1)[0] ^ 1 << place % 8
+        file.seek(place // 8)
+        file.write(bytes([byte]))
+
+
+def test_a_snapshot_comes_back_as_it_was(stored: Path) -> None:
+    assert is_version(read_snapshot(stored, 7, LAYOUT), 7)
+    assert stored_versions(stored) == [7]
+    assert sorted(path.name for path in stored.iterdir()) == [folder_name(7)]
+
+
+def test_none_of_1000_flipped_bits_is_accepted(stored: Path) -> None:
+    rng = random.Random(0)
+    paths = [stored / folder_name(7) / name for name in (WEIGHTS, MANIFEST)]
+    for _ in range(1000):
+        path = rng.choice(paths)
+        place = rng.randrange(8 * path.stat().st_size)
+        flip(path, place)
+        with pytest.raises(Damaged):
+            read_snapshot(stored, 7, LAYOUT)
+        flip(path, place)
+    assert is_version(read_snapshot(stored, 7, LAYOUT), 7)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MANIFEST])
+def test_no_truncated_file_is_accepted(stored: Path, name: str) -> None:
+    path = stored / folder_name(7) / name
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(Damaged):
+            read_snapshot(stored, 7, LAYOUT)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(Damaged):
+        read_snapshot(stored, 7, LAYOUT)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MANIFEST])
+def test_a_missing_file_is_refused(stored: Path, name: str) -> None:
+    (stored / folder_name(7) / name).unlink()
+    with pytest.raises(Damaged, match="unreadable"):
+        read_snapshot(stored, 7, LAYOUT)
+
+
+def test_files_of_two_snapshots_do_not_mix(stored: Path) -> None:
+    write_snapshot(stored, Snapshot(info_of(8), tensors_of(8)))
+    shutil.copy(stored / folder_name(8) / WEIGHTS, stored / folder_name(7) / WEIGHTS)
+    with pytest.raises(Damaged, match="hash"):
+        read_snapshot(stored, 7, LAYOUT)
+    shutil.copy(stored / folder_name(8) / MANIFEST, stored / folder_name(7) / MANIFEST)
+    with pytest.raises(Damaged, match="says it is version 8"):
+        read_snapshot(stored, 7, LAYOUT)
+
+
+def misfits() -> list[dict[str, Tensor]]:
+    good = tensors_of(7)
+    return [
+        {**good, "head.weight": torch.zeros(5, 3)},
+        {**good, "head.weight": good["head.weight"].half()},
+        {**good, "more": torch.zeros(1)},
+        {name: tensor for name, tensor in good.items() if name != "steps"},
+        {},
+    ]
+
+
+@pytest.mark.parametrize("tensors", misfits())
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_snapshot(tmp_path, Snapshot(info_of(7), tensors))
+    with pytest.raises(Damaged, match="do not fit"):
+        read_snapshot(tmp_path, 7, LAYOUT)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_neither_stored_nor_loaded(tmp_path: Path, value: float) -> None:
+    tensors = tensors_of(7)
+    tensors["head.weight"][1, 2] = value
+    with pytest.raises(NotStored, match="not finite"):
+        write_snapshot(tmp_path, Snapshot(info_of(7), tensors))
+    assert list(tmp_path.iterdir()) == []
+    forge(tmp_path, safetensors.torch.save(tensors))
+    with pytest.raises(Damaged, match="not finite"):
+        read_snapshot(tmp_path, 7, LAYOUT)
+
+
+def forge(parent: Path, weights: bytes, **changes: object) -> None:
+    """A snapshot whose hashes are right and whose content is not."""
+    folder = parent / folder_name(7)
+    folder.mkdir(exist_ok=True)
+    info = {"version": 7, "parent": 6, "date": "2026-01-01T00:00:00Z", "scores": {"serving": 1.0}}
+    content = {"format": 1, "info": info, "weights_bytes": len(weights), "weights_sha256": digest(weights), **changes}
+    (folder / WEIGHTS).write_bytes(weights)
+    (folder / MANIFEST).write_bytes(seal(content))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"info": None},
+        {"info": {"version": 7}},
+        {"info": {"version": 7, "parent": 6, "date": "", "scores": {}, "more": 1}},
+        {"weights_bytes": None},
+        {"weights_sha256": None},
+    ],
+    ids=str,
+)
+def test_sealed_nonsense_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    forge(tmp_path, safetensors.torch.save(tensors_of(7)))
+    read_snapshot(tmp_path, 7, LAYOUT)
+    forge(tmp_path, safetensors.torch.save(tensors_of(7)), **changes)
+    with pytest.raises(Damaged):
+        read_snapshot(tmp_path, 7, LAYOUT)
+
+
+def test_weights_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    forge(tmp_path, b"\xff" * 200)
+    with pytest.raises(Damaged, match="holds no tensors"):
+        read_snapshot(tmp_path, 7, LAYOUT)
+
+
+def test_a_version_is_used_once(stored: Path) -> None:
+    with pytest.raises(NotStored, match="exists already"):
+        write_snapshot(stored, Snapshot(info_of(7), tensors_of(8)))
+    assert is_version(read_snapshot(stored, 7, LAYOUT), 7)
+
+
+def test_a_removed_snapshot_is_gone(stored: Path) -> None:
+    remove_snapshot(stored, 7)
+    assert list(stored.iterdir()) == []
+
+
+def test_only_snapshots_are_listed(stored: Path) -> None:
+    for name in (".unfinished-0000000008", "notes", "12", "٣" * 10, "0000000009.bak"):
+        (stored / name).mkdir()
+    assert stored_versions(stored) == [7]
+    assert stored_versions(stored / "nowhere") == []
+
+
+def test_scores_that_are_no_numbers_are_not_stored(tmp_path: Path) -> None:
+    info = SnapshotInfo(1, None, "2026-01-01T00:00:00Z", {"serving": float("nan")})
+    with pytest.raises(NotStored, match="could not be stored"):
+        write_snapshot(tmp_path, Snapshot(info, tensors_of(1)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_can_be_read_by_others(stored: Path) -> None:
+    folder = stored / folder_name(7)
+    assert safetensors.torch.load_file(folder / WEIGHTS).keys() == tensors_of(7).keys()
+    content = unseal((folder / MANIFEST).read_bytes())
+    assert content["weights_sha256"] == digest((folder / WEIGHTS).read_bytes())
+
+
+def ring_in(folder: Path, *versions: int, in_memory: int = 2, on_disk: int = 3) -> SnapshotRing:
+    ring = SnapshotRing(folder, in_memory=in_memory, on_disk=on_disk)
+    for version in versions:
+        ring.add(info_of(version), tensors_of(version))
+    return ring
+
+
+def damage(folder: Path, version: int, name: str = WEIGHTS) -> None:
+    (folder / folder_name(version) / name).write_bytes(b"damaged")
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path, *range(7))
+    assert ring.versions == [4, 5, 6]
+    assert all(is_version(ring.get(version, LAYOUT), version) for version in (4, 5, 6))
+    with pytest.raises(Damaged, match="unreadable"):
+        ring.get(3, LAYOUT)
+
+
+def test_a_restart_finds_the_newest_and_refuses_what_is_damaged(tmp_path: Path) -> None:
+    ring_in(tmp_path, 1, 2, 3)
+    damage(tmp_path, 2, MANIFEST)
+    damage(tmp_path, 1)
+    later = ring_in(tmp_path)
+    assert later.versions == [1, 2, 3]
+    assert is_version(later.get(3, LAYOUT), 3)
+    for version in (1, 2):
+        with pytest.raises(Damaged):
+            later.get(version, LAYOUT)
+
+
+def test_nothing_stored_is_nothing_found(tmp_path: Path) -> None:
+    assert ring_in(tmp_path / "not yet there").versions == []
+
+
+def test_memory_outlives_the_disk(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path, 1, 2, 3)
+    for version in (1, 2, 3):
+        damage(tmp_path, version)
+    assert is_version(ring.get(3, LAYOUT), 3)
+    assert is_version(ring.get(2, LAYOUT), 2)
+    with pytest.raises(Damaged):
+        ring.get(1, LAYOUT)
+
+
+def test_snapshots_are_copies_on_the_way_in_and_out(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path)
+    tensors = tensors_of(1)
+    ring.add(info_of(1), tensors)
+    tensors["head.weight"].zero_()
+    ring.get(1, LAYOUT).tensors["head.weight"].zero_()
+    assert is_version(ring.get(1, LAYOUT), 1)
+    assert is_version(ring_in(tmp_path).get(1, LAYOUT), 1)
+
+
+def test_shared_and_strided_tensors_are_stored(tmp_path: Path) -> None:
+    shared = torch.arange(12.0).reshape(3, 4)
+    tensors = {"one": shared, "two": shared.T, "row": shared[1]}
+    ring_in(tmp_path).add(info_of(1), tensors)
+    read = ring_in(tmp_path).get(1, layout_of(tensors)).tensors
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_a_full_disk_leaves_the_old_state_intact(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path, 1, 2, 3)
+    before = contents(tmp_path)
+    largest = max(map(len, before.values()))
+    for limit in range(0, largest, 23):
+        with disk_full_after(limit), pytest.raises(NotStored, match="could not be stored"):
+            ring.add(info_of(4), tensors_of(4))
+        assert contents(tmp_path) == before
+        assert ring.versions == [1, 2, 3]
+    ring.add(info_of(4), tensors_of(4))
+    assert ring.versions == [2, 3, 4]
+
+
+def test_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    ring = ring_in(tmp_path / "file")
+    with pytest.raises(NotStored):
+        ring.add(info_of(1), tensors_of(1))
+    assert ring.versions == []
+
+
+def test_an_old_one_that_stays_is_an_error_and_the_new_one_is_stored(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path, 1, 2, 3)
+    in_the_way = tmp_path / f".unfinished-{folder_name(1)}"
+    in_the_way.mkdir()
+    (in_the_way / "file").write_bytes(b"")
+    with pytest.raises(NotRemoved):
+        ring.add(info_of(4), tensors_of(4))
+    assert ring.versions == [1, 2, 3, 4]
+    assert is_version(ring.get(4, LAYOUT), 4)
+    assert ring_in(tmp_path, 5).versions == [3, 4, 5]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_crash_at_any_byte_loses_at_most_the_snapshot_being_written(tmp_path: Path) -> None:
+    """Every byte written and every step between them, including the removal of the oldest."""
+    crashes = 0
+    while crash_in_ring(crashes, tmp_path / str(crashes)):
+        crashes += 1
+    assert crashes > 600
+
+
+def crash_in_ring(amount: int, folder: Path) -> bool:
+    """False when everything was done before the fuel ran out."""
+    ring = ring_in(folder, 1, 2, on_disk=2)
+    crashed = False
+    with running_on(Fuel(amount)):
+        try:
+            ring.add(info_of(3), tensors_of(3))
+        except Killed:
+            crashed = True
+    resumed = ring_in(folder, on_disk=2)
+    newest = resumed.versions[-1]
+    assert newest == 3 or (crashed and newest == 2)
+    assert all(is_version(resumed.get(version, LAYOUT), version) for version in resumed.versions)
+    resumed.add(info_of(4), tensors_of(4))
+    assert resumed.versions[-1] == 4
+    assert not list(folder.glob(".unfinished*"))
+    return crashed
+
+
+def test_a_real_kill_loses_at_most_the_snapshot_being_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.adaptation.killed_writer", str(tmp_path), "20"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == ["20", "kills"]
+
+
+CURRENT, PREVIOUS = "learner.json", "learner.previous.json"
+
+
+def save(checkpoint: LearnerCheckpoint, version: int) -> None:
+    checkpoint.save(newest=version, origin=version, condemned=set(), parts=parts_of(version))
+
+
+def parts_of(version: int) -> dict[str, State]:
+    return {"policy": {"values": {"head": 0.1 * version}}, "cusum": {"total": version / 3}}
+
+
+def saved(version: int) -> SavedLearner:
+    return SavedLearner(version, version, set(), parts_of(version))
+
+
+def test_a_first_start_has_nothing_to_resume(tmp_path: Path) -> None:
+    loaded = LearnerCheckpoint(tmp_path / "nowhere").load()
+    assert loaded == SavedLearner()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_state_falls_back_to_the_one_before_and_says_so(tmp_path: Path, seed: int) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    save(file, 1)
+    save(file, 2)
+    path = tmp_path / CURRENT
+    good = path.read_bytes()
+    rng = random.Random(seed)
+    for _ in range(200):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        path.unlink()
+        path.write_bytes(bytes(bad))
+        loaded = file.load()
+        assert replace(loaded, complaints=()) == saved(1)
+        assert [reason.startswith(CURRENT) for reason in loaded.complaints] == [True]
+
+
+def test_a_damaged_state_does_not_push_the_good_one_out(tmp_path: Path) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    save(file, 1)
+    save(file, 2)
+    (tmp_path / CURRENT).write_bytes(b"damaged")
+    save(file, 3)
+    assert file.load() == saved(3)
+    (tmp_path / CURRENT).write_bytes(b"damaged")
+    assert replace(file.load(), complaints=()) == saved(1)
+
+
+def test_two_damaged_states_are_nothing_to_resume(tmp_path: Path) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    save(file, 1)
+    save(file, 2)
+    (tmp_path / CURRENT).write_bytes(seal({"format": 2, "state": {}}))
+    (tmp_path / PREVIOUS).write_bytes(seal({"format": 1, "state": {"version": -1, "parts": {}}}))
+    loaded = file.load()
+    assert replace(loaded, complaints=()) == SavedLearner()
+    assert len(loaded.complaints) == 2
+
+
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / CURRENT).mkdir()
+    loaded = LearnerCheckpoint(tmp_path).load()
+    assert replace(loaded, complaints=()) == SavedLearner()
+    assert "unreadable" in loaded.complaints[0]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_crash_at_any_byte_loses_at_most_the_state_being_written(tmp_path: Path) -> None:
+    amount = 0
+    while crash_in_file(amount, tmp_path / str(amount)):
+        amount += 1
+    assert amount > 200
+
+
+def crash_in_file(amount: int, folder: Path) -> bool:
+    """False when everything was done before the fuel ran out."""
+    file = LearnerCheckpoint(folder)
+    save(file, 1)
+    save(file, 2)
+    crashed = False
+    with running_on(Fuel(amount)):
+        try:
+            save(file, 3)
+        except Killed:
+            crashed = True
+    loaded = file.load()
+    assert loaded == saved(3) or (crashed and loaded == saved(2))
+    save(file, 4)
+    assert file.load() == saved(4)
+    return crashed
+
+
+@pytest.mark.parametrize("limit", [0, 1, 50, 200])
+def test_a_full_disk_loses_no_state(tmp_path: Path, limit: int) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    save(file, 1)
+    save(file, 2)
+    with disk_full_after(limit), pytest.raises(NotStored):
+        save(file, 3)
+    assert file.load() == saved(2)
+
+
+def test_a_number_that_is_none_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    save(file, 1)
+    with pytest.raises(NotStored):
+        file.save(newest=2, origin=2, condemned=set(), parts={"policy": {"value": float("nan")}})
+    assert replace(file.load(), complaints=()) == saved(1)
+
+
+def test_what_was_saved_is_remembered(tmp_path: Path) -> None:
+    LearnerCheckpoint(tmp_path).save(newest=7, origin=5, condemned={6, 2}, parts={"policy": {"num_waiting": 3}})
+    assert LearnerCheckpoint(tmp_path).load() == SavedLearner(7, 5, {2, 6}, {"policy": {"num_waiting": 3}})
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_the_training_copy_is_that_of_the_weights_that_serve(tmp_path: Path, damage: bool) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    for origin in (1, 1, 2):
+        file.save_training(tensors_of(origin), origin=origin)
+    like = tensors_of(0)
+    found = file.load_training(like, origin=2)
+    assert found is not None
+    assert same(found, tensors_of(2))
+    assert file.load_training(like, origin=3) is None
+    assert len(list((tmp_path / "training").iterdir())) == 2
+    if damage:
+        newest = max((tmp_path / "training").iterdir()) / "weights.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1] + b"\0")
+    older = file.load_training(like, origin=1)
+    assert older is not None
+    assert same(older, tensors_of(1))
+    assert (file.load_training(like, origin=2) is None) == damage
+
+
+def test_a_copy_of_another_drafter_does_not_fit(tmp_path: Path) -> None:
+    file = LearnerCheckpoint(tmp_path)
+    file.save_training(tensors_of(1), origin=1)
+    assert file.load_training({"head.weight": torch.zeros(1)}, origin=1) is None
