@@ -29,7 +29,7 @@ from service.engine.learning import Learning
 from service.engine.measuring import costs_at_start
 from service.engine.memory import MemoryPlan, memory_for
 from service.engine.numerics import Numerics, rehearsed_context, rows_are_independent, settle
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
 from service.engine.trained import shipped_folder

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import anyio
 import anyio.to_thread
 
-from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
 from service.served import AdaptationControl, EngineHandle, ModelCard, Served
 from service.tokenizer import ChatTokenizer
@@ -34,7 +34,7 @@ _NOT_LEARNING = (
 )
 
 
-class Generation:
+class OutputStream:
     """The outputs of some requests, in the order in which the engine delivers them.
 
     Whoever holds one closes it (`with generation:`): closing early aborts what is unfinished. The outputs of each
@@ -50,7 +50,7 @@ class Generation:
         self._release = release
         self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
 
-    def __aiter__(self) -> "Generation":
+    def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> SequenceOutput:
@@ -64,7 +64,7 @@ class Generation:
             self._count_down(item.request_id)
         return item
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "OutputStream":
         return self
 
     def __exit__(
@@ -106,7 +106,7 @@ class Runtime:
         self._tokenizer_threads = tokenizer_threads
         self._served: Served | None = None
         self._state: State = "loading"
-        self._generations: dict[str, Generation] = {}
+        self._generations: dict[str, OutputStream] = {}
         self._max_lag_seconds = 0.0
         self.num_refused = 0  # requests, because too many were waiting
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,12 +149,12 @@ class Runtime:
         if self._state == "failed":
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
-    def generate(self, *requests: GenerationRequest) -> Generation:
+    def generate(self, *requests: GenerationRequest) -> OutputStream:
         """Submit requests and return their outputs. To be called on the event loop; raises before anything runs."""
         self.check_ready()
         engine = self._loaded().engine
         self._check_queue(engine)
-        generation = Generation(requests, abort=engine.abort, release=self._release)
+        generation = OutputStream(requests, abort=engine.abort, release=self._release)
         try:
             for request in requests:
                 assert request.request_id not in self._generations, "request ids must be unique"

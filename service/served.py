@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adaptation.status import AdaptationStatus
-from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.tokenizer import ChatTokenizer
 
 

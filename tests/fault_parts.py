@@ -24,7 +24,7 @@ from drafters.specblock.weights import weights_of
 from service.adaptive import Adaptive
 from service.assembly import Assembly
 from service.bench.generate import generate
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests
 from tests.service.learning_parts import learning, texts

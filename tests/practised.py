@@ -25,7 +25,7 @@ from drafters.specblock.weights import weights_of
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.engine.trained import load_network
 from tests.adaptation.worlds import Clock
 from tests.service.bench.parts import DRAFT_VOCAB, save_two_layers, settings_for

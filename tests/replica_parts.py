@@ -20,7 +20,7 @@ import httpx2 as httpx
 import yaml
 
 from service.assembly import Assembly
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from tests.practised import practised
 from tests.redis_server import RedisServer
 from tests.service.learning_parts import EAGER, requests, texts

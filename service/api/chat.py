@@ -15,7 +15,7 @@ from service.api.schemas import ChatCompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
 from service.api.trace import Trace, is_traced
-from service.engine.sequence import SequenceOutput
+from service.engine.requests import SequenceOutput
 from service.tokenizer import ChatTokenizer
 
 _CHUNK = "chat.completion.chunk"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from service.engine.sequence import TokenLogprob
+from service.engine.requests import TokenLogprob
 from service.tokenizer import ChatTokenizer
 
 # JSON knows no infinity; this is what OpenAI's servers send instead.

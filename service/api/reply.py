@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from service.api.request_builder import Job
 from service.api.schemas import SamplingFields
-from service.engine.sequence import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
+from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
 from service.served import ModelCard
 
 Body = dict[str, JsonValue]

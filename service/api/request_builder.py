@@ -15,7 +15,7 @@ from service.api.schemas import (
     text_of,
 )
 from service.api.settings import Server
-from service.engine.sequence import GenerationRequest, SamplingParams, SpeculationParams
+from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.served import ModelCard
 from service.tokenizer import ChatTokenizer

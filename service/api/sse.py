@@ -17,9 +17,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import error_body, internal_error
-from service.engine.sequence import SequenceOutput
+from service.engine.requests import SequenceOutput
 from service.errors import RequestError
-from service.runtime import Generation
+from service.runtime import OutputStream
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class StreamForm(Protocol):
     def trailer(self) -> Iterator[Mapping[str, JsonValue]]: ...
 
 
-async def events(generation: Generation, form: StreamForm) -> AsyncGenerator[bytes, None]:
+async def events(generation: OutputStream, form: StreamForm) -> AsyncGenerator[bytes, None]:
     """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
     try:
         async for output in generation:
@@ -66,7 +66,7 @@ class EventStream(StreamingResponse):
     """Sends frames as they come and a ping when none came for a while; closes the generation whatever happens."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], generation: Generation, *, ping_seconds: float = PING_SECONDS
+        self, frames: AsyncGenerator[bytes, None], generation: OutputStream, *, ping_seconds: float = PING_SECONDS
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
@@ -106,13 +106,13 @@ class EventStream(StreamingResponse):
                 await self._send_body(send, KEEPALIVE_COMMENT)
 
 
-async def collect(request: Request, generation: Generation) -> list[SequenceOutput]:
+async def collect(request: Request, generation: OutputStream) -> list[SequenceOutput]:
     """All outputs of a generation; it is closed whatever happens, at once when the client goes away."""
     with generation:
         return await unless_client_gone(request.receive, _all(generation))
 
 
-async def _all(generation: Generation) -> list[SequenceOutput]:
+async def _all(generation: OutputStream) -> list[SequenceOutput]:
     return [output async for output in generation]
 
 

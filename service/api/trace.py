@@ -6,7 +6,7 @@ An extension of ours: the key `speculation` in a chunk's choice. Nothing else in
 
 from pydantic import JsonValue
 
-from service.engine.sequence import SequenceOutput, StepTree
+from service.engine.requests import SequenceOutput, StepTree
 from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 _DIGITS = 4

@@ -12,7 +12,7 @@ from service.bench.load import ClosedLoop, LoadRun, drive
 from service.bench.shift_stream import Stream
 from service.bench.speed import Measure, requests_from
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 
 _ROUNDS = 2
 """Queries of each client in a leg: after the first round prompts are read beside answers under way."""

@@ -19,7 +19,7 @@ from service.bench.speed import PLAIN, EngineContestant, Measure, requests_from,
 from service.engine.budget import FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 
 RANDOM = "random"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.engine.engine import Engine
-from service.engine.sequence import FinishReason, GenerationRequest, SequenceOutput
+from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
 from service.engine.stats import StepStats
 
 

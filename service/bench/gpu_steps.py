@@ -16,7 +16,7 @@ from service.bench.gpu_plan import Plan
 from service.engine.budget import FixedBudget
 from service.engine.cost import Point
 from service.engine.measuring import Stage
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 
 _PROMPT = 64

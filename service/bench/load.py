@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import StepStats
 
 

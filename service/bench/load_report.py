@@ -20,7 +20,7 @@ from service.bench.speed import Measure, requests_from
 from service.bench.tree_paint import refuse_png_without_matplotlib
 from service.config import ServiceConfig
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.progress import counting
 

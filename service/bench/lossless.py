@@ -32,7 +32,7 @@ from service.engine.cost_cache import Costs
 from service.engine.draft_cost import FREE
 from service.engine.engine import Engine
 from service.engine.measuring import measure_costs
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 
 _HIT_RATE = 0.8
 _CASES_PER_ROUND = 192  # the next round asks other questions

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from service.engine.sequence import SamplingParams
+from service.engine.requests import SamplingParams
 
 Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop"]
 Company = Literal["alone", "among 15", "short of slots"]

@@ -11,7 +11,7 @@ from itertools import count
 import torch
 
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 
 QUIET, BUSY = "quiet", "busy"
 

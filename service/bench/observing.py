@@ -17,7 +17,7 @@ from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.assembly import Assembly
 from service.bench.generate import count_mismatches
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.engine.thread import EngineThread
 from service.live import Live
 from service.runtime import Runtime

@@ -13,7 +13,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.observing import ObservingRow, Turn, rows_of, run_turn
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.progress import counting
 
 

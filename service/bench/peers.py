@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from service.assembly import Assembly
 from service.bench.generate import Answer, Run
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from service.engine.weights import resolve
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 
 _SETTLED_TOKENS = 16
 _LONG = "long"

@@ -12,7 +12,7 @@ import torch
 
 from service.bench.generate import count_mismatches
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from service.bench.shift_learning import Beside, Counts, Noted, Notes
 from service.bench.shift_stream import AskedQuery, Prompt, Turn
 from service.bench.speed import Measure
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 
 _WARM_UP_TOKENS = 16
 

@@ -21,7 +21,7 @@ from service.bench.generate import (
 )
 from service.bench.prompts import PromptSet
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

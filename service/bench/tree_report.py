@@ -17,7 +17,7 @@ from service.bench.tree_paint import refuse_png_without_matplotlib, svg_of, writ
 from service.bench.tree_picture import Picture, answer_pieces, drawn_tree, tree_title
 from service.bench.tree_text import text_of
 from service.config import ServiceConfig
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 
 

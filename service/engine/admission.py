@@ -3,7 +3,7 @@
 Answers are as long as the recent ones were. Knows nothing of who waits or of what is free.
 """
 
-from service.engine.generation import Sequence
+from service.engine.sequence import Sequence
 
 _FIRST_GUESS = 32.0
 _RATE = 0.05

@@ -22,14 +22,14 @@ from service.engine.cost import CostTable
 from service.engine.draft_cost import FREE, DraftCosts
 from service.engine.draft_gain import DraftGain
 from service.engine.load import Load, StepOutcome
-from service.engine.shares import most_per_second
+from service.engine.shares import allocate_nodes
 
 __all__ = ["REASONS", "Budget", "BudgetPolicy", "CostBudget", "FixedBudget", "Load", "PerBatchSizeBudget", "Share"]
 
 REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_down", "reference")
 
 Share = Callable[[Candidates, Tensor, Tensor, Tensor], Tensor]
-"""As `most_per_second`."""
+"""As `allocate_nodes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class BudgetPolicy(Protocol):
         """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
         ...
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
-        """`share` computes `most_per_second`, as it is or in a replay."""
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
+        """`share` computes `allocate_nodes`, as it is or in a replay."""
         ...
 
     def renew(self) -> None:
@@ -85,7 +85,7 @@ class FixedBudget:
     def follows(self, load: Load) -> bool:
         return self._nodes > 0
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
         return _capped(candidates, limits, load, self._nodes)
 
     def renew(self) -> None:
@@ -109,7 +109,7 @@ class PerBatchSizeBudget:
     def follows(self, load: Load) -> bool:
         return True
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
         return _capped(candidates, limits, load, self._nodes(load))
 
     def renew(self) -> None:
@@ -137,7 +137,7 @@ class CostBudget:
     def follows(self, load: Load) -> bool:
         return self._gain.follows(load)
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
         num_keep = share(candidates, limits, self._seconds(load, candidates), weights)
         return Budget(num_keep, "cost")

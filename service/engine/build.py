@@ -9,7 +9,7 @@ from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
 from drafters.replays import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.books import PlainSeconds, plain_seconds, seconds_as_they_are
+from service.engine.accounting import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.cost import CostTable
 from service.engine.cost_cache import Costs

@@ -13,10 +13,10 @@ from drafters.recalibration import Recalibration
 from drafters.replays import Capture
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, BudgetPolicy
-from service.engine.generation import Sequence
 from service.engine.load import Load, StepOutcome
 from service.engine.objective import Objective, Throughput
 from service.engine.scheduler import Batch
+from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.trimming import TrimmedAsAsked, TrimmedByReplay, Trimming
 

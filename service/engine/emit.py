@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
-from service.engine.generation import Finish, Sequence
+from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
 from service.engine.sampling import logprobs
-from service.engine.sequence import SequenceOutput, StepTree, TokenLogprob
+from service.engine.sequence import Finish, Sequence
 from service.engine.verify import Verified
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
@@ -30,7 +30,7 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class HostTokens:
     """What the host learns of a step, by completing sequence."""
 
     tokens: list[list[int]]  # accepted ones, then the bonus token
@@ -38,12 +38,12 @@ class Told:
     drafted: list[int]  # nodes that were verified
 
     @staticmethod
-    def of(committed: Committed, verified: Verified, drafted: list[int]) -> "Told":
+    def of(committed: Committed, verified: Verified, drafted: list[int]) -> "HostTokens":
         """Ask the device, once: this is what the host waits for in every step."""
         everything = torch.cat([committed.tokens, verified.failed[:, None].long()], dim=1)
         lines: list[list[int]] = everything.tolist()  # planned transfer
         tokens = [[token for token in line[:-1] if token >= 0] for line in lines]
-        return Told(tokens, [bool(line[-1]) for line in lines], drafted)
+        return HostTokens(tokens, [bool(line[-1]) for line in lines], drafted)
 
     @property
     def accepted(self) -> list[int]:
@@ -61,13 +61,13 @@ class EmitStage:
     def emit(
         self,
         completing: Items[Sequence],
-        told: "Told",
+        on_host: "HostTokens",
         verified: Verified,
         logits: Tensor,
         remove: Callable[[Sequence], None],
     ) -> Emission:
-        """Outputs of all completing sequences; `remove` is told of those that end. # logits [logits, vocab]"""
-        tokens, failed, drafted = told.tokens, told.failed, told.drafted
+        """Outputs of all completing sequences; `remove` is called with each that ends. # logits [logits, vocab]"""
+        tokens, failed, drafted = on_host.tokens, on_host.failed, on_host.drafted
         outputs: list[SequenceOutput] = []
         ended: list[tuple[Sequence, Finish]] = []
         gaps: list[float] = []

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
-from service.engine.books import PlainSeconds, QueryBooks, seconds_as_they_are
+from service.engine.accounting import PlainSeconds, RequestAccounting, seconds_as_they_are
 from service.engine.budget import Budget
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
-from service.engine.emit import Emission, EmitStage, Told
-from service.engine.generation import Finish, Sequence, signed64
+from service.engine.emit import Emission, EmitStage, HostTokens
 from service.engine.learning import Learning, NoLearning
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
-from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.sequence import Finish, Sequence, signed64
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
@@ -78,7 +78,7 @@ class Engine:
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
         self._learning: Learning = learning or NoLearning()
-        self._books = QueryBooks(plain_seconds)
+        self._accounting = RequestAccounting(plain_seconds)
         self._credited: dict[str, int] = dict(drafter.credits())
 
     @property
@@ -105,7 +105,7 @@ class Engine:
         mine = [s for s in self._sequences() if s.request.request_id == request_id]
         for sequence in mine:
             self.scheduler.remove(sequence)
-            self._books.forget(sequence)
+            self._accounting.forget(sequence)
         end = Finish("abort")
         return [self._emit_stage.output(s, [], None, end) for s in mine], [_finish_stats(s, end) for s in mine]
 
@@ -134,12 +134,12 @@ class Engine:
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
-        told = Told.of(committed, verified, batch.of_completing(budget.nodes))
-        drafted, accepted = budget.nodes, told.accepted
+        on_host = HostTokens.of(committed, verified, batch.of_completing(budget.nodes))
+        drafted, accepted = budget.nodes, on_host.accepted
         self.slots.free(freed[: sum(drafted) - sum(accepted)])
         _advance(batch, accepted)
-        self._books.enter(batch, version, drafted, accepted, clock.seconds["draft"], clock.seconds["verify"])
-        emission = self._emit_stage.emit(completing, told, verified, output.logits, self.scheduler.remove)
+        self._accounting.enter(batch, version, drafted, accepted, clock.seconds["draft"], clock.seconds["verify"])
+        emission = self._emit_stage.emit(completing, on_host, verified, output.logits, self.scheduler.remove)
         finished = self._close(emission)
         clock.lap("other")
         stats = self._stats(batch, drafted, budget, accepted, emission, clock)
@@ -148,7 +148,7 @@ class Engine:
     def _close(self, emission: Emission) -> list[FinishStats]:
         """Tell whoever learns of the sequences that have come to an end of their own."""
         for sequence, finish in emission.ended:
-            query = self._books.close(sequence, finish)
+            query = self._accounting.close(sequence, finish)
             if query is not None:
                 self._learning.ended(query)
         return [_finish_stats(sequence, finish) for sequence, finish in emission.ended]

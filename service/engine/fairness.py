@@ -8,7 +8,7 @@ Knows neither slots nor steps; accounts of those who are not here are kept only 
 from collections import Counter
 from collections.abc import Iterable
 
-from service.engine.generation import Sequence
+from service.engine.sequence import Sequence
 
 PROMPT_SHARE = 0.5
 """What reading a token of a prompt counts, against 1 for generating one."""

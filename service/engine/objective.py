@@ -8,13 +8,14 @@ after the first. A sequence that has emitted n tokens in s seconds counts s / (n
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from service.engine.generation import Sequence as Generation
+from service.engine.sequence import Sequence
 
 _MOST = 4.0
 
@@ -22,7 +23,7 @@ _MOST = 4.0
 class Objective(Protocol):
     """Weights of the sequences that draft in a step."""
 
-    def weights(self, sequences: Sequence[Generation], device: torch.device) -> Tensor | None:
+    def weights(self, sequences: Items[Sequence], device: torch.device) -> Tensor | None:
         """What one token of each counts; None where all count the same. # -> [sequences] float32"""
         ...
 
@@ -30,7 +31,7 @@ class Objective(Protocol):
 class Throughput:
     """Tokens per second, whose ever they are."""
 
-    def weights(self, sequences: Sequence[Generation], device: torch.device) -> Tensor | None:
+    def weights(self, sequences: Items[Sequence], device: torch.device) -> Tensor | None:
         return None
 
 
@@ -41,11 +42,11 @@ class Latency:
         self._pace_seconds = pace_seconds
         self._clock = clock
 
-    def weights(self, sequences: Sequence[Generation], device: torch.device) -> Tensor | None:
+    def weights(self, sequences: Items[Sequence], device: torch.device) -> Tensor | None:
         now = self._clock()
         return torch.tensor([self._weight(sequence, now) for sequence in sequences], device=device)
 
-    def _weight(self, sequence: Generation, now: float) -> float:
+    def _weight(self, sequence: Sequence, now: float) -> float:
         if sequence.first_token_seconds is None:
             return 1.0
         due = self._pace_seconds * max(1, sequence.num_generated)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequence import SamplingParams
+from service.engine.requests import SamplingParams
 
 
 class TokenHistory:

@@ -22,7 +22,7 @@ from kernels.sample import Choice
 from kernels.sample_filtered import OFF, Filters
 from service.engine.choosing import ASKED, Choosing
 from service.engine.penalties import PenaltyTable, TokenHistory
-from service.engine.sequence import SamplingParams
+from service.engine.requests import SamplingParams
 
 _NEVER = float("-inf")
 

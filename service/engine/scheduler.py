@@ -17,9 +17,9 @@ from drafters.protocol import Known
 from kernels.tree_attention import MAX_NODES
 from service.engine.admission import Forecast
 from service.engine.fairness import Accounts
-from service.engine.generation import Sequence
 from service.engine.prefix_cache import NoPrefixCache, SlotCache
 from service.engine.rows import Chain
+from service.engine.sequence import Sequence
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.victims import cheapest, sheltered
 from service.engine.waiting import WaitingLines

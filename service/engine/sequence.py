@@ -1,126 +1,132 @@
-"""Requests and outputs: the records that travel between the HTTP side and the engine.
-
-The engine's own state of one generation is in `generation.py`.
-"""
+"""The engine's state of one generation: its text so far, where its keys and values are, what speculation did."""
 
 import time
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+from torch import Tensor
+
+from service.engine.prefix_cache import Lease
+from service.engine.requests import FinishReason, GenerationRequest, SpeculationRecord, Timings
+from service.engine.sampling import SamplingState
+from service.engine.text_stream import TextStream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen; checked by whoever builds it (the HTTP side answers 400 naming the field)."""
+def signed64(seed: int) -> int:
+    """The low 64 bits of a seed as a signed integer, the form tensors hold it in."""
+    return (seed + 2**63) % 2**64 - 2**63
 
-    seed: int  # 64 bits
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    include_stop_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    num_logprobs: int | None = None  # None = off, otherwise that many alternatives per token (0..20)
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n generations. `tokens` is prompt and generated text; its last token's keys and values are
+    computed by the step that chooses the next one."""
+
+    request: GenerationRequest
+    index: int
+    tokens: list[int]
+    sampling: SamplingState
+    text: TextStream
+    num_prompt: int
+    row: int | None = None  # line of the slot table while running
+    num_computed: int = 0  # positions whose keys and values are in the pool
+    lease: Lease | None = None  # what it uses of the prefix cache while running
+    num_cached: int = 0  # prompt tokens whose keys and values it found in the cache
+    number: int = 0  # place in the order of arrival
+    preemptions: int = 0
+    charged_tokens: float = 0.0  # service that was put on its client's account already
+    started_seconds: float | None = None
+    first_token_seconds: float | None = None
+    last_emit_seconds: float | None = None
+    accepted_per_step: list[int] = field(default_factory=list)
+    drafted_per_step: list[int] = field(default_factory=list)
+    foretold_tokens: int = 0  # tokens that the client's prediction foretold
 
     @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+    def table_row(self) -> int:
+        """Its line of the slot table, while it runs."""
+        assert self.row is not None
+        return self.row
 
+    @property
+    def client(self) -> str:
+        return self.request.client
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationParams:
-    """A request's own wishes about speculation; they change its speed, never its text."""
+    @property
+    def is_reading(self) -> bool:
+        """Whether more of its text is to be read than the token that decoding runs anyway."""
+        return self.num_pending > 1
 
-    enabled: bool = True
-    max_budget: int | None = None  # most nodes verified per step; None = whatever the engine chooses
-    trace: bool = False  # say with each output what tree was verified
+    @property
+    def is_publishable(self) -> bool:
+        """Whether its text has been read and others may begin with it."""
+        return not self.is_reading and self.lease is not None and not self.lease.is_published
 
+    @property
+    def cached_slots(self) -> Tensor | None:
+        """Slots of the prefix that was in the pool when it began to run. # [cached] int64"""
+        return None if self.lease is None else self.lease.slots
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One prompt and how to continue it. `n` sequences are generated; sequence i samples with seed + i."""
+    @property
+    def num_shared(self) -> int:
+        """Positions, from the first on, whose slots belong to the prefix cache."""
+        return 0 if self.lease is None else self.lease.length
 
-    request_id: str
-    prompt: Tokens[int]
-    sampling: SamplingParams
-    n: int = 1
-    prediction: Tokens[int] = ()
-    speculation: SpeculationParams = SpeculationParams()
-    store: bool = True  # False: neither recorded nor learnt from
-    client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
-    priority: int = 0  # lower is earlier, among the requests of one client
-    arrival_seconds: float = field(default_factory=time.monotonic)
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def max_nodes(self) -> int | None:
+        """The request's own bound on its draft tree."""
+        return self.request.speculation.max_budget if self.request.speculation.enabled else 0
+
+    def timings(self, now: float) -> Timings:
+        arrival = self.request.arrival_seconds
+        started = self.started_seconds if self.started_seconds is not None else now
+        first = self.first_token_seconds if self.first_token_seconds is not None else now
+        return Timings(started - arrival, first - arrival, now - arrival)
+
+    def mark_started(self) -> None:
+        if self.started_seconds is None:
+            self.started_seconds = time.monotonic()
+
+    def mark_emitted(self, now: float, accepted: int, drafted: int) -> float | None:
+        """Note what a verify emitted; returns the seconds since the last time, None for the first token, which comes
+        from reading the prompt and not from a verify."""
+        if self.first_token_seconds is None or self.last_emit_seconds is None:
+            self.first_token_seconds = self.last_emit_seconds = now
+            return None
+        self.accepted_per_step.append(accepted)
+        self.drafted_per_step.append(drafted)
+        gap, self.last_emit_seconds = now - self.last_emit_seconds, now
+        return gap
+
+    def speculation(self, drafter: str, version: int) -> SpeculationRecord:
+        foretold = min(self.foretold_tokens, self.num_generated)  # what was cut off behind a stop does not count
+        return SpeculationRecord(
+            accepted_per_step=tuple(self.accepted_per_step),
+            drafted_per_step=tuple(self.drafted_per_step),
+            accepted_prediction_tokens=foretold,
+            rejected_prediction_tokens=max(0, len(self.request.prediction) - foretold),
+            drafter=drafter,
+            drafter_version=version,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability of one emitted token under the target's unprocessed distribution, with alternatives."""
+class Finish:
+    """Why a generation ended."""
 
-    token_id: int
-    logprob: float
-    rank: int  # 1 = the target's likeliest token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class StepTree:
-    """The draft tree of one step as it was verified; of no nodes where nothing was drafted."""
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # place of the node above, always an earlier one; -1 below the root
-    survival: tuple[float, ...]
-    path: tuple[int, ...]  # places of the accepted nodes, from the root down
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationRecord:
-    """What speculation did for one sequence; everything else about it is derived from these lists."""
-
-    accepted_per_step: tuple[int, ...]  # accepted length of each verify step
-    drafted_per_step: tuple[int, ...]  # nodes verified in each step
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-    drafter: str
-    drafter_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds a sequence spent waiting, until its first token, and in all."""
-
-    queue_seconds: float
-    first_token_seconds: float
-    total_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What one engine step added to one sequence. The last one of a sequence carries `finish_reason` and totals.
-
-    `text` is what may be shown now: characters are never split and text that might begin a stop string is held back,
-    so it can be empty while `token_ids` is not.
-    """
-
-    request_id: str
-    index: int  # which of the request's n sequences
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    reason: FinishReason
+    stop: int | str | None = None
     error: str | None = None
-    speculation: SpeculationRecord | None = None
-    timings: Timings | None = None
-    cached_tokens: int = 0
-    tree: StepTree | None = None  # for requests that ask to be told

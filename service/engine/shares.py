@@ -13,7 +13,7 @@ from drafters.select import survival_order
 from drafters.tree import Candidates
 
 
-def most_per_second(candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
+def allocate_nodes(candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
     """Nodes per sequence. # -> [batch] int64
 
     limits [batch] int64, at most so many of each, below 0 for a line that is no sequence; seconds

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from service.engine.engine import Engine, StepReport
-from service.engine.sequence import GenerationRequest, SequenceOutput
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
 from service.engine.streams import serving
 

@@ -17,7 +17,7 @@ from drafters.recalibration import Claims, Recalibration
 from drafters.replays import Capture, Places, Replayed, batches_up_to, least
 from drafters.select import select_nodes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
-from service.engine.shares import most_per_second
+from service.engine.shares import allocate_nodes
 
 _NO_SEQUENCE = -1
 
@@ -30,7 +30,7 @@ class Trimming(Protocol):
         ...
 
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        """As `most_per_second`, of the corrected candidates."""
+        """As `allocate_nodes`, of the corrected candidates."""
         ...
 
     def keep(self, num_keep: Tensor, width: int) -> DraftTree:
@@ -55,7 +55,7 @@ class TrimmedAsAsked:
         return self._candidates
 
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        return most_per_second(candidates, limits, seconds, weights)
+        return allocate_nodes(candidates, limits, seconds, weights)
 
     def keep(self, num_keep: Tensor, width: int) -> DraftTree:
         self._tree, kept = select_nodes(self._candidates, num_keep, width)
@@ -168,7 +168,7 @@ class TrimmedByReplay:
         survival, *claims = correct.results
         candidates = replace(given, survival=survival)
         step = (self._limits[:batch], self._seconds[: batch * self._width + 1], self._weights[:batch])
-        share = Replayed(self._capture, partial(most_per_second, candidates, *step), self._shares)
+        share = Replayed(self._capture, partial(allocate_nodes, candidates, *step), self._shares)
         keep = Replayed(self._capture, partial(_keep, candidates, Claims(*claims), self._num_keep[:batch]), self._kept)
         tree, *kept = keep.results
         learn = partial(self._recalibration.learn, Claims(*kept), DraftTree(*tree), self._path[:batch])

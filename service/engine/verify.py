@@ -11,9 +11,9 @@ from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 from kernels.sample import Choice
 from service.engine.choosing import ASKED, Choosing
-from service.engine.generation import Sequence
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
+from service.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

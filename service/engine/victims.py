@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Items
 
-from service.engine.generation import Sequence
 from service.engine.prefix_cache import SlotCache
+from service.engine.sequence import Sequence
 
 _OFTEN = 2
 

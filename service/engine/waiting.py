@@ -3,7 +3,7 @@
 from bisect import insort
 from collections.abc import Iterator
 
-from service.engine.generation import Sequence
+from service.engine.sequence import Sequence
 
 
 class WaitingLines:

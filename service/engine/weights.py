@@ -28,8 +28,8 @@ from transformers import (
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
 from service.engine import dummy, linear
+from service.engine.fused_ops import fuse_layers
 from service.engine.kv_pool import KVShape
-from service.engine.short_forms import shorten_layers
 from service.engine.target import ATTENTION_NAME
 from service.errors import StartupError
 
@@ -92,8 +92,8 @@ def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devi
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     elif device.type == "cuda":
         logger.info("planned %d linear layers for this device", linear.plan_linears(model))
-    shortened = shorten_layers(model, device, model.dtype)
-    logger.info("shortened %s", ", ".join(f"{count} {kind}" for kind, count in shortened.items()))
+    fused = fuse_layers(model, device, model.dtype)
+    logger.info("fused %s", ", ".join(f"{count} {kind}" for kind, count in fused.items()))
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,

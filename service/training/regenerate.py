@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.progress import bar, say
 from service.tokenizer import ChatTokenizer

@@ -25,7 +25,7 @@ LEAVES = (
     "service.tokenizer",
 )
 RECORDS = (
-    "service.engine.sequence",
+    "service.engine.requests",
     "service.engine.stats",
     "adaptation.config",
     "adaptation.errors",
@@ -85,14 +85,14 @@ def test_nobody_imports_deploy_or_tests(path: Path) -> None:
         ("drafters.tree", "from adaptation import weights"),
         ("service.engine.step", "import adaptation.weights as weights"),
         ("service.engine.step", "from service import runtime"),
-        ("adaptation.weights", "from service.engine.sequence import SequenceOutput"),
+        ("adaptation.weights", "from service.engine.requests import SequenceOutput"),
         ("service.api.app", "from service.engine.scheduler import Scheduler"),
         ("service.api.app", "from service import bench"),
         ("service.errors", "from service.api import app"),
         ("service.metrics", "from adaptation.learner import Learner"),
         ("service.api.adaptation", "from adaptation.weights import DrafterWeights"),
         ("service.errors", "import importlib\nimportlib.import_module('drafters.tree')"),
-        ("service.engine.step", "from . import sequence"),
+        ("service.engine.step", "from . import requests"),
         ("stray.module", ""),
     ],
 )

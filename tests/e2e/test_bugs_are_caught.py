@@ -20,11 +20,11 @@ from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling
 from service.engine.choosing import Choosing
-from service.engine.generation import Finish
-from service.engine.generation import Sequence as Generation
 from service.engine.numerics import rows_are_independent
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingRows
+from service.engine.sequence import Finish
+from service.engine.sequence import Sequence as Running
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
 from service.engine.verify import Verified
@@ -107,7 +107,7 @@ def look_for_stops_at_the_end_of_a_step_only(monkeypatch: pytest.MonkeyPatch) ->
     """What a step emits before its last token is taken unseen."""
     true_absorb = emit_module.absorb
 
-    def absorb(sequence: Generation, tokens: Sequence[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
+    def absorb(sequence: Running, tokens: Sequence[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
         sequence.tokens.extend(tokens[:-1])
         kept, finish = true_absorb(sequence, tokens[-1:], eos_ids)
         return [*tokens[:-1], *kept], finish

@@ -12,7 +12,7 @@ from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
-from service.engine.sequence import GenerationRequest, SpeculationParams
+from service.engine.requests import GenerationRequest, SpeculationParams
 from tests.drafters.specblock.parts import TAPS, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
     LIMITS,

@@ -17,7 +17,7 @@ from adaptation.weights import DrafterWeights
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.generate import generate
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, requests, texts
 

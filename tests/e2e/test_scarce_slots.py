@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from tests.service.engine.harness import LIMITS, Generated, collect, generate, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts
 

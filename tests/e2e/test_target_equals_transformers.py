@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from service.config import ServiceConfig
-from service.engine.sequence import SamplingParams
+from service.engine.requests import SamplingParams
 from service.engine.weights import EMBEDDED_NAME, LoadedModel, load_model, resolve
 from tests.service.engine.harness import LIMITS, alone, generate, request, tiny_engine
 from tests.tiny_models import FAMILIES, random_prompts, stock, stock_tiny

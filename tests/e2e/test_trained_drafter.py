@@ -13,7 +13,7 @@ from service.assembly import Assembly, assemble
 from service.bench.generate import generate
 from service.bench.lossless import check
 from service.bench.lossless_cases import TRAINED_WAYS, ordered_cases
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import tiny_model

@@ -12,7 +12,7 @@ from service.bench.generate import generate
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 
 EAGER: dict[str, object] = {

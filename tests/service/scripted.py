@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from adaptation.status import AdaptationStatus, PastEvent
-from service.engine.sequence import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
+from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
 from service.runtime import Runtime
 from service.served import ModelCard, Served
 from service.tokenizer import ChatTokenizer

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
 from service.runtime import Runtime
 from service.served import Served

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.sequence import GenerationRequest, TokenLogprob
+from service.engine.requests import GenerationRequest, TokenLogprob
 from tests.service.api.client import client_of, error_of, events_of
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
 

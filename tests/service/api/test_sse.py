@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from service.api.sse import EventStream, events
-from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from tests.service.api.client import ASK, Message, app_of, call_raw
 from tests.service.scripted import ScriptedEngine, runtime_of, step
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.sequence import GenerationRequest, SequenceOutput, StepTree
+from service.engine.requests import GenerationRequest, SequenceOutput, StepTree
 from tests.service.api.client import ASK, Body, client_of, error_of, events_of
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
 

@@ -15,7 +15,7 @@ from service.bench.speed import EngineContestant
 from service.cli import app
 from service.config import ServiceConfig
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest
+from service.engine.requests import GenerationRequest
 from tests.service.bench.parts import written_prompts
 
 WIDE = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}

@@ -17,7 +17,7 @@ from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
 from service.bench.speed import Measure, requests_from
 from service.cli import app
 from service.engine.budget import FixedBudget, PerBatchSizeBudget
-from service.engine.sequence import SequenceOutput
+from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts, written_prompts

@@ -11,7 +11,7 @@ from service.bench.lossless_cases import Case, Way
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
 from service.bench.lossless_report import built_in_prompts
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
 

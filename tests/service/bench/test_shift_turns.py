@@ -14,7 +14,7 @@ from service.bench.shift_learning import Counts, Nobody, Notes
 from service.bench.shift_stream import shifted, turns_of
 from service.bench.shift_turns import Player, play_all
 from service.bench.speed import Measure
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from tests.service.bench.parts import varied_prompts
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()))

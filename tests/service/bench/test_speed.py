@@ -20,7 +20,7 @@ from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet
 from service.bench.speed import Measure, SpeedRow, measure_set, rotated, summary_of, warm_up
 from service.bench.speed_report import contestants_of
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 from tests.service.bench.parts import varied_prompts
 

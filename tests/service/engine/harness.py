@@ -10,7 +10,7 @@ from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
-from service.engine.sequence import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
 from service.engine.weights import LoadedModel

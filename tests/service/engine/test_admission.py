@@ -3,7 +3,7 @@
 import pytest
 
 from service.engine.admission import Forecast
-from service.engine.generation import Sequence
+from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
 
 

@@ -13,8 +13,8 @@ from service.engine.captured import CapturedForward, Shape, capture_forwards, sh
 from service.engine.choosing import ASKED
 from service.engine.commit import lay_out
 from service.engine.graphs import Rerun
+from service.engine.requests import SamplingParams
 from service.engine.rows import Chain, ForwardRows
-from service.engine.sequence import SamplingParams
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target, TargetOutput
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target

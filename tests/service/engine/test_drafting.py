@@ -10,13 +10,13 @@ from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, FixedBudget, Load, Share
 from service.engine.drafting import DraftStage
-from service.engine.generation import Sequence
 from service.engine.load import StepOutcome
 from service.engine.objective import Latency
+from service.engine.requests import SamplingParams, SpeculationParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
-from service.engine.sequence import SamplingParams, SpeculationParams
-from service.engine.shares import most_per_second
+from service.engine.sequence import Sequence
+from service.engine.shares import allocate_nodes
 from service.engine.stats import StepStats
 from tests.service.engine.harness import greedy, request
 from tests.service.engine.test_budget import candidates_of
@@ -167,7 +167,7 @@ class Watcher:
     def follows(self, load: Load) -> bool:
         return self.reason is None
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = most_per_second) -> Budget:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
         self.survival = candidates.survival[0].tolist()
         return FixedBudget(2).choose(candidates, limits, load)
 

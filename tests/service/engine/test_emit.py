@@ -8,9 +8,9 @@ import torch
 from drafters.none import NoDrafter
 from drafters.protocol import Committed
 from drafters.tree import DraftTree, VerifyResult
-from service.engine.emit import Emission, EmitStage, Told, absorb
-from service.engine.generation import Finish, Sequence
-from service.engine.sequence import SamplingParams
+from service.engine.emit import Emission, EmitStage, HostTokens, absorb
+from service.engine.requests import SamplingParams
+from service.engine.sequence import Finish, Sequence
 from service.engine.text_stream import TextStream
 from service.engine.verify import Verified
 from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
@@ -76,10 +76,10 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emi
     row, emitted = torch.tensor([0]), torch.tensor([tokens])
     nowhere = torch.zeros_like(emitted)
     committed = Committed(row, emitted, torch.tensor([count + 1]), tree, result, None, row, nowhere)
-    told = Told.of(committed, verified, [0])
+    on_host = HostTokens.of(committed, verified, [0])
     removed: list[Sequence] = []
     logits = torch.zeros(count + 1, 320)
-    emission = EmitStage(NoDrafter(), EOS).emit([sequence], told, verified, logits, removed.append)
+    emission = EmitStage(NoDrafter(), EOS).emit([sequence], on_host, verified, logits, removed.append)
     assert removed == [ended for ended, _ in emission.ended]
     return emission
 

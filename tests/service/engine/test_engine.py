@@ -8,7 +8,7 @@ import torch
 
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
-from service.engine.sequence import GenerationRequest, SamplingParams, SpeculationParams
+from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from tests.service.engine.harness import (
     LIMITS,
     Generated,

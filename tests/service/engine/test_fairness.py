@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from service.engine.fairness import PROMPT_SHARE, Accounts, service_of
-from service.engine.generation import Sequence
 from service.engine.prefix_cache import PrefixCache
 from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence
 from service.engine.slots import SlotPool, SlotTable
 from tests.service.engine.test_scheduler import sequence_of
 

@@ -13,7 +13,7 @@ from drafters.random_tree.drafter import RandomTreeDrafter
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.cost import CostTable
 from service.engine.engine import Engine
-from service.engine.sequence import SamplingParams
+from service.engine.requests import SamplingParams
 from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
 from tests.service.engine.host_reads import HostReads
 from tests.tiny_models import VOCAB_SIZE, random_prompts

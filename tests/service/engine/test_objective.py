@@ -2,8 +2,8 @@
 
 import torch
 
-from service.engine.generation import Sequence
 from service.engine.objective import Latency, Throughput
+from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
 
 CPU = torch.device("cpu")

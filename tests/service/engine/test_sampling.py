@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.gumbel import gumbel_noise
 from kernels.sample import Choice
+from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, choose_tokens, logprobs
-from service.engine.sequence import SamplingParams
 
 torch.set_num_threads(1)
 

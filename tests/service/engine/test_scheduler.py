@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from service.engine.fairness import Accounts
-from service.engine.generation import Sequence
 from service.engine.prefix_cache import PrefixCache
+from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
-from service.engine.sequence import SamplingParams
+from service.engine.sequence import Sequence
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.text_stream import TextStream
 from service.tokenizer import ChatTokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from service.engine.engine import Engine, StepReport
-from service.engine.sequence import SequenceOutput
+from service.engine.requests import SequenceOutput
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import Generated, alone, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.engine.sequence import GenerationRequest, SequenceOutput, SpeculationParams
+from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationParams
 from tests.service.engine.harness import alone, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from kernels.gumbel import gumbel_noise
-from service.engine.generation import Sequence
+from service.engine.requests import SamplingParams
 from service.engine.rows import Chain, ForwardRows, flatten
-from service.engine.sequence import SamplingParams
+from service.engine.sequence import Sequence
 from service.engine.verify import Verified, VerifyStage
 from tests.service.engine.harness import greedy
 from tests.service.engine.test_scheduler import sequence_of

@@ -2,8 +2,8 @@
 
 import torch
 
-from service.engine.generation import Sequence
 from service.engine.prefix_cache import NoPrefixCache, PrefixCache
+from service.engine.sequence import Sequence
 from service.engine.victims import cheapest, sheltered
 from tests.service.engine.test_scheduler import sequence_of
 

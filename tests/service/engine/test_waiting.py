@@ -1,6 +1,6 @@
 """Waiting lines: by client, priority and arrival."""
 
-from service.engine.generation import Sequence
+from service.engine.sequence import Sequence
 from service.engine.waiting import WaitingLines
 from tests.service.engine.test_scheduler import sequence_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.assembly import Assembly, assemble
-from service.engine.sequence import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.training.prompts import Prompt, read_prompts
 from service.training.regenerate import Answering, regenerate
 from service.training.responses import Response, read_responses

@@ -12,8 +12,8 @@ import numpy as np
 
 from drafters.feedback import Query
 from service.engine.cost import CostTable
-from service.engine.generation import Finish, Sequence
 from service.engine.scheduler import Batch
+from service.engine.sequence import Finish, Sequence
 
 PlainSeconds = Callable[[int, float], float]
 """What a step of so many rows without trees takes at a mean context length."""
@@ -57,7 +57,7 @@ class _Book:
         self.seconds += seconds
 
 
-class QueryBooks:
+class RequestAccounting:
     """One book per running sequence."""
 
     def __init__(self, plain: PlainSeconds) -> None:

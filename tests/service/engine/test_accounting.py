@@ -7,9 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from service.engine.books import QueryBooks, plain_seconds, seconds_as_they_are
-from service.engine.generation import Finish, Sequence
+from service.engine.accounting import RequestAccounting, plain_seconds, seconds_as_they_are
 from service.engine.scheduler import Batch
+from service.engine.sequence import Finish, Sequence
 from tests.service.engine.harness import greedy, request
 
 END = Finish("length")
@@ -37,7 +37,11 @@ def as_sequence(one: OneSequence) -> Sequence:
 
 
 def test_seconds_are_divided_by_the_prediction_and_shared() -> None:
-    books, first, second = QueryBooks(lambda rows, context: rows * context), OneSequence(0, 10), OneSequence(1, 30)
+    books, first, second = (
+        RequestAccounting(lambda rows, context: rows * context),
+        OneSequence(0, 10),
+        OneSequence(1, 30),
+    )
     books.enter(step(first, second), 3, [4, 0], [2, 0], 4.0, 16.0)
     books.enter(step(first), 5, [1], [0], 1.0, 2.0)
     query = books.close(as_sequence(first), END)
@@ -53,7 +57,7 @@ def test_seconds_are_divided_by_the_prediction_and_shared() -> None:
 
 
 def test_steps_that_read_prompts_belong_to_nobody() -> None:
-    books, one = QueryBooks(seconds_as_they_are), OneSequence(0)
+    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
     books.enter(step(one, reading=True), 1, [3, 0], [1], 1.0, 1.0)
     books.enter(step(one), 2, [3], [1], 0.5, 0.25)
     query = books.close(as_sequence(one), END)
@@ -64,21 +68,21 @@ def test_steps_that_read_prompts_belong_to_nobody() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_only_an_end_of_its_own_makes_a_query(reason: str) -> None:
-    books, one = QueryBooks(seconds_as_they_are), OneSequence(0)
+    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
     books.enter(step(one), 1, [0], [0], 1.0, 1.0)
     assert books.close(as_sequence(one), Finish(cast(Any, reason))) is None
     assert books.close(as_sequence(one), END) is None
 
 
 def test_a_forgotten_sequence_is_never_told() -> None:
-    books, one = QueryBooks(seconds_as_they_are), OneSequence(0)
+    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
     books.enter(step(one), 1, [0], [0], 1.0, 1.0)
     books.forget(as_sequence(one))
     assert books.close(as_sequence(one), END) is None
 
 
 def test_a_row_may_change_when_a_sequence_starts_again() -> None:
-    books, one = QueryBooks(seconds_as_they_are), OneSequence(0)
+    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
     books.enter(step(one), 1, [0], [0], 1.0, 1.0)
     one.table_row = 4
     books.enter(step(one), 1, [0], [0], 1.0, 1.0)

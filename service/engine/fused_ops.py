@@ -20,7 +20,7 @@ _TRIAL_ROWS = (1, 5, 64)
 _ROTARY = "apply_rotary_pos_emb"  # what a family's rotary embedding is called in its module
 
 
-class ShortRMSNorm(nn.Module):
+class FusedRMSNorm(nn.Module):
     """A root-mean-square norm in one call."""
 
     def __init__(self, weight: nn.Parameter, epsilon: float, rms_norm: Callable[[Tensor, Tensor, float], Tensor]):
@@ -52,29 +52,29 @@ class GatedMLP(nn.Module):
 
 
 @torch.no_grad()
-def shorten_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+def fuse_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """Replace what can be replaced below `model`, whose products of one input are joined already.
 
     -> how many parts of each kind were replaced
     """
     table = ops.on(device)
-    norms = sum(_shorten_norm(parent, name, table) for parent, name in _places(model))
-    gates = sum(_shorten_gate(parent, name, table, dtype) for parent, name in _places(model))
-    return {"norms": norms, "gates": gates, "rotary embeddings": _shorten_rotaries(model, table, dtype)}
+    norms = sum(_fuse_norm(parent, name, table) for parent, name in _places(model))
+    gates = sum(_fuse_gate(parent, name, table, dtype) for parent, name in _places(model))
+    return {"norms": norms, "gates": gates, "rotary embeddings": _fuse_rotaries(model, table, dtype)}
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(parent, name) for parent in model.modules() for name, _ in parent.named_children()]
 
 
-def _shorten_norm(parent: nn.Module, name: str, table: Ops) -> bool:
+def _fuse_norm(parent: nn.Module, name: str, table: Ops) -> bool:
     norm = parent.get_submodule(name)
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float):
         return False
     if not _is_rms_norm(norm, epsilon):
         return False
-    setattr(parent, name, ShortRMSNorm(weight, epsilon, table.rms_norm))
+    setattr(parent, name, FusedRMSNorm(weight, epsilon, table.rms_norm))
     return True
 
 
@@ -86,7 +86,7 @@ def _is_rms_norm(norm: nn.Module, epsilon: float) -> bool:
     return all(torch.equal(here(x), REFERENCE.rms_norm(x, weight, epsilon)) for x in trials)
 
 
-def _shorten_gate(parent: nn.Module, name: str, table: Ops, dtype: torch.dtype) -> bool:
+def _fuse_gate(parent: nn.Module, name: str, table: Ops, dtype: torch.dtype) -> bool:
     mlp = getattr(parent, name)
     gate, up = getattr(mlp, "gate_proj", None), getattr(mlp, "up_proj", None)
     if not isinstance(gate, LinearPart) or not isinstance(up, LinearPart) or gate.fused is not up.fused:
@@ -110,7 +110,7 @@ def _is_gate(mlp: nn.Module, dtype: torch.dtype) -> bool:
     return isinstance(found, Tensor) and torch.equal(found, REFERENCE.silu_mul(torch.cat([gate, up], dim=-1)))
 
 
-def _shorten_rotaries(model: nn.Module, table: Ops, dtype: torch.dtype) -> int:
+def _fuse_rotaries(model: nn.Module, table: Ops, dtype: torch.dtype) -> int:
     """Let the attention of each layer find our op under the name of its family's rotary embedding."""
     replaced = 0
     for module in model.modules():

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels.rotary import rotary
+from service.engine.fused_ops import FusedRMSNorm, GatedMLP, fuse_layers
 from service.engine.linear import plan_linears
-from service.engine.short_forms import GatedMLP, ShortRMSNorm, shorten_layers
 from tests.tiny_models import FAMILIES, tiny_model
 
 
@@ -30,20 +30,20 @@ class ScaledTwice(nn.Module):
         return 2 * torch.rms_norm(x, (16,), self.weight, self.variance_epsilon)
 
 
-def shorten(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    return shorten_layers(model, torch.device("cpu"), dtype)
+def fuse(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    return fuse_layers(model, torch.device("cpu"), dtype)
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_the_short_form_gives_equal_bits(kind: type[nn.Module], dtype: torch.dtype) -> None:
+def test_the_fused_op_gives_equal_bits(kind: type[nn.Module], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     norm = kind(64, 1e-5).to(dtype)
     norm.get_parameter("weight").copy_(torch.rand(64, generator=generator) * 2)
     model = nn.Sequential(norm)
-    assert shorten(model, dtype)["norms"] == 1
-    assert isinstance(model[0], ShortRMSNorm)
+    assert fuse(model, dtype)["norms"] == 1
+    assert isinstance(model[0], FusedRMSNorm)
     for rows in (1, 2, 7, 33, 128):
         x = (torch.randn(1, rows, 64, generator=generator) * 20).to(dtype)
         assert torch.equal(model(x), norm(x))
@@ -52,14 +52,14 @@ def test_the_short_form_gives_equal_bits(kind: type[nn.Module], dtype: torch.dty
 @pytest.mark.parametrize("norm", [ScaledTwice(), GemmaRMSNorm(16), nn.LayerNorm(16), nn.Linear(16, 16)])
 def test_whatever_computes_something_else_stays(norm: nn.Module) -> None:
     model = nn.Sequential(norm)
-    assert shorten(model)["norms"] == 0
+    assert fuse(model)["norms"] == 0
     assert model[0] is norm
 
 
 def test_weights_keep_their_names() -> None:
     model = nn.Sequential(LlamaRMSNorm(16))
     names = list(model.state_dict())
-    shorten(model)
+    fuse(model)
     assert list(model.state_dict()) == names
 
 
@@ -74,7 +74,7 @@ def test_a_gate_reads_the_joined_product(dtype: torch.dtype) -> None:
     model = nn.Sequential(gated("silu").to(dtype))
     plan_linears(model)
     plain = model[0]
-    assert shorten(model, dtype)["gates"] == 1
+    assert fuse(model, dtype)["gates"] == 1
     assert isinstance(model[0], GatedMLP)
     for rows in (1, 2, 33):
         x = torch.randn(1, rows, 16).to(dtype)
@@ -103,16 +103,16 @@ class Resized(LlamaMLP):
 def test_a_layer_of_another_kind_stays(mlp: LlamaMLP) -> None:
     model = nn.Sequential(mlp)
     plan_linears(model)
-    assert shorten(model)["gates"] == 0
+    assert fuse(model)["gates"] == 0
     assert model[0] is mlp
 
 
 def test_separate_products_stay() -> None:
-    assert shorten(nn.Sequential(gated("silu")))["gates"] == 0
+    assert fuse(nn.Sequential(gated("silu")))["gates"] == 0
 
 
 SHORT = {"llama": (True, True), "qwen2": (True, True), "qwen3": (True, True), "mistral": (True, True)}
-"""Of which families gates and rotary embeddings are shortened; Gemma's gate is a GELU."""
+"""Of which families gates and rotary embeddings are fused; Gemma's gate is a GELU."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +121,7 @@ def test_a_whole_model_computes_what_it_did(family: str, tmp_path: Path) -> None
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = copy.deepcopy(plain)
     plan_linears(model)
-    counts = shorten(model)
+    counts = fuse(model)
     gates, rotaries = SHORT.get(family, (False, True))
     layers = model.config.get_text_config().num_hidden_layers
     assert (counts["gates"], counts["rotary embeddings"]) == (layers * gates, layers * rotaries)
@@ -133,7 +133,7 @@ def test_a_whole_model_computes_what_it_did(family: str, tmp_path: Path) -> None
 def test_other_models_of_the_family_keep_their_rotary_embedding(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama", tmp_path), dtype=torch.float32)
     before = modeling_llama.apply_rotary_pos_emb
-    assert shorten(model)["rotary embeddings"] > 0
+    assert fuse(model)["rotary embeddings"] > 0
     attention = model.model.layers[0].self_attn
     assert attention.forward.__globals__["apply_rotary_pos_emb"] is not before
     assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is before
@@ -149,7 +149,7 @@ def in_part(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 def test_heads_that_are_rotated_in_part_are_left_to_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama", tmp_path), dtype=torch.float32)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", in_part)
-    assert shorten(model)["rotary embeddings"] > 0
+    assert fuse(model)["rotary embeddings"] > 0
     found = model.model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"]
     query, key, angles = torch.randn(1, 4, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 7, 8)
     for part, expected in zip(found(query, key, angles, angles), in_part(query, key, angles, angles), strict=True):
@@ -166,4 +166,4 @@ def interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 def test_another_rotation_stays(theirs: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama", tmp_path), dtype=torch.float32)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", theirs)
-    assert shorten(model)["rotary embeddings"] == 0
+    assert fuse(model)["rotary embeddings"] == 0

@@ -1,0 +1,126 @@
+"""Requests and outputs: the records that travel between the HTTP side and the engine.
+
+The engine's own state of one generation is in `generation.py`.
+"""
+
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen; checked by whoever builds it (the HTTP side answers 400 naming the field)."""
+
+    seed: int  # 64 bits
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    num_logprobs: int | None = None  # None = off, otherwise that many alternatives per token (0..20)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """A request's own wishes about speculation; they change its speed, never its text."""
+
+    enabled: bool = True
+    max_budget: int | None = None  # most nodes verified per step; None = whatever the engine chooses
+    trace: bool = False  # say with each output what tree was verified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and how to continue it. `n` sequences are generated; sequence i samples with seed + i."""
+
+    request_id: str
+    prompt: Tokens[int]
+    sampling: SamplingParams
+    n: int = 1
+    prediction: Tokens[int] = ()
+    speculation: SpeculationParams = SpeculationParams()
+    store: bool = True  # False: neither recorded nor learnt from
+    client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
+    priority: int = 0  # lower is earlier, among the requests of one client
+    arrival_seconds: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one emitted token under the target's unprocessed distribution, with alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = the target's likeliest token
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The draft tree of one step as it was verified; of no nodes where nothing was drafted."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # place of the node above, always an earlier one; -1 below the root
+    survival: tuple[float, ...]
+    path: tuple[int, ...]  # places of the accepted nodes, from the root down
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRecord:
+    """What speculation did for one sequence; everything else about it is derived from these lists."""
+
+    accepted_per_step: tuple[int, ...]  # accepted length of each verify step
+    drafted_per_step: tuple[int, ...]  # nodes verified in each step
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    drafter: str
+    drafter_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds a sequence spent waiting, until its first token, and in all."""
+
+    queue_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one engine step added to one sequence. The last one of a sequence carries `finish_reason` and totals.
+
+    `text` is what may be shown now: characters are never split and text that might begin a stop string is held back,
+    so it can be empty while `token_ids` is not.
+    """
+
+    request_id: str
+    index: int  # which of the request's n sequences
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    speculation: SpeculationRecord | None = None
+    timings: Timings | None = None
+    cached_tokens: int = 0
+    tree: StepTree | None = None  # for requests that ask to be told
