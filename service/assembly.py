@@ -35,7 +35,7 @@ from service.engine.text_stream import TextStream
 from service.engine.trained import shipped_folder
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
-from service.progress import bar
+from service.logging import bar
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,9 @@ from rich.table import Column, Table
 from service import __version__
 from service.bench.commands import bench_app, check_app, draw_tree
 from service.config import CONFIG_VARIABLE, SETTINGS, LoadedConfig, load_config, panel_of
-from service.config_errors import allowed_values, flag_name
-from service.config_layers import SECTION_SEPARATOR, flat_values
+from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
 from service.errors import StartupError
-from service.top.command import top
+from service.top import top
 from service.trainer_command import trainer
 from service.training.commands import train_app
 

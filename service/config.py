@@ -17,8 +17,16 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from adaptation.config import AdaptationConfig
 from adaptation.cores import usable_cores
-from service.config_errors import explain, flag_name
-from service.config_layers import SECTION_SEPARATOR, Entry, environment_entries, file_entries, flat_fields, nested
+from service.config_sources import (
+    SECTION_SEPARATOR,
+    Entry,
+    environment_entries,
+    explain,
+    file_entries,
+    flag_name,
+    flat_fields,
+    nested,
+)
 from service.errors import StartupError
 
 ENV_PREFIX = "ADAPTREE_"

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from adaptation.events import Event
 from adaptation.status import AdaptationStatus
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.learning_series import label_of
+from service.metric_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20

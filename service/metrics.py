@@ -1,8 +1,7 @@
 """Prometheus metrics, written from plain records. The only module that imports prometheus_client.
 
-What is exported is said by tables (`serving_series`, `learning_series`); here they become counters, gauges and
-histograms on a registry. All label sets are closed and every series exists from the start, so that a rate over a
-quiet hour is zero and not missing.
+All label sets are closed and every series exists from the start, so that a rate over a quiet hour is zero and not
+missing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,9 +22,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from adaptation.events import Event
 from adaptation.status import AdaptationStatus
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.learning_series import EVENTS, SERIES
-from service.series import Asked, Count, Level, Levels, Record, Split, Told
-from service.serving_series import FINISH, LOAD, SERVER, VLLM_NAMES, ServerStatus, step_series
+from service.metric_tables import (
+    ADAPTATION,
+    EVENTS,
+    FINISH,
+    LOAD,
+    REPLICAS,
+    SERVER,
+    VLLM_NAMES,
+    Distribution,
+    Record,
+    Series,
+    ServerStatus,
+    Table,
+    step_table,
+)
 
 PREFIX: Final = "adaptree_"
 VLLM_PREFIX: Final = "vllm:"
@@ -48,97 +59,76 @@ class Metrics:
     ) -> None:
         """`vllm_model`: the name of the model under which to show vLLM's metrics too; None: not at all."""
         self._registry = CollectorRegistry()
-        steps = step_series(max_depth=max_depth, budget_reasons=budget_reasons, sources=sources)
-        self._load = _Told(LOAD, self._registry)
-        self._step = _Told(steps, self._registry)
-        self._finish = _Told(FINISH, self._registry)
-        self._events = _Told(EVENTS, self._registry)
-        self._server = _Asked(SERVER)
-        self._learning = _Asked(SERIES)
+        steps = step_table(max_depth=max_depth, budget_reasons=budget_reasons, sources=sources)
+        self._load = _Observed(LOAD, self._registry)
+        self._step = _Observed(steps, self._registry)
+        self._finish = _Observed(FINISH, self._registry)
+        self._events = _Observed(EVENTS, self._registry)
+        self._server = _Collected(SERVER)
+        self._adaptation = _Collected((*ADAPTATION, *REPLICAS))
         self._registry.register(self._server)
-        self._registry.register(self._learning)
+        self._registry.register(self._adaptation)
         if vllm_model is not None:
             shown = self._load.exported + self._step.exported + self._finish.exported
             self._registry.register(_Renamed(shown, {"model_name": vllm_model, "engine": "0"}))
 
     def observe_load(self, stats: LoadStats) -> None:
         """How busy the engine is, after a step or an abort."""
-        self._load.tell(stats)
+        self._load.observe(stats)
 
     def observe_step(self, stats: StepStats) -> None:
         """One engine step."""
-        self._step.tell(stats)
+        self._step.observe(stats)
 
     def observe_finish(self, stats: FinishStats) -> None:
         """One sequence that ended."""
-        self._finish.tell(stats)
+        self._finish.observe(stats)
 
     def observe_event(self, event: Event) -> None:
         """One thing that learning did."""
-        self._events.tell(event)
+        self._events.observe(event)
 
     def observe_adaptation(self, status: AdaptationStatus) -> None:
         """Learning as it is now; shown until the next one comes."""
-        self._learning.ask = lambda: status
+        self._adaptation.source = lambda: status
 
     def watch_server(self, status: Callable[[], ServerStatus]) -> None:
         """Export what the server says of itself at each scrape."""
-        self._server.ask = status
+        self._server.source = status
 
     def render(self) -> tuple[bytes, str]:
         """The metrics page and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
-class _Told(Generic[Record]):
-    """The metrics of one table, changed by each record that is told."""
+class _Observed(Generic[Record]):
+    """The metrics of one table, changed by each record that is observed."""
 
-    def __init__(self, table: Sequence[Told[Record]], registry: CollectorRegistry) -> None:
+    def __init__(self, table: Table[Record], registry: CollectorRegistry) -> None:
         pairs = [_made(series, registry) for series in table]
         self.exported = [metric for metric, _ in pairs]
-        self._tell = [tell for _, tell in pairs]
+        self._changes = [change for _, change in pairs]
 
-    def tell(self, record: Record) -> None:
-        for tell in self._tell:
-            tell(record)
+    def observe(self, record: Record) -> None:
+        for change in self._changes:
+            change(record)
 
 
 def _made(
-    series: Told[Record], registry: CollectorRegistry
+    series: Series[Record] | Distribution[Record], registry: CollectorRegistry
 ) -> tuple[Counter | Gauge | Histogram, Callable[[Record], None]]:
     """A metric of the registry, and what a record does to it."""
     name, text = PREFIX + series.name, series.text
-    if isinstance(series, Count):
-        counter = Counter(name, text, registry=registry)
-        return counter, lambda record: counter.inc(series.read(record))
-    if isinstance(series, Level):
-        gauge = Gauge(name, text, registry=registry)
-        return gauge, lambda record: _set(gauge, series.read(record))
-    if isinstance(series, Split):
-        split = Counter(name, text, series.labels, registry=registry)
-        parts = {key: split.labels(*key.split(_SEPARATOR)) for key in series.keys}
-        return split, lambda record: _add(parts, series.read(record))
-    if isinstance(series, Levels):
-        levels = Gauge(name, text, (series.label,), registry=registry)
-        gauges = {key: levels.labels(key) for key in series.keys}
-        return levels, lambda record: _set_all(gauges, series.read(record))
-    histogram = Histogram(name, text, buckets=series.buckets, registry=registry)
-    return histogram, lambda record: _observe(histogram, series.read(record))
-
-
-def _set(gauge: Gauge, value: float | None) -> None:
-    if value is not None:
-        gauge.set(value)
-
-
-def _add(counters: Mapping[str, Counter], amounts: Mapping[str, float]) -> None:
-    for key, amount in amounts.items():
-        counters[key].inc(amount)
-
-
-def _set_all(gauges: Mapping[str, Gauge], values: Mapping[str, float]) -> None:
-    for key, value in values.items():
-        gauges[key].set(value)
+    if isinstance(series, Distribution):
+        histogram = Histogram(name, text, buckets=series.buckets, registry=registry)
+        return histogram, lambda record: _observe(histogram, series.read(record))
+    if series.kind == "counter":
+        counter = Counter(name, text, series.labels, registry=registry)
+        counters = {key: counter.labels(*key.split(_SEPARATOR)) if key else counter for key in series.keys}
+        return counter, lambda record: _add(counters, series.read(record))
+    gauge = Gauge(name, text, series.labels, registry=registry)
+    gauges = {key: gauge.labels(*key.split(_SEPARATOR)) if key else gauge for key in series.keys}
+    return gauge, lambda record: _set(gauges, series.read(record))
 
 
 def _observe(histogram: Histogram, values: Iterable[float]) -> None:
@@ -146,20 +136,30 @@ def _observe(histogram: Histogram, values: Iterable[float]) -> None:
         histogram.observe(value)
 
 
-class _Asked(Generic[Record]):
+def _add(counters: Mapping[str, Counter], amounts: Mapping[str, float]) -> None:
+    for key, amount in amounts.items():
+        counters[key].inc(amount)
+
+
+def _set(gauges: Mapping[str, Gauge], values: Mapping[str, float]) -> None:
+    for key, value in values.items():
+        gauges[key].set(value)
+
+
+class _Collected(Generic[Record]):
     """A collector of the metrics of one table, all read from one record per scrape; zeros while there is none."""
 
-    def __init__(self, table: Sequence[Asked[Record]]) -> None:
-        self.ask: Callable[[], Record | None] = lambda: None
+    def __init__(self, table: Sequence[Series[Record]]) -> None:
+        self.source: Callable[[], Record | None] = lambda: None
         self._table = table
 
     def collect(self) -> Iterable[Metric]:
-        record = self.ask()
+        record = self.source()
         for series in self._table:
             yield _family(series, {} if record is None else series.read(record))
 
 
-def _family(series: Asked[Record], values: Mapping[str, float]) -> Metric:
+def _family(series: Series[Record], values: Mapping[str, float]) -> Metric:
     kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
     family = kind(PREFIX + series.name, series.text, labels=series.labels)
     for key in series.keys:

@@ -8,15 +8,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from adaptation.status import AdaptationStatus
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
-from service.served import AdaptationControl, EngineHandle, ModelCard, Served
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,10 +36,101 @@ _NOT_LEARNING = (
 )
 
 
+class EngineHandle(Protocol):
+    """What the bridge asks of an engine; everything may be called from any thread."""
+
+    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+        """Begin to run; `deliver` is called from the engine's thread, once per step."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
+        ...
+
+    def wake(self) -> None:
+        """Make an idle engine step once, so that new weights need not wait for a request."""
+        ...
+
+    def drain(self) -> None:
+        """Finish what runs."""
+        ...
+
+    def stop(self) -> None:
+        """End the thread; what still runs is given up. Harmless when repeated."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine's thread ended by itself."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+
+class AdaptationControl(Protocol):
+    """What the server asks of learning. May be called from any thread, and may wait for an update under way."""
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to learn; `wake` is called when weights wait for the engine."""
+        ...
+
+    def stop(self) -> None:
+        """End learning and keep its state."""
+        ...
+
+    def status(self) -> AdaptationStatus: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def rollback(self) -> int:
+        """Serve what was served before. # -> the version of the drafter"""
+        ...
+
+    def load_from_disk(self, folder: Path) -> int:
+        """Serve the drafter in this folder. # -> its version
+
+        Raises ValueError naming what is wrong with it, or AdaptationError when it cannot be kept.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What clients may know of the model that is served."""
+
+    name: str
+    created: int  # seconds since the epoch
+    max_model_len: int
+    system_fingerprint: str
+    drafter: str
+    numerics: str
+    vocab_size: int
+    num_spec_tokens: int  # longest path that a step can accept
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What loading brings about."""
+
+    engine: EngineHandle
+    tokenizer: ChatTokenizer
+    card: ModelCard
+    adaptation: AdaptationControl | None = None
+
+
 class OutputStream:
     """The outputs of some requests, in the order in which the engine delivers them.
 
-    Whoever holds one closes it (`with generation:`): closing early aborts what is unfinished. The outputs of each
+    Whoever holds one closes it (`with stream:`): closing early aborts what is unfinished. The outputs of each
     sequence end with one that has a `finish_reason`; an error of the engine is raised instead.
     """
 
@@ -106,7 +199,7 @@ class Runtime:
         self._tokenizer_threads = tokenizer_threads
         self._served: Served | None = None
         self._state: State = "loading"
-        self._generations: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._max_lag_seconds = 0.0
         self.num_refused = 0  # requests, because too many were waiting
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,7 +223,7 @@ class Runtime:
     @property
     def num_open(self) -> int:
         """Requests that were accepted and have not ended."""
-        return len(self._generations)
+        return len(self._streams)
 
     @property
     def card(self) -> ModelCard:
@@ -154,16 +247,16 @@ class Runtime:
         self.check_ready()
         engine = self._loaded().engine
         self._check_queue(engine)
-        generation = OutputStream(requests, abort=engine.abort, release=self._release)
+        stream = OutputStream(requests, abort=engine.abort, release=self._release)
         try:
             for request in requests:
-                assert request.request_id not in self._generations, "request ids must be unique"
-                self._generations[request.request_id] = generation
+                assert request.request_id not in self._streams, "request ids must be unique"
+                self._streams[request.request_id] = stream
                 engine.submit(request)
         except BaseException:
-            generation.close()
+            stream.close()
             raise
-        return generation
+        return stream
 
     async def off_loop(self, call: Callable[[], Result]) -> Result:
         """Run blocking work, such as tokenization, beside the event loop."""
@@ -192,7 +285,7 @@ class Runtime:
         if self._served is not None:
             with anyio.move_on_after(timeout_seconds):
                 await anyio.to_thread.run_sync(self._served.engine.drain, abandon_on_cancel=True)
-                while self._generations:
+                while self._streams:
                     await asyncio.sleep(_LOOP_WATCH_SECONDS)
         await self.stop()
 
@@ -224,7 +317,7 @@ class Runtime:
             )
 
     def _release(self, request_id: str) -> None:
-        self._generations.pop(request_id, None)
+        self._streams.pop(request_id, None)
 
     async def _load(self) -> None:
         try:
@@ -243,8 +336,8 @@ class Runtime:
     def _dispatch(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             # A request that was aborted while its outputs were on their way has no taker any more.
-            if (generation := self._generations.get(output.request_id)) is not None:
-                generation.put(output)
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(output)
 
     async def _watch(self) -> None:
         while True:
@@ -261,8 +354,8 @@ class Runtime:
         self._give_up(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
 
     def _give_up(self, error: RequestError) -> None:
-        for generation in set(self._generations.values()):
-            generation.put(error)
+        for stream in set(self._streams.values()):
+            stream.put(error)
 
 
 def _start(served: Served, deliver: Callable[[list[SequenceOutput]], None]) -> None:

@@ -23,10 +23,9 @@ from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
 from service.live import Live
+from service.metric_tables import ServerStatus
 from service.metrics import Metrics
-from service.runtime import Runtime
-from service.served import ModelCard, Served
-from service.serving_series import ServerStatus
+from service.runtime import ModelCard, Runtime, Served
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from adaptation.status import AdaptationStatus
 from service.api.body import read_body
 from service.api.schemas import UpdateWeightsRequest
 from service.api.settings import Server
-from service.served import AdaptationControl
+from service.runtime import AdaptationControl
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from service.api.request_builder import Job
 from service.api.schemas import SamplingFields
 from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
-from service.served import ModelCard
+from service.runtime import ModelCard
 
 Body = dict[str, JsonValue]
 

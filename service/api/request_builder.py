@@ -17,7 +17,7 @@ from service.api.schemas import (
 from service.api.settings import Server
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
-from service.served import ModelCard
+from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.

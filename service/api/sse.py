@@ -42,10 +42,10 @@ class StreamForm(Protocol):
     def trailer(self) -> Iterator[Mapping[str, JsonValue]]: ...
 
 
-async def events(generation: OutputStream, form: StreamForm) -> AsyncGenerator[bytes, None]:
+async def events(stream: OutputStream, form: StreamForm) -> AsyncGenerator[bytes, None]:
     """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
     try:
-        async for output in generation:
+        async for output in stream:
             for chunk in form.chunks(output):
                 yield _frame(chunk)
         for chunk in form.trailer():
@@ -63,21 +63,21 @@ def _frame(payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as they come and a ping when none came for a while; closes the generation whatever happens."""
+    """Sends frames as they come and a ping when none came for a while; closes the stream whatever happens."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], generation: OutputStream, *, ping_seconds: float = PING_SECONDS
+        self, frames: AsyncGenerator[bytes, None], stream: OutputStream, *, ping_seconds: float = PING_SECONDS
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
-        self._generation = generation
+        self._outputs = stream
         self._ping_seconds = ping_seconds
         self._sending = asyncio.Lock()
         self._last_sent_seconds = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation, suppress(ClientGoneError, OSError):
+        with self._outputs, suppress(ClientGoneError, OSError):
             await unless_client_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -106,14 +106,14 @@ class EventStream(StreamingResponse):
                 await self._send_body(send, KEEPALIVE_COMMENT)
 
 
-async def collect(request: Request, generation: OutputStream) -> list[SequenceOutput]:
-    """All outputs of a generation; it is closed whatever happens, at once when the client goes away."""
-    with generation:
-        return await unless_client_gone(request.receive, _all(generation))
+async def collect(request: Request, stream: OutputStream) -> list[SequenceOutput]:
+    """All outputs of a stream; it is closed whatever happens, at once when the client goes away."""
+    with stream:
+        return await unless_client_gone(request.receive, _all(stream))
 
 
-async def _all(generation: OutputStream) -> list[SequenceOutput]:
-    return [output async for output in generation]
+async def _all(stream: OutputStream) -> list[SequenceOutput]:
+    return [output async for output in stream]
 
 
 def whole(payload: Mapping[str, JsonValue]) -> Response:

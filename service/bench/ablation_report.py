@@ -12,7 +12,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.speed import Measure
 from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
-from service.progress import counting
+from service.logging import counting
 
 
 def run_ablation(

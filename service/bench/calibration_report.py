@@ -23,7 +23,7 @@ from service.bench.speed import Measure
 from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
 from service.errors import StartupError
-from service.progress import counting
+from service.logging import counting
 
 _WARM_UP_TOKENS = 16
 _ERRORS = ("error", "p90")

@@ -24,7 +24,7 @@ from service.bench.shift_stream import mixed
 from service.bench.speed import PLAIN, Measure
 from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
-from service.progress import counting
+from service.logging import counting
 
 
 def run_drafters(

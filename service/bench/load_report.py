@@ -22,7 +22,7 @@ from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
-from service.progress import counting
+from service.logging import counting
 
 _WARM_UP_TOKENS = 8
 _ROUNDS = 8

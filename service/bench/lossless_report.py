@@ -13,7 +13,7 @@ from service.bench.lossless_cases import COMPANIES, EXTRAS, PREFILL_CHUNKS, TEMP
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
 from service.bench.prompts import read_prompts
 from service.config import ServiceConfig
-from service.progress import counting
+from service.logging import counting
 from service.tokenizer import ChatTokenizer
 
 _CHOICES: tuple[tuple[str, Sequence[object], Callable[[Case], object]], ...] = (

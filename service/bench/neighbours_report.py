@@ -12,7 +12,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.neighbours import NeighbourRow, Neighbours
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
-from service.progress import counting
+from service.logging import counting
 
 _TURNS = 2  # alone and beside, so often in turn, because a machine's speed drifts
 

@@ -20,9 +20,8 @@ from service.bench.generate import count_mismatches
 from service.engine.requests import GenerationRequest
 from service.engine.thread import EngineThread
 from service.live import Live
-from service.runtime import Runtime
+from service.runtime import Runtime, Served
 from service.serve import card_of, metrics_of, rendered, status_of, telling
-from service.served import Served
 
 _STARTING_SECONDS = 60.0
 

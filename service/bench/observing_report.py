@@ -14,7 +14,7 @@ from service.bench.observing import ObservingRow, Turn, rows_of, run_turn
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.progress import counting
+from service.logging import counting
 
 
 def run_observing(

@@ -14,7 +14,7 @@ from service.bench.prefill import PrefillRow, observe, row_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
 from service.engine.engine import Engine
-from service.progress import counting
+from service.logging import counting
 
 
 def run_prefill(

@@ -13,7 +13,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.prefix import PrefixRow, measure, row_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
-from service.progress import counting
+from service.logging import counting
 
 
 def run_prefix(

@@ -16,7 +16,7 @@ from service.bench.shift_learning import Learning, Nobody, Notes
 from service.bench.shift_stream import Turn
 from service.bench.shift_turns import Played, Player, play_all
 from service.bench.speed import Measure
-from service.progress import counting
+from service.logging import counting
 
 
 @contextmanager

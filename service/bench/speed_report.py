@@ -30,7 +30,7 @@ from service.bench.speed import (
 )
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
-from service.progress import counting
+from service.logging import counting
 
 
 def run_speed(

@@ -30,7 +30,7 @@ from drafters.training.vocabulary import frequent_tokens
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
-from service.progress import Advance, bar, say
+from service.logging import Advance, bar, say
 from service.training.curve import Curve, CurvePoint
 from service.training.manifest import Manifest, sha256_of
 

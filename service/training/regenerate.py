@@ -14,7 +14,7 @@ from pathlib import Path
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
-from service.progress import bar, say
+from service.logging import bar, say
 from service.tokenizer import ChatTokenizer
 from service.training.prompts import Prompt
 from service.training.responses import Response, ResponseFile

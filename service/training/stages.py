@@ -20,7 +20,7 @@ from service.engine import build
 from service.engine.target import decoder_layers, default_tap_layers
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
-from service.progress import bar, say
+from service.logging import bar, say
 from service.training.card import write_drafter
 from service.training.features import FeatureReader, write_shards
 from service.training.fitting import STATE_FILE, FitPlan, fit

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from service.assembly import Assembly, assemble
-from service.learning_series import SERIES
+from service.metric_tables import ADAPTATION
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tiny_models import served_by
 
@@ -149,7 +149,7 @@ def test_the_metrics_show_what_is_learnt(server: Running) -> None:
     heard = until(server, lambda state: state["queries_heard"] > 0)["queries_heard"]
     page = server.ask("GET", "/metrics", headers={}).text
     assert f"adaptree_adaptation_queries_total {heard:.1f}\n" in page
-    assert all(f"# TYPE adaptree_{series.name}" in page for series in SERIES)
+    assert all(f"# TYPE adaptree_{series.name}" in page for series in ADAPTATION)
 
 
 def test_operators_halt_and_go_on(server: Running) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from adaptation.status import AdaptationStatus, PastEvent
 from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
-from service.runtime import Runtime
-from service.served import ModelCard, Served
+from service.runtime import ModelCard, Runtime, Served
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
 

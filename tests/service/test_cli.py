@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from service import __version__
 from service.cli import app
 from service.config import SETTINGS, ServiceConfig, panel_of
-from service.config_errors import flag_name
+from service.config_sources import flag_name
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from adaptation.config import AdaptationConfig
 from service.config import GIB, SETTINGS, LoadedConfig, ServiceConfig, load_config, panel_of
-from service.config_layers import flat_values
+from service.config_sources import flat_values
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 

@@ -11,12 +11,11 @@ from drafters.specblock.features import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
 from service.config import ServiceConfig
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.learning_series import EVENT_REASONS
+from service.metric_tables import EVENT_REASONS, FINISH_REASONS, PHASES, RANKS, VLLM_NAMES, ServerStatus, step_table
+from service.metric_tables import FINISH as FINISH_SERIES
+from service.metric_tables import LOAD as LOAD_SERIES
 from service.metrics import Metrics
 from service.serve import metrics_of
-from service.serving_series import FINISH as FINISH_SERIES
-from service.serving_series import FINISH_REASONS, PHASES, RANKS, VLLM_NAMES, ServerStatus, step_series
-from service.serving_series import LOAD as LOAD_SERIES
 from tests.service.scripted import STATUS
 
 REASONS = ("load", "gain", "off")
@@ -318,7 +317,7 @@ def test_the_vllm_names_show_the_same_values_with_the_labels_of_vllm() -> None:
 
 
 def test_vllm_names_are_names_of_ours() -> None:
-    ours = [*LOAD_SERIES, *FINISH_SERIES, *step_series(max_depth=1, budget_reasons=REASONS, sources=SOURCES)]
+    ours = [*LOAD_SERIES, *FINISH_SERIES, *step_table(max_depth=1, budget_reasons=REASONS, sources=SOURCES)]
     assert {one.name for one in ours} >= VLLM_NAMES
 
 

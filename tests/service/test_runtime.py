@@ -9,8 +9,7 @@ import pytest
 
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
-from service.runtime import Runtime
-from service.served import Served
+from service.runtime import Runtime, Served
 from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio

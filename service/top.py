@@ -1,17 +1,39 @@
-"""How a server's live state looks in a terminal. Knows what the feed tells, and computes nothing of its own."""
+"""`adaptree top`: a server's live state in the terminal, from its feed."""
 
-from typing import Final
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
 
-from rich.console import Group
+import httpx
+import typer
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from service.top.feed import Json, NoFeedError, moments
-
+_URL: Final = "http://127.0.0.1:8000"
+_FEED: Final = "/adaptree/feed"
+_TIMEOUT: Final = httpx.Timeout(5, read=15)
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 60
 _SHOWN_EVENTS: Final = 6
+
+Json = dict[str, Any]
+
+
+def top(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = _URL,
+    key: Annotated[str | None, typer.Option(help="An API key, where the server closes its metrics.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one moment and end.")] = False,
+) -> None:
+    """Show the live state of a server until interrupted."""
+    try:
+        show(url.rstrip("/"), key, once=once)
+    except NoFeedError as error:
+        Console(stderr=True).print(f"adaptree top: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        return
 
 
 def show(url: str, key: str | None, *, once: bool) -> None:
@@ -93,3 +115,38 @@ def _block(share: float) -> str:
 def _number(value: float | str | None, digits: int) -> str:
     """The feed writes infinities as words."""
     return "-" if value is None else f"{float(value):.{digits}f}"
+
+
+class NoFeedError(Exception):
+    """There is nothing to show; the message says why and what to do."""
+
+
+def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
+    """The events of a server's feed with their names. Raises NoFeedError."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.stream("GET", url + _FEED, headers=headers, timeout=_TIMEOUT) as response:
+            _refuse(response, url)
+            yield from _parsed(response.iter_lines())
+    except httpx.ReadTimeout:
+        raise NoFeedError(f"the server at {url} has fallen silent") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        problem = f"no server answers at {url} ({error or type(error).__name__})"
+        raise NoFeedError(f"{problem}: start one with `adaptree serve`, or say where it is with --url") from None
+
+
+def _refuse(response: httpx.Response, url: str) -> None:
+    if response.status_code == 401:
+        raise NoFeedError(f"the server at {url} wants an API key: give one with --key")
+    if response.status_code != 200:
+        raise NoFeedError(f"the server at {url} has no feed (status {response.status_code}): is it adaptree?")
+
+
+def _parsed(lines: Iterator[str]) -> Iterator[tuple[str, Json]]:
+    name = "moment"
+    for line in lines:
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+            name = "moment"

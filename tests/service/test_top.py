@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from service.cli import app
 from service.live import Live
-from service.top.screen import Screen
+from service.top import Screen
 from tests.service.scripted import STATUS
 from tests.service.test_metrics import LOAD, STEP
 
@@ -128,6 +128,6 @@ def test_an_interrupt_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     replaced: Callable[..., object] = interrupted
-    monkeypatch.setattr("service.top.screen.moments", replaced)
+    monkeypatch.setattr("service.top.moments", replaced)
     result = CliRunner().invoke(app, ["top"])
     assert (result.exit_code, result.stderr) == (0, "")

@@ -1,21 +1,39 @@
-"""The label sets of learning are exactly what the modules that produce them can say."""
+"""The label sets are exactly what the modules that produce their values can say."""
 
 import re
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
 
 from adaptation.config import AdaptationConfig
+from adaptation.errors import RefusalReason
 from adaptation.events import EventKind
 from adaptation.gate import GateReason
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
 from adaptation.quota import QuotaReason
+from adaptation.replicas.standing import Stand
+from adaptation.status import ReplicaStatus
 from adaptation.trainer import Outcome
 from adaptation.watch import Alarm
 from adaptation.worker import Stage
-from service.learning_series import ARMS, DECISIONS, EVENT_REASONS, EVENTS, EXCLUDED, OTHER, SERIES, label_of
+from service.metric_tables import (
+    ADAPTATION,
+    ARMS,
+    DECISIONS,
+    EVENT_REASONS,
+    EVENTS,
+    EXCLUDED,
+    OTHER,
+    QUERY_FATES,
+    REPLICAS,
+    STANDINGS,
+    VERSION_FATES,
+    label_of,
+)
 from tests.architecture.rules import ROOT
+from tests.service.scripted import STATUS
 
 NO_ALARM = {"quiet", "too_few"}
 
@@ -43,12 +61,12 @@ def test_decisions_and_exclusions_are_those_of_the_modules() -> None:
     assert ALL_ARMS == ARMS
     assert {reason.partition(":")[2] for reason in DECISIONS} == set(get_args(Reason))
     assert set(EXCLUDED) == set(get_args(QuotaReason)) - {"admitted"}
-    (failures,) = (series for series in SERIES if series.name == "adaptation_failures")
+    (failures,) = (series for series in ADAPTATION if series.name == "adaptation_failures")
     assert set(failures.keys) == set(get_args(Stage))
 
 
 def test_names_are_unique_and_counters_leave_their_suffix_to_the_exporter() -> None:
-    names = [series.name for series in SERIES]
+    names = [series.name for series in ADAPTATION]
     assert len(set(names)) == len(names)
     assert not any(name.endswith("_total") for name in names)
 
@@ -77,5 +95,36 @@ def test_the_guide_names_knobs_and_metrics_there_are() -> None:
     rows = [line.split("|")[1] for line in metrics.splitlines() if line.startswith("| `")]
     named = {name.removesuffix("_total") for row in rows for name in re.findall(r"`(\w+?)(?:\{[\w,]+\})?`", row)}
     full = {f"adaptation{name}" if name.startswith("_") else name for name in named}
-    assert full <= {series.name for series in (*SERIES, *EVENTS)}
+    assert full <= {series.name for series in (*ADAPTATION, *EVENTS)}
     assert len(guide.splitlines()) <= 120
+
+
+_COUNTED = re.compile(r'fates\["(\w+)"\]|_drop\(delivered, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
+
+
+def fates_of(name: str) -> set[str]:
+    """Every word under which this module counts something."""
+    source = (ROOT / "adaptation" / "replicas" / f"{name}.py").read_text()
+    return {word for found in _COUNTED.findall(source) for word in found if word}
+
+
+def test_every_fate_has_a_series() -> None:
+    arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
+    assert fates_of("outbox") | fates_of("hearing") | arriving == set(QUERY_FATES)
+    assert fates_of("following") | set(get_args(RefusalReason)) | {"announced"} == set(VERSION_FATES)
+    assert set(get_args(Stand)) == set(STANDINGS)
+
+
+def test_the_series_are_read_from_the_status() -> None:
+    replicas = ReplicaStatus(
+        standing="leading", connected=True, epoch=4, queries={"heard": 3}, versions={"old": 1}, connections_lost=2
+    )
+    status = replace(STATUS, replicas=replicas)
+    assert {series.name: dict(series.read(status)) for series in REPLICAS} == {
+        "replica_connected": {"": 1.0},
+        "replica_standing": {"leading": 1.0},
+        "replica_epoch": {"": 4.0},
+        "replica_connections_lost": {"": 2.0},
+        "replica_queries": {"heard": 3},
+        "replica_versions": {"old": 1},
+    }

@@ -1,0 +1,465 @@
+"""Which numbers are exported, under which names, with which labels and buckets: tables that `service/metrics.py`
+turns into a registry.
+
+Names come without prefix, counters without their `_total`. Names and units are vLLM's wherever it has a metric of that
+meaning. Label sets are written out, because they must be closed and the modules that produce their values need torch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, TypeVar
+
+from adaptation.events import Event, EventKind
+from adaptation.status import AdaptationStatus
+from service.engine.stats import FinishStats, LoadStats, StepStats
+
+Record = TypeVar("Record", contravariant=True)
+Kind = Literal["gauge", "counter"]
+
+
+# No slots: calling a generic alias of a frozen class with slots fails on Python 3.11.
+@dataclass(frozen=True)
+class Series(Generic[Record]):
+    """A gauge or a counter, and how its values are read from a record, by key; a gauge not read keeps its value.
+
+    A key holds the values of the labels, with `:` between several; `keys` are all there are.
+    """
+
+    kind: Kind
+    name: str
+    text: str
+    read: Callable[[Record], Mapping[str, float]]
+    labels: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class Distribution(Generic[Record]):
+    """A histogram; a record brings any number of observations."""
+
+    name: str
+    text: str
+    buckets: tuple[float, ...]
+    read: Callable[[Record], Iterable[float]]
+
+
+Table = Sequence[Series[Record] | Distribution[Record]]
+
+
+def _plain(kind: Kind, name: str, text: str, read: Callable[[Record], float | None]) -> Series[Record]:
+    def values(record: Record) -> dict[str, float]:
+        value = read(record)
+        return {} if value is None else {"": value}
+
+    return Series(kind, name, text, values)
+
+
+def _counter(name: str, text: str, read: Callable[[Record], float]) -> Series[Record]:
+    return _plain("counter", name, text, read)
+
+
+def _gauge(name: str, text: str, read: Callable[[Record], float | None]) -> Series[Record]:
+    return _plain("gauge", name, text, read)
+
+
+# Serving.
+
+FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+PHASES: Final = ("draft", "verify", "other")
+RANKS: Final = ("1", "2-4", "5-10")
+"""Classes of the rank head that hold candidates; the fourth, beyond, holds none."""
+
+VLLM_NAMES: Final = frozenset(
+    {
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+    }
+)
+"""Those that may be shown a second time as `vllm:...`."""
+
+_LATENCY: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_INTER_TOKEN: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_ERROR: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """The server process at the moment of a scrape."""
+
+    ready: bool
+    requests_in_flight: int  # accepted and not yet answered to their end
+    requests_refused: int  # so far, because too many were waiting
+    loop_lag_seconds: float
+
+
+LOAD: Final[Table[LoadStats]] = (
+    _gauge("num_requests_running", "Sequences being generated.", lambda s: s.num_running),
+    _gauge("num_requests_waiting", "Sequences in the waiting queue.", lambda s: s.num_waiting),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Share of key/value slots in use, 0 to 1.",
+        lambda s: s.slots_used / s.slots_total if s.slots_total else 0.0,
+    ),
+)
+
+FINISH: Final[Table[FinishStats]] = (
+    Series(
+        "counter",
+        "request_success",
+        "Sequences finished, by reason.",
+        lambda s: {s.finish_reason: 1},
+        ("finished_reason",),
+        FINISH_REASONS,
+    ),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
+    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens),
+    Distribution(
+        "time_to_first_token_seconds",
+        "Time from arrival to the first token.",
+        _LATENCY,
+        lambda s: (s.first_token_seconds,) if s.output_tokens else (),
+    ),
+    Distribution(
+        "e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY, lambda s: (s.total_seconds,)
+    ),
+    Distribution(
+        "request_queue_time_seconds", "Time spent in the waiting queue.", _LATENCY, lambda s: (s.queue_seconds,)
+    ),
+)
+
+SERVER: Final[Sequence[Series[ServerStatus]]] = (
+    _gauge("ready", "1 while requests are taken.", lambda s: s.ready),
+    _gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
+    _counter("requests_refused", "Requests answered 429.", lambda s: s.requests_refused),
+    _gauge(
+        "event_loop_lag_seconds", "Longest delay of the event loop since the last scrape.", lambda s: s.loop_lag_seconds
+    ),
+)
+
+
+def step_table(*, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> Table[StepStats]:
+    """One engine step."""
+    return (
+        _counter("engine_steps", "Engine steps.", lambda s: 1),
+        _counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
+        _counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
+        _counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
+        Series(
+            "counter",
+            "step_seconds",
+            "Time spent in engine steps.",
+            lambda s: dict(zip(PHASES, (s.draft_seconds, s.verify_seconds, s.other_seconds), strict=True)),
+            ("phase",),
+            PHASES,
+        ),
+        Distribution(
+            "inter_token_latency_seconds",
+            "Time between two emissions of a sequence.",
+            _INTER_TOKEN,
+            lambda s: s.itl_seconds,
+        ),
+        *_draft_series(max_depth, sources),
+        *_budget_series(budget_reasons),
+    )
+
+
+def _draft_series(max_depth: int, sources: Sequence[str]) -> Table[StepStats]:
+    """What was drafted and what became of it."""
+    return (
+        _counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
+        _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
+        _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted_tokens),
+        Series(
+            "counter",
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted at least up to this position.",
+            _accepted_per_position,
+            ("position",),
+            tuple(map(str, range(max_depth))),
+        ),
+        Series(
+            "counter",
+            "accepted_tokens_by_source",
+            "Draft tokens accepted, by the drafter that proposed them.",
+            lambda s: s.accepted_by_source,
+            ("source",),
+            tuple(sources),
+        ),
+        Distribution(
+            "accepted_length_tokens",
+            "Draft tokens accepted per draft.",
+            tuple(range(max_depth + 1)),
+            lambda s: s.accepted_per_sequence,
+        ),
+        _counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),
+        _counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
+        _counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
+        _gauge(
+            "survival_calibration_error",
+            "Expected calibration error of the predicted survival, 0 to 1.",
+            lambda s: s.survival_error,
+        ),
+        Series(
+            "gauge",
+            "rank_head_foretold_tokens",
+            "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
+            lambda s: s.rank_foretold,
+            ("rank",),
+            RANKS,
+        ),
+        Series(
+            "gauge",
+            "rank_head_right_tokens",
+            "Accepted tokens among recent candidates of this rank.",
+            lambda s: s.rank_right,
+            ("rank",),
+            RANKS,
+        ),
+    )
+
+
+def _budget_series(reasons: Sequence[str]) -> Table[StepStats]:
+    """How many nodes were verified, why, and how well their cost was predicted."""
+    return (
+        _gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
+        Series(
+            "counter",
+            "budget_decisions",
+            "Steps by the reason for their node budget.",
+            lambda s: {s.budget_reason: 1},
+            ("reason",),
+            tuple(reasons),
+        ),
+        Distribution(
+            "cost_prediction_error_ratio",
+            "Relative error of the predicted verify seconds.",
+            _ERROR,
+            _cost_errors,
+        ),
+    )
+
+
+def _accepted_per_position(stats: StepStats) -> dict[str, float]:
+    accepted = stats.accepted_per_sequence
+    return {str(position): sum(count > position for count in accepted) for position in range(max(accepted, default=0))}
+
+
+def _cost_errors(stats: StepStats) -> tuple[float, ...]:
+    if stats.predicted_verify_seconds is None or stats.verify_seconds <= 0:
+        return ()
+    return (abs(stats.predicted_verify_seconds / stats.verify_seconds - 1),)
+
+
+# Learning while serving: events.
+
+OTHER: Final = "other"  # reasons that are sentences; the log has them
+
+_GATE: Final = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise")
+_ALARMS: Final = ("not_finite", "worse_than_anchor", "worse_than_before", "falling", "collapsed")
+_STAGES: Final = ("hear", "update", "command", "recover", "save")
+_TRAINER: Final = (
+    "nothing_to_learn",
+    "interrupted",
+    "loss_not_finite",
+    "gradient_not_finite",
+    "optimizer_not_finite",
+    "weights_not_finite",
+)
+
+EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
+    "published": ("better", OTHER),
+    "refused": (*_GATE, "not_stored", OTHER),
+    "discarded": (*_TRAINER, OTHER),
+    "rolled_back": ("operator", *_ALARMS, OTHER),
+    "alarm": (*_ALARMS, OTHER),
+    "dismissed": ("other_traffic", OTHER),
+    "changed": ("other_traffic", "other_words", OTHER),
+    "paused": ("operator", OTHER),
+    "resumed": ("operator", OTHER),
+    "loaded": ("operator", "leader", OTHER),
+    "restored": ("same_weights", OTHER),
+    "failed": (*_STAGES, "thread_died", OTHER),
+    "not_stored": (OTHER,),
+}
+
+
+def label_of(kind: EventKind, reason: str) -> str:
+    """The reason as a label: what stands before its details, if that is one of those we know."""
+    word = reason.partition(":")[0]
+    return word if word in EVENT_REASONS[kind] else OTHER
+
+
+_UPDATE_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_EVALUATED: Final = ("candidate", "serving", "anchor")
+_LOSSES: Final = ("draft", "rank", "anchor")
+_UPDATE_ENDS: Final[frozenset[EventKind]] = frozenset({"published", "refused", "discarded"})
+
+
+def _finite(event: Event, names: Mapping[str, str]) -> dict[str, float]:
+    """Numbers that the event carries, by label; a mean over nothing is none."""
+    found = {label: event.numbers.get(name, math.nan) for label, name in names.items()}
+    return {label: value for label, value in found.items() if math.isfinite(value)}
+
+
+EVENTS: Final[Table[Event]] = (
+    Series(
+        "counter",
+        "adaptation_events",
+        "Events of learning, by reason.",
+        lambda event: {f"{event.kind}:{label_of(event.kind, event.reason)}": 1},
+        ("event", "reason"),
+        tuple(f"{kind}:{word}" for kind, words in EVENT_REASONS.items() for word in words),
+    ),
+    Distribution(
+        "adaptation_update_seconds",
+        "Seconds of an update, without its evaluation.",
+        _UPDATE_SECONDS,
+        lambda event: _finite(event, {"": "seconds"}).values() if event.kind in _UPDATE_ENDS else (),
+    ),
+    Series(
+        "gauge",
+        "adaptation_update_loss",
+        "Loss at the end of the last update, by term.",
+        lambda event: _finite(event, {term: f"{term}_loss" for term in _LOSSES}),
+        ("term",),
+        _LOSSES,
+    ),
+    Series(
+        "gauge",
+        "adaptation_replayed_tau",
+        "Mean acceptance length (tau) of drafters replayed on the validation set, at the last evaluation.",
+        lambda event: _finite(event, {drafter: drafter for drafter in _EVALUATED}),
+        ("drafter",),
+        _EVALUATED,
+    ),
+)
+
+# Learning while serving: its status, read at each scrape.
+
+ARMS: Final = ("head", "full")
+DECISIONS: Final = (
+    *(f"skip:{reason}" for reason in ("warm_up", "blocked", "not_admitted", "unusable", "no_gain", "never")),
+    *(f"{arm}:{reason}" for arm in ARMS for reason in ("untried", "explore", "gain", "fixed")),
+)
+EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
+
+ADAPTATION: Final[Sequence[Series[AdaptationStatus]]] = (
+    _gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
+    _gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
+    _gauge(
+        "drafter_exchanged_tokens",
+        "Tokens in the draft vocabulary that were not in the deployed one.",
+        lambda s: s.exchanged_tokens,
+    ),
+    _gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
+    _gauge("adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
+    _gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
+    _gauge(
+        "adaptation_kl_to_anchor",
+        "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
+        lambda s: float("nan") if s.kl_to_anchor is None else s.kl_to_anchor,
+    ),
+    Series("gauge", "adaptation_arm_value", "Gain of throughput per signal.", lambda s: s.values, ("arm",), ARMS),
+    Series("gauge", "adaptation_waiting_lessons", "Training samples in a buffer.", lambda s: s.waiting, ("arm",), ARMS),
+    _counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_heard),
+    _counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
+    _counter("adaptation_lessons_dropped", "Training samples dropped from a full buffer.", lambda s: s.lessons_dropped),
+    Series(
+        "counter",
+        "adaptation_queries_excluded",
+        "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
+        "resting: nothing promised a gain, so that they were not recorded.",
+        lambda s: s.excluded,
+        ("reason",),
+        EXCLUDED,
+    ),
+    Series(
+        "counter",
+        "adaptation_decisions",
+        "Decisions of the policy per finished query, with their reason.",
+        lambda s: s.decisions,
+        ("choice", "reason"),
+        DECISIONS,
+    ),
+    Series("counter", "adaptation_updates", "Updates computed to their end.", lambda s: s.updates, ("arm",), ARMS),
+    _counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
+    _counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
+    _counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
+    _counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
+    _counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
+    Series(
+        "counter",
+        "adaptation_failures",
+        "Exceptions in the learning thread, by stage.",
+        lambda s: s.failures,
+        ("stage",),
+        _STAGES,
+    ),
+    _counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
+)
+
+# Replicas; all zero where there are no others.
+
+STANDINGS: Final = ("alone", "following", "leading")
+_REFUSALS: Final = ("torn", "forged", "foreign", "misfit", "not_finite")  # of whatever arrives
+QUERY_FATES: Final = (
+    "sent",
+    "heard",
+    "duplicate",
+    "queue_full",
+    "too_large",
+    "not_stored",
+    "store_refused",
+    "unusable",
+    *_REFUSALS,
+)
+VERSION_FATES: Final = ("announced", "followed", "not_served", "old", "fork", *_REFUSALS)
+
+REPLICAS: Final[Sequence[Series[AdaptationStatus]]] = (
+    _gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
+    Series(
+        "gauge",
+        "replica_standing",
+        "1 for the role of this replica; alone: there are no others, or they cannot be reached.",
+        lambda s: {s.replicas.standing: 1.0},
+        ("standing",),
+        STANDINGS,
+    ),
+    _gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
+    _counter(
+        "replica_connections_lost",
+        "Connections to the store of the replicas that were lost.",
+        lambda s: s.replicas.connections_lost,
+    ),
+    Series(
+        "counter",
+        "replica_queries",
+        "Finished queries on their way to the leader, by outcome.",
+        lambda s: s.replicas.queries,
+        ("fate",),
+        QUERY_FATES,
+    ),
+    Series(
+        "counter",
+        "replica_versions",
+        "Versions on their way to the replicas, by outcome.",
+        lambda s: s.replicas.versions,
+        ("fate",),
+        VERSION_FATES,
+    ),
+)

@@ -1,1 +1,0 @@
-"""`adaptree top`: a server's live state in the terminal."""
