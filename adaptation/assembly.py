@@ -14,35 +14,31 @@ import torch
 from torch import Tensor
 
 from adaptation.arena import Arena
-from adaptation.asked import AskedTexts
-from adaptation.attention import Attention
 from adaptation.build import (
-    build_attention,
     build_buffers,
     build_gate,
     build_held_back,
+    build_monitor,
     build_policy,
     build_quota,
     build_rules,
+    build_sampler,
     build_snapshots,
     build_traffic_change,
     build_vocabulary,
-    build_watch,
     build_words,
 )
 from adaptation.checkpoint import LearnerCheckpoint
-from adaptation.config import AdaptationConfig
-from adaptation.cores import usable_cores
-from adaptation.drift import Drift
-from adaptation.events import Emit
-from adaptation.history import History
-from adaptation.intake import Intake
-from adaptation.judging import Judge, Replay, replay_of
+from adaptation.config import AdaptationConfig, usable_cores
+from adaptation.evaluator import OfflineEvaluator, Replay, replay_of
+from adaptation.feedback import FeedbackFilter, RecordingSampler
 from adaptation.learner import Learner
+from adaptation.losses import Drift
 from adaptation.overview import Overview
 from adaptation.process import EMBEDDING, HEAD, RemoteTrainer, Setup, TrainingProcess, remote_replay, shared_tensors
-from adaptation.products import bf16_is_faster
-from adaptation.trainer import Rules, Trainer
+from adaptation.records import Emit, History
+from adaptation.traffic import AskedTexts
+from adaptation.trainer import Rules, Trainer, bf16_is_faster
 from adaptation.vocabulary import DraftVocabulary, Rows, untrained_rows
 from adaptation.weights import DrafterWeights, Prepare
 from drafters.specblock.config import SpecBlockConfig
@@ -76,7 +72,7 @@ class Built:
     learner: Learner
     weights: DrafterWeights
     overview: Overview
-    attention: Attention
+    sampler: RecordingSampler
     taken_share: float  # of the time of training, that serving lacks
     process: TrainingProcess | None  # to be closed when nobody learns any more
 
@@ -102,16 +98,16 @@ def build_learner(
     buffers = build_buffers(config, rng=random.Random(seed + 2))
     held_back = build_held_back(config, rng=random.Random(seed + 1))
     rows = untrained_rows(weights.anchor, drafter.target_head)
-    intake = Intake(policy, quota, buffers, held_back, query_positions=config.query_positions)
-    watch, attention, history = build_watch(config), build_attention(config), History(emit)
+    feedback_filter = FeedbackFilter(policy, quota, buffers, held_back, query_positions=config.query_positions)
+    watch, sampler, history = build_monitor(config), build_sampler(config), History(emit)
     taken_share = _taken_share(config, train_device) if serves else 0.0
     trainer, replay, process = _training(config, drafter, weights, rows, autocast=autocast, seed=seed, serves=serves)
-    judge = _judge(config, weights, replay)
+    judge = _evaluator(config, weights, replay)
     learner = Learner(
         weights=weights,
         trainer=trainer,
         policy=policy,
-        intake=intake,
+        feedback_filter=feedback_filter,
         buffers=buffers,
         vocabulary=_vocabulary(config, drafter),
         held_back=held_back,
@@ -120,7 +116,7 @@ def build_learner(
         traffic=build_traffic_change(config),
         asked=AskedTexts(build_traffic_change(config), judge),
         words=build_words(config, vocab=drafter.config.target_vocab_size),
-        attention=attention,
+        sampler=sampler,
         drift=Drift(weights.anchor, drafter.embed, rows, most_texts=config.probe_texts),
         checkpoint=LearnerCheckpoint(folder),
         emit=history,
@@ -134,13 +130,13 @@ def build_learner(
         learner=learner,
         weights=weights,
         policy=policy,
-        intake=intake,
+        feedback_filter=feedback_filter,
         buffers=buffers,
         held_back=held_back,
         watch=watch,
         history=history,
     )
-    return Built(learner, weights, overview, attention, taken_share, process)
+    return Built(learner, weights, overview, sampler, taken_share, process)
 
 
 def _vocabulary(config: AdaptationConfig, drafter: ServedDrafter) -> DraftVocabulary:
@@ -219,8 +215,8 @@ def _process(
     return TrainingProcess(arena, setup)
 
 
-def _judge(config: AdaptationConfig, weights: DrafterWeights, replay: Replay) -> Judge:
-    return Judge(
+def _evaluator(config: AdaptationConfig, weights: DrafterWeights, replay: Replay) -> OfflineEvaluator:
+    return OfflineEvaluator(
         weights,
         build_gate(config),
         replay,

@@ -185,7 +185,7 @@ class Bandit:
     def state(self) -> State:
         version, words, gauss = cast(_RandomState, self._rng.getstate())
         return {
-            "knowledge": _KNOWLEDGE.dump_python(self._now, mode="json", exclude={"signals"}),  # nor are lessons stored
+            "knowledge": _KNOWLEDGE.dump_python(self._now, mode="json", exclude={"signals"}),  # nor are samples stored
             "random": [version, list(words), gauss],
         }
 

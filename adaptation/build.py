@@ -9,21 +9,17 @@ from pathlib import Path
 
 import torch
 
-from adaptation.alarm import Collapse, FallingWindows, PairedCusum
-from adaptation.attention import Attention
 from adaptation.bandit import Bandit, BanditRules
-from adaptation.buffers import HeldBack, LessonBuffers
-from adaptation.change import TrafficChange
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import AdaptationConfig
-from adaptation.fixed_policies import EveryBatch, Never
+from adaptation.feedback import Quota, RecordingSampler
 from adaptation.gate import Gate
-from adaptation.policy import Arm, Policy
-from adaptation.quota import Quota
+from adaptation.monitor import Collapse, FallingWindows, PairedCusum, RollbackMonitor
+from adaptation.policy import Arm, EveryBatch, Never, Policy
+from adaptation.samples import SampleBuffers, ValidationSet
+from adaptation.traffic import TokenChange, TrafficChange
 from adaptation.trainer import Rules
 from adaptation.vocabulary import DraftVocabulary, TokenCounts
-from adaptation.watch import Watch
-from adaptation.words import OtherWords
 from adaptation.worker import Loop, Worker
 
 Clock = Callable[[], float]
@@ -99,12 +95,12 @@ def _bandit_rules(config: AdaptationConfig) -> BanditRules:
     )
 
 
-def build_buffers(config: AdaptationConfig, *, rng: random.Random) -> LessonBuffers:
-    return LessonBuffers(
+def build_buffers(config: AdaptationConfig, *, rng: random.Random) -> SampleBuffers:
+    return SampleBuffers(
         most_positions=config.buffer_positions,
-        most_lessons={"head": config.head_queries, "full": max(config.full_queries, config.always_queries)},
-        rehearsed=config.rehearsed_texts,
-        update_lessons=config.full_steps * config.step_texts,
+        most_samples={"head": config.head_queries, "full": max(config.full_queries, config.always_queries)},
+        replayed=config.rehearsed_texts,
+        update_samples=config.full_steps * config.step_texts,
         rng=rng,
     )
 
@@ -114,8 +110,8 @@ def build_vocabulary(config: AdaptationConfig, *, vocab: int, has_rows: bool) ->
     return DraftVocabulary(TokenCounts(vocab), least_count=config.exchange_count if has_rows else 0)
 
 
-def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> HeldBack:
-    return HeldBack(
+def build_held_back(config: AdaptationConfig, *, rng: random.Random) -> ValidationSet:
+    return ValidationSet(
         share=config.held_back_share, enough=config.gate_sequences, most=config.held_back_sequences, rng=rng
     )
 
@@ -124,18 +120,18 @@ def build_traffic_change(config: AdaptationConfig) -> TrafficChange:
     return TrafficChange(slack=config.cusum_slack, threshold=config.change_threshold)
 
 
-def build_words(config: AdaptationConfig, *, vocab: int) -> OtherWords:
-    return OtherWords(vocab, slack=config.cusum_slack, threshold=config.change_threshold)
+def build_words(config: AdaptationConfig, *, vocab: int) -> TokenChange:
+    return TokenChange(vocab, slack=config.cusum_slack, threshold=config.change_threshold)
 
 
-def build_attention(config: AdaptationConfig) -> Attention:
+def build_sampler(config: AdaptationConfig) -> RecordingSampler:
     """Replicas that share one learner record every query: none of them knows what the others' queries promise."""
     share = config.resting_share if config.redis_url is None else 1.0
-    return Attention(share=share, change=build_traffic_change(config))
+    return RecordingSampler(share=share, change=build_traffic_change(config))
 
 
-def build_watch(config: AdaptationConfig) -> Watch:
-    return Watch(
+def build_monitor(config: AdaptationConfig) -> RollbackMonitor:
+    return RollbackMonitor(
         build_cusum(config),
         build_cusum(config),
         build_falling_windows(config),

@@ -18,9 +18,9 @@ import torch
 from pydantic import ConfigDict, JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
-from adaptation.errors import Damaged, NotRemoved, NotStored
-from adaptation.finite import all_finite
 from adaptation.policy import State
+from adaptation.records import Damaged, NotRemoved, NotStored
+from adaptation.trainer import all_finite
 
 WEIGHTS = "weights.safetensors"
 MANIFEST = "snapshot.json"

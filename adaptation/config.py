@@ -2,10 +2,14 @@
 
 The paper is SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. Values are checked here and nowhere else; no
 class takes this object: `adaptation/build.py` unpacks it.
-"""
 
+How many cores there are to compute on, for those who share them."""
+
+import os
+import sys
 from typing import Any, Literal, Self
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 PolicyName = Literal["bandit", "always", "head_only", "full_only", "never"]
@@ -214,3 +218,9 @@ class AdaptationConfig(BaseModel):
         if self.redis_url is not None and not self.enabled:
             raise ValueError("redis_url is set, but enabled is not: nobody would learn")
         return self
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may run on: two threads of one core compute little more than one."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))

@@ -12,25 +12,20 @@ from dataclasses import asdict
 from pydantic import JsonValue
 from torch import Tensor
 
-from adaptation.asked import AskedTexts
-from adaptation.attention import Attention
-from adaptation.buffers import HeldBack, LessonBuffers
-from adaptation.change import TrafficChange
 from adaptation.checkpoint import LearnerCheckpoint, SavedLearner
-from adaptation.drift import Drift
-from adaptation.errors import AdaptationError, Damaged, NotStored
-from adaptation.events import Emit, Event, EventKind
+from adaptation.evaluator import OfflineEvaluator
+from adaptation.feedback import FeedbackFilter, FilteredQuery, RecordingSampler
 from adaptation.gate import GateDecision
-from adaptation.intake import Intake, Taken
-from adaptation.judging import Judge
-from adaptation.pace import Pace
+from adaptation.losses import Drift
+from adaptation.monitor import Alarm, RollbackMonitor
 from adaptation.policy import Arm, Policy
-from adaptation.streams import received
-from adaptation.trainer import Trainer, UpdateReport
+from adaptation.records import AdaptationError, Damaged, Emit, Event, EventKind, NotStored
+from adaptation.samples import SampleBuffers, ValidationSet
+from adaptation.traffic import AskedTexts, TokenChange, TrafficChange
+from adaptation.trainer import Pace, Trainer, UpdateReport
 from adaptation.vocabulary import DraftVocabulary
-from adaptation.watch import Alarm, Watch
 from adaptation.weights import ANCHOR, DrafterWeights, Restored
-from adaptation.words import OtherWords
+from adaptation.worker import received
 from drafters.feedback import QueryFeedback
 
 
@@ -47,16 +42,16 @@ class Learner:
         weights: DrafterWeights,
         trainer: Trainer,
         policy: Policy,
-        intake: Intake,
-        buffers: LessonBuffers,
+        feedback_filter: FeedbackFilter,
+        buffers: SampleBuffers,
         vocabulary: DraftVocabulary,
-        held_back: HeldBack,
-        judge: Judge,
-        watch: Watch,
+        held_back: ValidationSet,
+        judge: OfflineEvaluator,
+        watch: RollbackMonitor,
         traffic: TrafficChange,
         asked: AskedTexts,
-        words: OtherWords,
-        attention: Attention,
+        words: TokenChange,
+        sampler: RecordingSampler,
         drift: Drift,
         checkpoint: LearnerCheckpoint,
         emit: Emit,
@@ -74,16 +69,16 @@ class Learner:
         self._weights = weights
         self._trainer = trainer
         self._policy = policy
-        self._intake = intake
+        self._filter = feedback_filter
         self._buffers = buffers
         self._vocabulary = vocabulary
         self._held_back = held_back
-        self._judge = judge
-        self._watch = watch
+        self._evaluator = judge
+        self._monitor = watch
         self._traffic = traffic
         self._asked = asked
         self._words = words
-        self._attention = attention
+        self._sampler = sampler
         self._drift = drift
         self._checkpoint = checkpoint
         self._emit = emit
@@ -97,17 +92,17 @@ class Learner:
         self._unpaid_seconds = 0.0
         self._updating = False
 
-    def hear(self, feedback: QueryFeedback) -> Taken:
+    def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """One finished query."""
         feedback = received(feedback, self._weights.train_device)
-        taken = self._intake.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
+        taken = self._filter.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
         if taken.held_back and taken.text is not None and not self._drift.ready:
             self._drift.offer([taken.text.example])
         if taken.admission.admitted and not taken.held_back:
-            self._vocabulary.hear(feedback.query.tokens[feedback.prompt :])
+            self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
         self._notice_change(feedback, taken)
         self._listen(feedback, taken)
-        self._attention.rest(self._may_rest())
+        self._sampler.rest(self._may_rest())
         return taken
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
@@ -179,7 +174,7 @@ class Learner:
         at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
         """
         weights = self._weights
-        parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._watch.state()}
+        parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
         try:
             self._checkpoint.save(
                 newest=weights.newest, origin=weights.latest_origin, condemned=weights.condemned, parts=parts
@@ -197,7 +192,7 @@ class Learner:
         self._weights.resume(saved.newest, saved.condemned)
         if self._weights.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
             self._serve_again(saved.origin)
-        self._watch.served_anew()
+        self._monitor.served_anew()
         self._restore_parts(saved)
         tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self._weights.latest_origin)
         if tensors is None:
@@ -221,60 +216,60 @@ class Learner:
         seconds, self._unpaid_seconds = self._unpaid_seconds, 0.0
         return seconds * (query.draft_cost + query.verify_cost) / query.seconds
 
-    def _notice_change(self, feedback: QueryFeedback, taken: Taken) -> None:
+    def _notice_change(self, feedback: QueryFeedback, taken: FilteredQuery) -> None:
         """By the words of answers, and by how likely the drafter held them, whatever else was drafted from."""
-        if self._attention.accepted(feedback.query.accepted_by_step):
+        if self._sampler.accepted(feedback.query.accepted_by_step):
             self._traffic.suspect()
             self._asked.suspect()
-        says_otherwise = feedback.query.store and self._words.hear(feedback.query)
+        says_otherwise = feedback.query.store and self._words.observe(feedback.query)
         if says_otherwise or (taken.admission.admitted and self._fares_otherwise(feedback, taken)):
             self._meet_other_traffic()
             self._tell("changed", "other_words" if says_otherwise else "other_traffic")
 
-    def _fares_otherwise(self, feedback: QueryFeedback, taken: Taken) -> bool:
-        asks_otherwise = taken.text is not None and self._asked.hear(taken.text, judges=taken.held_back)
-        return self._traffic.hear(feedback.marks.chances.tolist()) or asks_otherwise
+    def _fares_otherwise(self, feedback: QueryFeedback, taken: FilteredQuery) -> bool:
+        asks_otherwise = taken.text is not None and self._asked.observe(taken.text, judges=taken.held_back)
+        return self._traffic.observe_values(feedback.draft_labels.chances.tolist()) or asks_otherwise
 
     def _meet_other_traffic(self) -> None:
         """What was usual, which arm paid, and the texts that judged are of the past."""
         for usual in (self._traffic, self._asked, self._words):
             usual.start_anew()
-        for part in (self._policy, self._held_back, self._watch, self._pace):
+        for part in (self._policy, self._held_back, self._monitor, self._pace):
             part.traffic_changed()
         self._buffers.forget_heard()
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
         and there are texts that could judge an update, or none come."""
-        is_new = self._weights.latest_origin != ANCHOR and self._watch.on_probation
+        is_new = self._weights.latest_origin != ANCHOR and self._monitor.on_probation
         can_judge = len(self._held_back.alike) >= self._least_texts
-        learns_nothing = self.paused or self._intake.hears_no_text
+        learns_nothing = self.paused or self._filter.hears_no_text
         return not is_new and (learns_nothing or (self._policy.resting and can_judge))
 
-    def _listen(self, feedback: QueryFeedback, taken: Taken) -> None:
+    def _listen(self, feedback: QueryFeedback, taken: FilteredQuery) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
         query = feedback.query
         if not query.first_version == query.version == self._weights.newest:
             return
-        alarm = self._watch.served(query.accepted)
+        alarm = self._monitor.served(query.accepted)
         if alarm is None and self._weights.latest_origin != ANCHOR:
             alarm = self._compare(taken)
         if alarm is not None:
             self._answer(alarm)
 
-    def _compare(self, taken: Taken) -> Alarm | None:
+    def _compare(self, taken: FilteredQuery) -> Alarm | None:
         """What was learnt against the anchor, and for a while against what it replaced, where the text may judge."""
-        probing = self._watch.take_probation()
+        probing = self._monitor.take_probation()
         if taken.text is None or not (taken.held_back or probing):
             return None
-        return self._watch.replayed(self._judge.scored(taken.text, with_previous=probing))
+        return self._monitor.replayed(self._evaluator.scored(taken.text, with_previous=probing))
 
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
         falling, is_deployed = alarm.reason == "falling", self._weights.latest_origin == ANCHOR
         if is_deployed:
             self._tell("alarm", alarm.reason, numbers)
-        elif falling and self._judge.better_than_anchor(self._held_back.texts):
+        elif falling and self._evaluator.better_than_anchor(self._held_back.texts):
             self._tell("dismissed", "other_traffic", numbers)
         else:
             self._take_back(alarm.reason, numbers)
@@ -297,8 +292,8 @@ class Learner:
     def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
         began = self._worked()
         wanted = self._vocabulary.wanted(self._trainer.vocabulary)
-        lessons, share = self._buffers.take(arm), self._pace.share(arm)
-        report = self._trainer.update(arm, lessons, interrupted, vocabulary=wanted, rate_share=share)
+        samples, share = self._buffers.take(arm), self._pace.share(arm)
+        report = self._trainer.update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
         self._spend(self._worked() - began)
         self.num_updates[arm] += report.applied
         return report
@@ -306,7 +301,7 @@ class Learner:
     def _conclude(self, report: UpdateReport) -> None:
         """Publish what was trained if it is better, and say which."""
         began = self._worked()
-        decision, seconds = self._judge.judge(self._held_back.alike)
+        decision, seconds = self._evaluator.judge(self._held_back.alike)
         self._spend(self._worked() - began)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
@@ -316,7 +311,7 @@ class Learner:
             self._weights.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
-        self._judge.published()
+        self._evaluator.published()
         self._policy.published(1 + decision.sure_gain / decision.serving_mean)
         self._pace.published(report.arm)
         self._num_refused = 0
@@ -349,7 +344,7 @@ class Learner:
 
     def _served_anew(self) -> None:
         """Whatever was known of how queries fare was about other weights."""
-        for part in (self._watch, self._traffic, self._attention):
+        for part in (self._monitor, self._traffic, self._sampler):
             part.served_anew()
 
     def _start_over(self) -> None:
@@ -380,7 +375,7 @@ class Learner:
                 elif name == "tokens":
                     self._vocabulary.counts.restore(state)
                 else:
-                    self._watch.restore(name, state)
+                    self._monitor.restore(name, state)
             except ValueError as error:
                 self._tell("restored", f"{name}: {error}")
 

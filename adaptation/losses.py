@@ -1,16 +1,21 @@
 """What updates minimise besides the objectives of training and of heads: distance to the anchor drafter on texts, and
 the rank head's loss. Legend: rows = positions, vocab = the drafter's.
-"""
+
+How far the drafter that serves has moved from the anchor drafter, on a fixed set of texts.
+
+Only a number for people: it decides nothing, because far from the anchor may be exactly where the traffic is."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from adaptation.vocabulary import Rows
-from drafters.feedback import Marks
+from drafters.feedback import DraftLabels
 from drafters.specblock.features import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.training.corpus import Batch
+from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
 
 
@@ -20,10 +25,11 @@ def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
 
 
-def rank_loss(model: SpecBlock, marks: Marks, features: Tensor, ids: Tensor) -> Tensor:
+def rank_loss(model: SpecBlock, draft_labels: DraftLabels, features: Tensor, ids: Tensor) -> Tensor:
     """Cross-entropy of the rank head at marked positions, on `rank_features` of what the draft head says now."""
     # features [rows, NUM_FEATURES], ids [rows, TOP]
-    return cross_entropy(model.rank_logits(marks.states, features), rank_class(ids, model.t2d[marks.tokens]))
+    classes = rank_class(ids, model.t2d[draft_labels.tokens])
+    return cross_entropy(model.rank_logits(draft_labels.states, features), classes)
 
 
 class TextDivergence:
@@ -72,3 +78,32 @@ class TextDivergence:
         valid[..., 0] = False  # the stream holds it
         valid[..., 1:] &= reached[..., :-1]
         return valid
+
+
+_PROBE_ANCHORS = 8
+
+
+class Drift:
+    """KL(drafter || anchor) on the first texts it was given."""
+
+    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, most_texts: int) -> None:
+        self._divergence = TextDivergence(anchor, embed, rows, anchors=_PROBE_ANCHORS)
+        self._reach = 2 * anchor.config.block_size
+        self._device = anchor.d2t.device
+        self._most_texts = most_texts
+        self._probe: list[Example] = []
+
+    @property
+    def ready(self) -> bool:
+        return len(self._probe) == self._most_texts
+
+    def offer(self, texts: Sequence[Example]) -> None:
+        """Fill the probe set; when it is full it stays as it is, so that numbers can be compared."""
+        self._probe += texts[: self._most_texts - len(self._probe)]
+
+    @torch.no_grad()
+    def of(self, model: SpecBlock) -> float:
+        """Mean over the texts, each counting the same. # a model with the anchor's dtype"""
+        assert self._probe, "nothing to measure on"
+        batches = (Batch.of([text], self._reach, self._device) for text in self._probe)
+        return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())

@@ -3,13 +3,12 @@
 To be asked in the thread that learns.
 """
 
-from adaptation.buffers import HeldBack, LessonBuffers
-from adaptation.history import History
-from adaptation.intake import Intake
+from adaptation.feedback import FeedbackFilter
 from adaptation.learner import Learner
+from adaptation.monitor import RollbackMonitor
 from adaptation.policy import Policy
-from adaptation.status import AdaptationStatus
-from adaptation.watch import Watch
+from adaptation.records import AdaptationStatus, History
+from adaptation.samples import SampleBuffers, ValidationSet
 from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 
@@ -24,24 +23,24 @@ class Overview:
         learner: Learner,
         weights: DrafterWeights,
         policy: Policy,
-        intake: Intake,
-        buffers: LessonBuffers,
-        held_back: HeldBack,
-        watch: Watch,
+        feedback_filter: FeedbackFilter,
+        buffers: SampleBuffers,
+        held_back: ValidationSet,
+        watch: RollbackMonitor,
         history: History,
     ) -> None:
         self._policy_name = policy_name
         self._learner = learner
         self._weights = weights
         self._policy = policy
-        self._intake = intake
+        self._filter = feedback_filter
         self._buffers = buffers
         self._held_back = held_back
-        self._watch = watch
+        self._monitor = watch
         self._history = history
 
     def status(self, worker: Worker) -> AdaptationStatus:
-        learner, weights, intake, counts = self._learner, self._weights, self._intake, self._history.counts
+        learner, weights, feedback_filter, counts = self._learner, self._weights, self._filter, self._history.counts
         return AdaptationStatus(
             policy=self._policy_name,
             paused=learner.paused,
@@ -51,16 +50,16 @@ class Overview:
             newest=weights.newest,
             condemned=tuple(sorted(weights.condemned)),
             snapshots=tuple(weights.snapshots.versions),
-            collapsed=self._watch.collapsed,
+            collapsed=self._monitor.collapsed,
             values={arm: value for arm, value in self._policy.values.items()},
             waiting={arm: count for arm, count in self._buffers.state().items()},
             held_back=len(self._held_back.texts),
-            queries_heard=intake.decisions.total(),
+            queries_heard=feedback_filter.decisions.total(),
             queries_dropped=worker.num_dropped,
-            queries_excluded=intake.refusals.total(),
-            excluded=dict(intake.refusals),
+            queries_excluded=feedback_filter.refusals.total(),
+            excluded=dict(feedback_filter.refusals),
             lessons_dropped=self._buffers.num_dropped,
-            decisions=dict(intake.decisions),
+            decisions=dict(feedback_filter.decisions),
             updates={arm: count for arm, count in learner.num_updates.items()},
             publishes=counts["published"],
             refusals=counts["refused"],

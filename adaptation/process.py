@@ -1,7 +1,7 @@
 """Updates and replays in a process of their own: threads share one interpreter, and a thread that trains makes every
 operation of the thread that serves wait for it.
 
-The weights lie in memory that both processes map, so that only lessons and answers are sent. A process that dies costs
+The weights lie in memory that both processes map, so that only samples and answers are sent. A process that dies costs
 the update under way; the next request starts another one. Knows neither when to train nor what becomes of it.
 """
 
@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.arena import Arena, Places
-from adaptation.errors import TrainingLost
-from adaptation.judging import Replay, ReplayName, replay_of
+from adaptation.evaluator import Replay, ReplayName, replay_of
 from adaptation.policy import Arm
-from adaptation.signal import Lesson
+from adaptation.records import TrainingLost
+from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.config import SpecBlockConfig
@@ -69,7 +69,7 @@ class Train:
     """Asks for an update of the training copy."""
 
     arm: Arm
-    lessons: Sequence[Lesson]
+    samples: Sequence[TrainingSample]
     vocabulary: Tensor | None
     rate_share: float = 1.0
 
@@ -209,13 +209,13 @@ class RemoteTrainer(Trainer):
     def update(
         self,
         arm: Arm,
-        lessons: Sequence[Lesson],
+        samples: Sequence[TrainingSample],
         interrupted: Callable[[], bool] = _never,
         *,
         vocabulary: Tensor | None = None,
         rate_share: float = 1.0,
     ) -> UpdateReport:
-        return cast(UpdateReport, self.process.ask(Train(arm, lessons, vocabulary, rate_share), interrupted))
+        return cast(UpdateReport, self.process.ask(Train(arm, samples, vocabulary, rate_share), interrupted))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.process.quiet()
@@ -295,7 +295,7 @@ class _Work:
                 return self._replay(self._replica, request.example)
         return self._trainer.update(
             request.arm,
-            request.lessons,
+            request.samples,
             self._interrupted,
             vocabulary=request.vocabulary,
             rate_share=request.rate_share,

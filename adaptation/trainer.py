@@ -2,8 +2,20 @@
 
 An update is applied whole or not at all: a number that is not finite anywhere, in a loss, a gradient, a weight or the
 optimizer, leaves copy and optimizer as they were. Knows neither who asked for an update nor what becomes of it.
-Legend: rows = marked positions of all lessons, vocab = the drafter's.
-"""
+Legend: rows = marked positions of all samples, vocab = the drafter's.
+
+AdamW whose state is a fixed set of tensors from the start, so that it can be stored, compared and undone.
+
+torch's own allocates its state at the first step; here a resumed process knows names and shapes before it.
+
+How large the steps of updates are: the gate answers each one, and the arm's next is bolder or more careful.
+
+Far from the traffic large steps teach more; close to it they take a trained drafter away from all that it knows. Which
+of the two it is nobody knows before a candidate has been judged. Knows neither gate nor optimizer.
+
+Whether weights are numbers at all.
+
+In which type a device multiplies faster, for those who may choose."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +26,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adaptation.finite import all_finite
 from adaptation.losses import TextDivergence, rank_loss
-from adaptation.optimizer import Adam
 from adaptation.policy import ARMS, Arm
-from adaptation.signal import Lesson
+from adaptation.samples import TrainingSample
 from adaptation.vocabulary import Rows
-from drafters.feedback import Marks
+from drafters.feedback import DraftLabels
 from drafters.specblock.model import HEADS, Embed, SpecBlock
 from drafters.specblock.weights import weights_of, write_weights
 from drafters.training.corpus import Batch, Example
@@ -147,13 +157,13 @@ class Trainer:
     def update(
         self,
         arm: Arm,
-        lessons: Sequence[Lesson],
+        samples: Sequence[TrainingSample],
         interrupted: Callable[[], bool] = lambda: False,
         *,
         vocabulary: Tensor | None = None,
         rate_share: float = 1.0,
     ) -> UpdateReport:
-        """Learn from these lessons, or leave everything as it was. `interrupted` is asked before each step.
+        """Learn from these samples, or leave everything as it was. `interrupted` is asked before each step.
 
         `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change. `rate_share`: of the
         arm's learning rate."""
@@ -166,7 +176,7 @@ class Trainer:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
             start = before if vocabulary is None else self._renamed(arm, vocabulary, before)
-            for terms in self._steps(arm, lessons):
+            for terms in self._steps(arm, samples):
                 if interrupted():
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms(), rate_share))
@@ -208,11 +218,11 @@ class Trainer:
             value.copy_(tensors[name])
         self._model.set_vocabulary(self._model.d2t.clone())
 
-    def _steps(self, arm: Arm, lessons: Sequence[Lesson]) -> list[Callable[[], _Terms]]:
+    def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
         if arm == "head":
-            return [self._head_lesson(lessons)] * self._rules.head_steps
-        examples = [lesson.example for lesson in lessons if lesson.example is not None]
+            return [self._head_steps(samples)] * self._rules.head_steps
+        examples = [sample.example for sample in samples if sample.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
         return self._full_steps(examples)
@@ -225,18 +235,19 @@ class Trainer:
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
-    def _head_lesson(self, lessons: Sequence[Lesson]) -> Callable[[], _Terms]:
-        """All marks in every step: there are few of them, and their products are small."""
-        marks = _joined([lesson.marks for lesson in lessons if lesson.marks.count], self._model.d2t.device)
+    def _head_steps(self, samples: Sequence[TrainingSample]) -> Callable[[], _Terms]:
+        """All draft labels in every step: there are few of them, and their products are small."""
+        labelled = [sample.draft_labels for sample in samples if sample.draft_labels.count]
+        draft_labels = _joined(labelled, self._model.d2t.device)
         with self._autocast():
             loss_of = self._ops.draft_objective(
-                marks.states,
+                draft_labels.states,
                 self._rows(self._model.d2t),
-                self._model.t2d[marks.top_ids.long()],
-                marks.top_logprobs,
+                self._model.t2d[draft_labels.top_ids.long()],
+                draft_labels.top_logprobs,
                 anchor_weight=self._rules.anchor_weight,
             )
-        return lambda: self._head_terms(marks, loss_of)
+        return lambda: self._head_terms(draft_labels, loss_of)
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:
@@ -247,10 +258,10 @@ class Trainer:
         order: list[int] = torch.randperm(len(batches), generator=self._generator).tolist()
         return [batches[place] for place in order]
 
-    def _head_terms(self, marks: Marks, loss_of: HeadLoss) -> _Terms:
+    def _head_terms(self, draft_labels: DraftLabels, loss_of: HeadLoss) -> _Terms:
         with self._autocast():
             said = loss_of(self._model.lm_head.weight)
-            rank = rank_loss(self._model, marks, said.features, said.ids)
+            rank = rank_loss(self._model, draft_labels, said.features, said.ids)
         return _Terms(said.total + rank, said.target, rank, said.anchor)
 
     def _full_terms(self, examples: list[Example]) -> _Terms:
@@ -331,11 +342,12 @@ class Trainer:
             optimizer.reset()
 
 
-def _joined(parts: Sequence[Marks], device: torch.device) -> Marks:
+def _joined(parts: Sequence[DraftLabels], device: torch.device) -> DraftLabels:
     if not parts:
         raise _Discard("nothing_to_learn")
-    joined = Marks(*(torch.cat([getattr(part, name) for part in parts]) for name in Marks.__slots__)).to(device)
-    return Marks(
+    columns = (torch.cat([getattr(part, name) for part in parts]) for name in DraftLabels.__slots__)
+    joined = DraftLabels(*columns).to(device)
+    return DraftLabels(
         joined.positions,
         joined.states.float(),
         joined.tokens,
@@ -357,3 +369,115 @@ def _check_finite(tensors: Iterable[Tensor], outcome: Outcome) -> None:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).norm())
+
+
+_BETAS = (0.9, 0.98)
+_ADAM_EPSILON = 1e-8
+
+
+class Adam:
+    """torch.optim.AdamW without weight decay: the weights start from a trained drafter's."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
+        self._parameters = dict(parameters)
+        self._rate = rate
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
+        )
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def num_steps(self) -> int:
+        """Since the last reset."""
+        return int(max(state["step"] for state in self._optimizer.state.values()))
+
+    def step(self, share: float = 1.0) -> None:
+        """Use the gradients that are there, at this share of the rate; parameters without one stay."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * self._rate
+        self._optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state itself, by name."""
+        return {
+            f"{name}.{kind}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimizer.state[parameter].items()
+        }
+
+    @torch.no_grad()
+    def forget(self, name: str, rows: Tensor) -> None:
+        """What it knows of some rows of one parameter. # rows [rows] bool"""
+        state = self._optimizer.state[self._parameters[name]]
+        state["exp_avg"][rows] = 0
+        state["exp_avg_sq"][rows] = 0
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for value in self.tensors().values():
+            value.zero_()
+
+
+_RATE_GROWTH = 1.25
+_RATE_CUT = 0.7
+_FIRST_SHARE = 0.5
+_LEAST_SHARE = 0.25
+
+
+class Pace:
+    """Each arm's share of its learning rate."""
+
+    def __init__(self) -> None:
+        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
+
+    def share(self, arm: Arm) -> float:
+        """Of the rate, above 0 and at most 1."""
+        return self._shares[arm]
+
+    def published(self, arm: Arm) -> None:
+        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
+
+    def clearly_worse(self, arm: Arm) -> None:
+        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
+
+    def traffic_changed(self) -> None:
+        """What is served may be far from it."""
+        self._shares = dict.fromkeys(ARMS, 1.0)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """A sum is finite only where every term is, and costs one pass where asking each term costs five."""
+    return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
+
+
+_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
+_PRODUCT_TRIALS = 5
+
+Clocked = Callable[[torch.dtype], float]
+
+
+def bf16_is_faster(device: torch.device, clocked: Clocked | None = None) -> bool:
+    """Whether products of bf16 numbers take less time than those of fp32 ones.
+
+    On a CPU this is timed, in some hundredths of a second: with matrix units they are up to ten times as fast, and
+    where the process does without those, half as fast, whatever else the CPU names among its instructions. `clocked`
+    gives the seconds of a product of a type.
+    """
+    if device.type != "cpu":
+        return True
+    clocked = clocked or _product_seconds
+    trials = [(clocked(torch.bfloat16), clocked(torch.float32)) for _ in range(_PRODUCT_TRIALS)]
+    return min(bf16 for bf16, _ in trials) < min(fp32 for _, fp32 in trials)
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    x = torch.ones(_PRODUCT_ROWS, _PRODUCT_INPUTS, dtype=dtype)
+    weight = torch.ones(_PRODUCT_OUTPUTS, _PRODUCT_INPUTS, dtype=dtype)
+    began = time.perf_counter()
+    torch.nn.functional.linear(x, weight)
+    return time.perf_counter() - began

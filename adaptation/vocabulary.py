@@ -35,7 +35,7 @@ class TokenCounts:
     def total(self) -> float:
         return float(self._counts.sum())
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         """The tokens of one query."""
         ids, times = torch.tensor(tokens, dtype=torch.int64).unique(return_counts=True)
         self._counts *= 0.5 ** (len(tokens) / self._half_life)
@@ -69,10 +69,10 @@ class DraftVocabulary:
         self.counts = counts
         self._least_count = least_count
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         """The answer of one query that may be learnt from."""
         if self._least_count:
-            self.counts.hear(tokens)
+            self.counts.observe(tokens)
 
     def wanted(self, vocabulary: Tensor) -> Tensor:
         """The vocabulary with missing tokens in the places of those said least; whatever stays keeps its place.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adaptation.checkpoint import Layout, Refusal, SnapshotInfo, SnapshotRing, layout_of
-from adaptation.errors import Damaged, NotRemoved
+from adaptation.records import Damaged, NotRemoved
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import VOCABULARY, weights_of, write_weights

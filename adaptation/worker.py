@@ -2,7 +2,11 @@
 
 The engine's calls put something into a bounded queue and return. Nothing that breaks in here reaches anybody else: it
 is counted, told, and learning goes on from what is served. Knows nothing of what learning is.
-"""
+
+Learning beside serving on a CUDA device: a stream of its own, and what is handed over to it.
+
+Serving computes on a stream of higher priority, so that an update fills what a step leaves idle. The only place where
+tensors of serving enter learning; what goes back, goes through `DrafterWeights`."""
 
 import logging
 import os
@@ -10,16 +14,17 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from adaptation.streams import beside
 from adaptation.trainer import UpdateReport
-from drafters.feedback import QueryFeedback
+from drafters.feedback import DraftLabels, QueryFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +37,7 @@ _NICEST = 19
 class Loop(Protocol):
     """What the thread runs: the learner, or in tests one that breaks on purpose."""
 
-    def hear(self, feedback: QueryFeedback) -> object: ...
+    def observe(self, feedback: QueryFeedback) -> object: ...
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None: ...
 
@@ -179,7 +184,7 @@ class Worker:
                 return "command", self._commands.popleft().run
             if self._waiting:
                 feedback = self._waiting.popleft()
-                return "hear", lambda: self.loop.hear(feedback)
+                return "hear", lambda: self.loop.observe(feedback)
             return None
 
     def _patience(self) -> float:
@@ -247,3 +252,42 @@ def bound_threads(number: int) -> None:
     setter = threading.Thread(target=torch.set_num_threads, args=(usual,))
     setter.start()
     setter.join()
+
+
+LOW_PRIORITY = 0
+"""The lowest there is; serving takes -1."""
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Compute on a stream that gives way to serving, behind what was asked for until now; nothing changes on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=LOW_PRIORITY)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which may still fill the copies that are trained
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+
+
+def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
+    """A finished query, safe to be read by the calling thread's stream, on the device that learns."""
+    if feedback.ready is None:
+        return feedback
+    feedback.ready.synchronize()
+    labels = feedback.draft_labels
+    draft_labels = DraftLabels(*(_taken(getattr(labels, name), device) for name in DraftLabels.__slots__))
+    return replace(
+        feedback,
+        features=_taken(feedback.features, device),
+        top_ids=_taken(feedback.top_ids, device),
+        top_logprobs=_taken(feedback.top_logprobs, device),
+        draft_labels=draft_labels,
+        ready=None,
+    )
+
+
+def _taken(value: Tensor, device: torch.device) -> Tensor:
+    """Its memory must not be given to another tensor of serving before this stream has read it."""
+    value.record_stream(torch.cuda.current_stream(value.device))
+    return value.to(device)

@@ -3,7 +3,7 @@
 Tables are written at the slot of a position, so that what several steps made permanent costs a few scatters whatever
 was accepted, and the newest positions overwrite the oldest. Knows neither the engine nor who learns.
 Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
-top = likeliest tokens of the target that are kept, marks = positions of a query about which the drafter said something.
+top = likeliest tokens of the target that are kept, labels = positions of which the drafter said something.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ _NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class DraftLabels:
     """Positions for which a block had a state, in the order of the text."""
 
-    positions: Tensor  # [marks] int64, absolute
-    states: Tensor  # [marks, hidden], what the drafter's heads read there
-    tokens: Tensor  # [marks] int64, the target's own
-    chances: Tensor  # [marks] float32, the drafter's probability of them (r); 0 for those it cannot propose
-    rejected: Tensor  # [marks] bool, the target chose what the tree did not hold
-    top_ids: Tensor  # [marks, top] int32
-    top_logprobs: Tensor  # [marks, top] float16
+    positions: Tensor  # [labels] int64, absolute
+    states: Tensor  # [labels, hidden], what the drafter's heads read there
+    tokens: Tensor  # [labels] int64, the target's own
+    chances: Tensor  # [labels] float32, the drafter's probability of them (r); 0 for those it cannot propose
+    rejected: Tensor  # [labels] bool, the target chose what the tree did not hold
+    top_ids: Tensor  # [labels, top] int32
+    top_logprobs: Tensor  # [labels, top] float16
 
-    def take(self, lines: Tensor) -> "Marks":
-        """Some of them. # lines [marks] bool or [picked] int64"""
-        return Marks(*(getattr(self, name)[lines] for name in self.__slots__))
+    def take(self, lines: Tensor) -> "DraftLabels":
+        """Some of them. # lines [labels] bool or [picked] int64"""
+        return DraftLabels(*(getattr(self, name)[lines] for name in self.__slots__))
 
-    def to(self, device: torch.device | str) -> "Marks":
-        return Marks(*(getattr(self, name).to(device) for name in self.__slots__))
+    def to(self, device: torch.device | str) -> "DraftLabels":
+        return DraftLabels(*(getattr(self, name).to(device) for name in self.__slots__))
 
     @property
     def count(self) -> int:
@@ -92,7 +92,7 @@ class QueryFeedback:
     features: Tensor  # [length - 1 - first, taps * hidden]; the last token was never run
     top_ids: Tensor  # [length - prompt, top] int32, by position from `prompt` on
     top_logprobs: Tensor  # [length - prompt, top] float16
-    marks: Marks
+    draft_labels: DraftLabels
     ready: torch.cuda.Event | None  # when the tensors may be read by another stream; None: at once
 
     @property
@@ -114,7 +114,7 @@ class Permanent(NamedTuple):
     rejected: Tensor  # [positions] bool, the tree had nodes there, and none was right
 
 
-class Foretold(NamedTuple):
+class Predicted(NamedTuple):
     """What the drafter's blocks had said of the same positions."""
 
     known: Tensor  # [positions] bool, some block had a state for the position
@@ -176,17 +176,17 @@ class FeedbackRecorder:
         self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     @torch.inference_mode()
-    def commit(self, permanent: Permanent, foretold: Foretold, tops: TargetTops) -> None:
+    def commit(self, permanent: Permanent, predicted: Predicted, tops: TargetTops) -> None:
         """Keep all of it; of one sequence not more positions at once than a step may commit beside a whole window."""
         rows, labelled = permanent.rows, permanent.roots + 1
         self._features[rows, permanent.roots % self._places] = permanent.features.to(self._features.dtype)
         places = labelled % self._places
         self._top_ids[rows, places] = tops.ids.to(torch.int32)
         self._top_logprobs[rows, places] = tops.logprobs.to(torch.float16)
-        self._marked[rows, places] = labelled.where(foretold.known, _NOWHERE)
-        self._states[rows, places] = foretold.states.to(self._states.dtype)
+        self._marked[rows, places] = labelled.where(predicted.known, _NOWHERE)
+        self._states[rows, places] = predicted.states.to(self._states.dtype)
         self._tokens[rows, places] = permanent.tokens
-        self._chances[rows, places] = foretold.chances.float()
+        self._chances[rows, places] = predicted.chances.float()
         self._rejected[rows, places] = permanent.rejected
 
     @torch.inference_mode(False)
@@ -199,7 +199,7 @@ class FeedbackRecorder:
         self.num_dropped += max(0, length - self._window) if recorded else 0
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
-        marks = self._marks(row, labels, prompt)
+        draft_labels = self._draft_labels(row, labels, prompt)
         kept = self._features[row, features], self._top_ids[row, labels], self._top_logprobs[row, labels]
         return QueryFeedback(
             query=query,
@@ -208,7 +208,7 @@ class FeedbackRecorder:
             features=kept[0],
             top_ids=kept[1],
             top_logprobs=kept[2],
-            marks=marks,
+            draft_labels=draft_labels,
             ready=self._event(),
         )
 
@@ -220,11 +220,11 @@ class FeedbackRecorder:
         event.record(torch.cuda.current_stream(self._marked.device))
         return event
 
-    def _marks(self, row: int, labels: Tensor, prompt: int) -> Marks:
+    def _draft_labels(self, row: int, labels: Tensor, prompt: int) -> DraftLabels:
         """Of the answer's positions those that are marked, and not by an earlier lap. # labels [positions] places"""
         expected = prompt + torch.arange(labels.shape[0], device=labels.device)
         positions = self._marked[row, labels]
-        every = Marks(
+        every = DraftLabels(
             positions=positions,
             states=self._states[row, labels],
             tokens=self._tokens[row, labels],

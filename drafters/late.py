@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Hear = Callable[[Sequence[float]], None]
+Observe = Callable[[Sequence[float]], None]
 
 
 class Moment(Protocol):
@@ -25,38 +25,38 @@ Clock = Callable[[], Moment]
 
 
 class Readings(Protocol):
-    """Numbers that somebody wants to hear, one request per step."""
+    """Numbers that somebody is to be told, one request per step."""
 
-    def read(self, values: Tensor, hear: Hear) -> None:
-        """Have `hear` told these values, now or at the next request. # values [count]"""
+    def read(self, values: Tensor, observe: Observe) -> None:
+        """Have `observe` told these values, now or at the next request. # values [count]"""
         ...
 
 
 class AtOnce:
     """Of a CPU, where nothing needs to be waited for."""
 
-    def read(self, values: Tensor, hear: Hear) -> None:
-        hear(values.tolist())  # planned transfer: none, it is here
+    def read(self, values: Tensor, observe: Observe) -> None:
+        observe(values.tolist())  # planned transfer: none, it is here
 
 
 class Late:
     """Tells what the request before asked for: a step waits for its tokens, so by then it has arrived."""
 
     def __init__(self) -> None:
-        self._asked: tuple[Tensor, torch.cuda.Event | None, Hear] | None = None
+        self._asked: tuple[Tensor, torch.cuda.Event | None, Observe] | None = None
 
-    def read(self, values: Tensor, hear: Hear) -> None:
+    def read(self, values: Tensor, observe: Observe) -> None:
         self._tell()
         on_the_way = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
-        self._asked = on_the_way, _reached(values), hear
+        self._asked = on_the_way, _reached(values), observe
 
     def _tell(self) -> None:
         if self._asked is None:
             return
-        values, arrived, hear = self._asked
+        values, arrived, observe = self._asked
         if arrived is not None:
             arrived.synchronize()  # planned transfer: has arrived long since
-        hear(values.tolist())  # planned transfer: none, it is here
+        observe(values.tolist())  # planned transfer: none, it is here
 
 
 class DeviceMoment:

@@ -91,7 +91,7 @@ class Committed:
 class RankOutcomes:
     """By class of a rank head: recent tokens that candidates of its ranks were to have right, and those they had."""
 
-    foretold: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
     right: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -136,7 +136,7 @@ class Drafter(Protocol):
         ...
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        """Forget these sequences; says how many committed tokens of each its prediction had foretold since `start`."""
+        """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""
         ...
 
     def credits(self) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 
 _DEPTHS = 8  # deeper nodes count as of this depth
 _CLAIMS = 8  # bins of the claimed conditional
-_PRIOR = 6.0  # foretold hits that the trust in a claim weighs
+_PRIOR = 6.0  # predicted hits that the trust in a claim weighs
 _DECAY = 0.99  # per verified step: memory of about 100 steps
 _LIMITS = (0.01, 2.0)
 _CEILING = 0.98  # below 1: survival must fall strictly along a path

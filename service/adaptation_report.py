@@ -3,7 +3,7 @@
 import logging
 from typing import Final
 
-from adaptation.events import Event, EventKind
+from adaptation.records import Event, EventKind
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
-from adaptation.attention import Attention
 from adaptation.config import AdaptationConfig
-from adaptation.events import Emit
-from adaptation.finite import all_finite
+from adaptation.feedback import RecordingSampler
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
+from adaptation.records import AdaptationStatus, Emit
 from adaptation.replicas.join import Joined, join_replicas
 from adaptation.replicas.solitude import Replicas
-from adaptation.status import AdaptationStatus
+from adaptation.trainer import all_finite
 from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
@@ -144,7 +143,7 @@ def build_adaptive(
     built = _learner(assembly, config, drafter, folder, emit, seed, clock)
     joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
     tables = _tables(config, network, limits)
-    recorder = _recorder(config, network, limits, tables, built.attention)
+    recorder = _recorder(config, network, limits, tables, built.sampler)
     weights = replace(source.weights, recorder=recorder, version=lambda: built.weights.version)
     engine = assembly.engine(
         assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, joined.replicas)
@@ -270,7 +269,7 @@ def _recorder(
     network: SpecBlock,
     limits: EngineLimits,
     tables: FeedbackRecorder,
-    attention: Attention,
+    sampler: RecordingSampler,
 ) -> BlockRecorder:
     return BlockRecorder(
         tables,
@@ -279,5 +278,5 @@ def _recorder(
         block_size=network.config.block_size,
         hidden=network.config.hidden_size,
         target_top=min(config.target_top, network.config.target_vocab_size),
-        wanted=attention.draws,
+        wanted=sampler.draws,
     )

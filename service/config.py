@@ -15,8 +15,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, Validat
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from adaptation.config import AdaptationConfig
-from adaptation.cores import usable_cores
+from adaptation.config import AdaptationConfig, usable_cores
 from service.config_sources import (
     SECTION_SEPARATOR,
     Entry,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from adaptation.events import Event
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.metric_tables import label_of
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from adaptation.events import Event, EventKind
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus, Event, EventKind
 from service.engine.stats import FinishStats, LoadStats, StepStats
 
 Record = TypeVar("Record", contravariant=True)
@@ -218,7 +217,7 @@ def _draft_series(max_depth: int, sources: Sequence[str]) -> Table[StepStats]:
             "gauge",
             "rank_head_foretold_tokens",
             "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
-            lambda s: s.rank_foretold,
+            lambda s: s.rank_predicted,
             ("rank",),
             RANKS,
         ),

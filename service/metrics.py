@@ -19,8 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from adaptation.events import Event
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.metric_tables import (
     ADAPTATION,

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
 from service.tokenizer import ChatTokenizer

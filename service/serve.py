@@ -9,7 +9,7 @@ from types import FrameType
 import anyio
 import uvicorn
 
-from adaptation.events import Event
+from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
 from service.adaptation_report import report
 from service.adaptive import Adaptive, build_adaptive, learning_folder

@@ -16,16 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation import checkpoint, judging
-from adaptation.buffers import LessonBuffers
+from adaptation import checkpoint, evaluator
 from adaptation.checkpoint import LearnerCheckpoint, SnapshotRing
-from adaptation.fixed_policies import EveryBatch
+from adaptation.feedback import FeedbackFilter
 from adaptation.gate import Gate
-from adaptation.intake import Intake
-from adaptation.optimizer import Adam
+from adaptation.monitor import RollbackMonitor
+from adaptation.policy import EveryBatch
 from adaptation.process import TrainingProcess
-from adaptation.trainer import Trainer
-from adaptation.watch import Watch
+from adaptation.samples import SampleBuffers
+from adaptation.trainer import Adam, Trainer
 from adaptation.weights import DrafterWeights, Restored
 from tests.adaptation.damage import all_files, flip, truncate
 from tests.fault_parts import Fault, Stream, Strike, learning_stream
@@ -34,13 +33,13 @@ from tests.practised import Practised
 Place = tuple[object, str]
 
 STAGES: dict[str, Place] = {
-    "hearing": (Intake, "take"),
-    "taking the buffer": (LessonBuffers, "take"),
-    "preparing the lesson": (Trainer, "_steps"),
+    "hearing": (FeedbackFilter, "take"),
+    "taking the buffer": (SampleBuffers, "take"),
+    "preparing the sample": (Trainer, "_steps"),
     "optimizer step": (Adam, "step"),
     "clipping": (Trainer, "_clip_update"),
     "loading the candidate": (DrafterWeights, "candidate"),
-    "replaying": (judging, "replay_blocks"),
+    "replaying": (evaluator, "replay_blocks"),
     "judging": (Gate, "judge"),
     "write preparation": (DrafterWeights, "_prepared"),
     "snapshot write": (checkpoint, "write_synced"),
@@ -48,7 +47,7 @@ STAGES: dict[str, Place] = {
     "trimming the ring": (SnapshotRing, "_drop_oldest"),
     "staging": (DrafterWeights, "_stage"),
     "telling the policy": (EveryBatch, "published"),
-    "resetting the watch": (Watch, "served_anew"),
+    "resetting the watch": (RollbackMonitor, "served_anew"),
     "state write": (LearnerCheckpoint, "save"),
 }
 """Where an update is made to break, in its order."""

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.events import Event
+from adaptation.feedback import FilteredQuery
 from adaptation.gate import Gate
-from adaptation.intake import Taken
 from adaptation.learner import Learner
 from adaptation.policy import Arm
+from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from drafters.specblock.weights import weights_of
@@ -68,9 +68,9 @@ class Witness:
         self.successes: list[Success] = []
         self._learner = learner
 
-    def hear(self, feedback: QueryFeedback) -> Taken:
+    def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         self.turns += 1
-        taken = self._learner.hear(feedback)
+        taken = self._learner.observe(feedback)
         self._note("hear")
         return taken
 

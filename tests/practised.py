@@ -14,8 +14,8 @@ from torch import Tensor
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.events import Emit
-from adaptation.signal import lesson_of
+from adaptation.records import Emit
+from adaptation.samples import training_sample
 from adaptation.weights import in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
@@ -143,9 +143,9 @@ def _recorded(assembly: Assembly, folder: Path, asked: list[GenerationRequest]) 
 
 
 def _practise(adaptive: Adaptive, model: SpecBlock, updates: int, folder: Path) -> None:
-    lessons = [lesson_of(feedback, most_rejected=32) for feedback in adaptive.worker._waiting]
+    samples = [training_sample(feedback, most_rejected=32) for feedback in adaptive.worker._waiting]
     for _ in range(updates):
-        assert adaptive.learner._trainer.update("full", lessons).applied
+        assert adaptive.learner._trainer.update("full", samples).applied
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(adaptive.weights.training.get_parameter(name))

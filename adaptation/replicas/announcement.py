@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, JsonValue, NonNegativeInt, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.signature import Signature, opened, signed
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

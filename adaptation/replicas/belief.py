@@ -3,7 +3,7 @@
 Pure bookkeeping: knows neither the store nor the weights themselves.
 """
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.announcement import Announcement, read, written
 from adaptation.replicas.signature import Signature
 

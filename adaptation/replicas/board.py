@@ -5,7 +5,7 @@ Only who holds the lease can write, which the store itself checks. Bytes come an
 
 from typing import Final
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.redis_store import RedisStore
 
 CHUNK_BYTES: Final = 1 << 20

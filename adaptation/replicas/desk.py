@@ -20,8 +20,8 @@ class Desk:
         self._learner = learner
         self._worker = worker
 
-    def hear(self, feedback: QueryFeedback) -> Future[object]:
-        return self._worker.ask(lambda: self._learner.hear(feedback))
+    def observe(self, feedback: QueryFeedback) -> Future[object]:
+        return self._worker.ask(lambda: self._learner.observe(feedback))
 
     def follow(self, weights: Mapping[str, Tensor]) -> Future[int]:
         """Serve what the leader has published. # -> the version it has here"""

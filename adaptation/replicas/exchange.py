@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from adaptation.errors import StoreLost
+from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.backoff import Backoff
 from adaptation.replicas.belief import Belief
 from adaptation.replicas.desk import Desk
@@ -21,7 +21,6 @@ from adaptation.replicas.outbox import Outbox
 from adaptation.replicas.served import ServedWeights
 from adaptation.replicas.standing import Stand, Standing
 from adaptation.replicas.stream import QueryStream
-from adaptation.status import ReplicaStatus
 from adaptation.worker import bound_threads, step_back
 from drafters.feedback import QueryFeedback
 

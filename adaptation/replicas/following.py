@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from adaptation.checkpoint import Layout
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.announcement import Announcement
 from adaptation.replicas.belief import Belief
 from adaptation.replicas.board import Board

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.desk import Desk
 from adaptation.replicas.served import ServedWeights
 from adaptation.replicas.stream import Delivered, QueryStream
@@ -81,7 +81,7 @@ class Hearing:
             self._drop(delivered, "duplicate")
             return
         self._mark(origin.sender, origin.sequence)
-        answer = self._desk.hear(self._in_our_versions(received))
+        answer = self._desk.observe(self._in_our_versions(received))
         self._waiting.append(_Heard(delivered.number, origin.sender, origin.sequence, answer))
 
     def _read(self, delivered: Delivered) -> Received:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.announcement import Announcement
 from adaptation.replicas.belief import Belief
 from adaptation.replicas.board import Board

@@ -7,7 +7,7 @@ twice can tell.
 import logging
 from collections import Counter, deque
 
-from adaptation.errors import StoreRefused
+from adaptation.records import StoreRefused
 from adaptation.replicas.desk import Desk
 from adaptation.replicas.served import ServedWeights
 from adaptation.replicas.stream import Letter, QueryStream

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NotInTime
 from redis.retry import Retry
 
-from adaptation.errors import StoreLost, StoreRefused
+from adaptation.records import StoreLost, StoreRefused
 
 Part = bytes | str | int | float
 _RAW_REPLIES = 2  # the version of the protocol whose answers are plain lists

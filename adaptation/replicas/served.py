@@ -12,8 +12,8 @@ import safetensors.torch
 from torch import Tensor
 
 from adaptation.checkpoint import Layout, layout_of
-from adaptation.errors import Refused
-from adaptation.finite import all_finite
+from adaptation.records import Refused
+from adaptation.trainer import all_finite
 from adaptation.weights import DrafterWeights
 from drafters.specblock.weights import VOCABULARY, names_tokens
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from pydantic import JsonValue
 
 from adaptation.checkpoint import seal, unseal
-from adaptation.errors import Damaged, Refused
+from adaptation.records import Damaged, Refused
 
 Kind = Literal["query", "version", "state"]
 _BETWEEN = b"\n"

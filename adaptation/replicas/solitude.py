@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from adaptation.status import ReplicaStatus
+from adaptation.records import ReplicaStatus
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 

@@ -30,8 +30,8 @@ class InTurn:
         self._loop = loop
         self._standing = standing
 
-    def hear(self, feedback: QueryFeedback) -> object:
-        return self._loop.hear(feedback)
+    def observe(self, feedback: QueryFeedback) -> object:
+        return self._loop.observe(feedback)
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
         if not self._standing.learns:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from adaptation.errors import StoreRefused
+from adaptation.records import StoreRefused
 from adaptation.replicas.redis_store import Part, RedisStore
 
 DONE: Final = """

@@ -15,10 +15,10 @@ import torch
 from pydantic import ConfigDict, Field, JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.signature import Signature, opened, signed
 from adaptation.replicas.stream import Letter
-from drafters.feedback import Marks, Query, QueryFeedback
+from drafters.feedback import DraftLabels, Query, QueryFeedback
 
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -141,14 +141,14 @@ class Wire:
 
 def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
     first = feedback.first
-    marks = feedback.marks
+    draft_labels = feedback.draft_labels
     named = {
         "tokens": torch.tensor(feedback.query.tokens[first:], dtype=torch.int32),
         "features": feedback.features,
         "top_ids": feedback.top_ids,
         "top_logprobs": feedback.top_logprobs,
-        **{f"marks.{name}": getattr(marks, name) for name in Marks.__slots__},
-        "marks.positions": marks.positions - first,
+        **{f"marks.{name}": getattr(draft_labels, name) for name in DraftLabels.__slots__},
+        "marks.positions": draft_labels.positions - first,
     }
     # Copies, because safetensors takes no two tensors that share memory.
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in named.items()}
@@ -164,22 +164,22 @@ def _loaded(data: bytes) -> dict[str, Tensor]:
 def _check_layout(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
     """Names, shapes and types are the ones there must be."""
     length = tensors["tokens"].numel() if "tokens" in tensors else 0
-    marks = tensors["marks.positions"].numel() if "marks.positions" in tensors else 0
-    if not (2 <= length <= shape.most_tokens and prompt <= length and marks <= length - prompt):
-        raise Refused("misfit", f"a query of {length} tokens, of them {prompt} of a prompt, and {marks} marks")
+    draft_labels = tensors["marks.positions"].numel() if "marks.positions" in tensors else 0
+    if not (2 <= length <= shape.most_tokens and prompt <= length and draft_labels <= length - prompt):
+        raise Refused("misfit", f"a query of {length} tokens, {prompt} of them a prompt, and {draft_labels} labels")
     labels = length - prompt
     expected = {
         "tokens": ((length,), torch.int32),
         "features": ((length - 1, shape.width), shape.dtype),
         "top_ids": ((labels, shape.top), torch.int32),
         "top_logprobs": ((labels, shape.top), torch.float16),
-        "marks.positions": ((marks,), torch.int64),
-        "marks.states": ((marks, shape.hidden), shape.dtype),
-        "marks.tokens": ((marks,), torch.int64),
-        "marks.chances": ((marks,), torch.float32),
-        "marks.rejected": ((marks,), torch.bool),
-        "marks.top_ids": ((marks, shape.top), torch.int32),
-        "marks.top_logprobs": ((marks, shape.top), torch.float16),
+        "marks.positions": ((draft_labels,), torch.int64),
+        "marks.states": ((draft_labels, shape.hidden), shape.dtype),
+        "marks.tokens": ((draft_labels,), torch.int64),
+        "marks.chances": ((draft_labels,), torch.float32),
+        "marks.rejected": ((draft_labels,), torch.bool),
+        "marks.top_ids": ((draft_labels, shape.top), torch.int32),
+        "marks.top_logprobs": ((draft_labels, shape.top), torch.float16),
     }
     found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
@@ -201,7 +201,7 @@ def _check_numbers(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -
         if not bool(((tensors[name] >= lowest) & (tensors[name] < end)).all()):
             raise Refused("misfit", f"a query's {name} are not all from {lowest} to {end - 1}")
     if not bool((tensors["marks.positions"].diff() > 0).all()):
-        raise Refused("misfit", "a query's marks are not in the order of its text")
+        raise Refused("misfit", "a query's draft labels are not in the order of its text")
     for name in ("features", "marks.states", "marks.chances"):
         if not bool(torch.isfinite(tensors[name]).all()):
             raise Refused("not_finite", f"a query's {name}")
@@ -232,6 +232,6 @@ def _feedback(header: Header, tensors: dict[str, Tensor]) -> QueryFeedback:
         features=tensors["features"],
         top_ids=tensors["top_ids"],
         top_logprobs=tensors["top_logprobs"],
-        marks=Marks(*(tensors[f"marks.{name}"] for name in Marks.__slots__)),
+        draft_labels=DraftLabels(*(tensors[f"marks.{name}"] for name in DraftLabels.__slots__)),
         ready=None,
     )

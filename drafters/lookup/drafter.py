@@ -47,7 +47,7 @@ class LookupDrafter:
         self._proposed = torch.full(shape, SEPARATOR, dtype=torch.int64, device=device)
         self._buckets = torch.full_like(self._proposed[:, :-1], ABSENT)
         self._strengths = torch.zeros(max_sequences, _MAX_MATCHES, dtype=torch.int64, device=device)
-        self._foretold = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._predicted = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
 
     @property
@@ -56,9 +56,9 @@ class LookupDrafter:
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)
-        rows = torch.tensor([context.row for context in contexts], dtype=torch.int64, device=self._foretold.device)
+        rows = torch.tensor([context.row for context in contexts], dtype=torch.int64, device=self._predicted.device)
         self._drop_proposals(rows)
-        self._foretold[rows] = 0
+        self._predicted[rows] = 0
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_proposed = True
@@ -84,8 +84,8 @@ class LookupDrafter:
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._history.finish(rows)
-        foretold: list[int] = self._foretold[list(rows)].tolist()  # planned transfer
-        return foretold
+        predicted: list[int] = self._predicted[list(rows)].tolist()  # planned transfer
+        return predicted
 
     def credits(self) -> Mapping[str, int]:
         return {}
@@ -111,8 +111,8 @@ class LookupDrafter:
         known = self._ahead[:depth] < committed.counts[:, None, None]  # [batch, depth + 1, 1]
         # Where both are padding they are equal, but nothing is known there.
         came_true = (self._proposed[rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
-        foretold = came_true & known & (self._strengths[rows] >= PREDICTED)[:, None]
-        self._foretold[rows] += foretold.any(2).sum(1)
+        predicted = came_true & known & (self._strengths[rows] >= PREDICTED)[:, None]
+        self._predicted[rows] += predicted.any(2).sum(1)
         self._observe(rows, came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH])
         self._drop_proposals(rows)
 

@@ -22,7 +22,7 @@ class Matches:
     """Places whose preceding tokens equal the text's last ones, strongest first.
 
     Strength is the number of equal tokens (at most CONTEXT, 0 = no match), and PREDICTED more in the prediction.
-    Continuations are one token longer than a tree is deep: a prediction may foretell the bonus token as well.
+    Continuations are one token longer than a tree is deep: a prediction may predict the bonus token as well.
     """
 
     columns: Tensor  # [batch, matches] int64, where the last equal token stands

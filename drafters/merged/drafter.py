@@ -133,7 +133,7 @@ class MergedDrafter:
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
         self._totals.read(self._credits, self._hear_credits)
-        hear = self._worth.end()
-        if hear is not None:
-            self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), hear)
+        observe = self._worth.end()
+        if observe is not None:
+            self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), observe)
         self._hashes[:, committed.rows] = merging.NO_HASH

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-from drafters.late import Clock, Hear, Moment
+from drafters.late import Clock, Moment, Observe
 from drafters.purse import Purse, PursesBySize
 
 _EDGES = (0.3, 1.0, 2.5)  # tokens per sequence that the cheaper drafters promise
@@ -60,8 +60,8 @@ class Worth:
         if self._open is not None:
             self._open.answered = self._clock()
 
-    def end(self) -> Hear | None:
-        """The step has ended. What is returned wants to hear, sooner or later, how many of its emitted tokens were
+    def end(self) -> Observe | None:
+        """The step has ended. What is returned is to be told, sooner or later, how many of its emitted tokens were
         accepted on this drafter's word alone, and how many there were; None where it was not asked."""
         asked, self._open = self._open, None
         return None if asked is None else partial(_settle, asked, self._clock())

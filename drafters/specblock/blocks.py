@@ -70,7 +70,7 @@ class Nodes(NamedTuple):
     parents: Tensor
     depths: Tensor
     survival: Tensor
-    foretold: Tensor  # conditional probabilities before correction
+    predicted: Tensor  # conditional probabilities before correction
 
 
 class Further(NamedTuple):
@@ -152,12 +152,12 @@ class Blocks:
     def tree(self, keys: Keys, ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, ...]:
         """One tree of all blocks' nodes; keeps what is needed to learn from it. # -> the fields of `DraftTree`"""
         parts = zip(*(block.nodes for block in grown), strict=True)
-        tokens, parents, depths, survival, foretold = (torch.cat(part, dim=1) for part in parts)
+        tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= _MIN_SURVIVAL) & ground.anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merging.merge(raw, self.shape.max_nodes)
         buckets = torch.cat([self._buckets(number, block.nodes) for number, block in enumerate(grown)], dim=1)
-        self._fates.keep(keys.rows, tree, foretold.gather(1, chosen), buckets.gather(1, chosen))
+        self._fates.keep(keys.rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(
@@ -167,12 +167,12 @@ class Blocks:
         number = len(before)
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(self._model, states, origin.depth[..., None] + 1 + ahead, ground.noise)
-        foretold = self._policy(proposal.odds)
-        corrected = self._calibration.correct(foretold, number)
+        predicted = self._policy(proposal.odds)
+        corrected = self._calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
         raw = lattice.candidates()
-        nodes = Nodes(raw.tokens, raw.parents, raw.depths, raw.survival, foretold.flatten(1))
+        nodes = Nodes(raw.tokens, raw.parents, raw.depths, raw.survival, predicted.flatten(1))
         if number + 1 == self.shape.blocks:
             return Block(nodes, ()), proposal.logprobs
         picked = lattice.pick(self.shape.starts)

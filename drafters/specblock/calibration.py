@@ -1,5 +1,5 @@
 """How far the rank head can be trusted: per block, position and class, how often a candidate came true against how
-often that was foretold. Learned from every committed token: a node's fate is known once the text goes on past its
+often that was predicted. Learned from every committed token: a node's fate is known once the text goes on past its
 parent, whether or not it was verified.
 
 Legend: bucket = (first or later block, position in it, class of the rank); nodes [batch, nodes].
@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters.protocol import RankOutcomes
 from drafters.specblock.features import CLASS_NAMES, CLASS_OF_RANK
 
-_PRIOR = 30.0  # foretold hits that the trust in the rank head weighs
+_PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CEILING = 0.98  # below 1: survival must fall strictly along a path
@@ -19,7 +19,7 @@ _CLASSES = len(CLASS_NAMES)  # those that can be drafted
 
 
 class Calibration:
-    """Correction factors of conditional probabilities: (prior + came true) / (prior + foretold).
+    """Correction factors of conditional probabilities: (prior + came true) / (prior + predicted).
 
     Its tensors stay where they are: captured computations read and write them there.
     """
@@ -27,7 +27,7 @@ class Calibration:
     def __init__(self, block_size: int, *, device: torch.device | str) -> None:
         buckets = 2 * block_size * _CLASSES
         self._true = torch.zeros(buckets, device=device)
-        self._foretold = torch.zeros(buckets, device=device)
+        self._predicted = torch.zeros(buckets, device=device)
         self._factors = torch.ones(buckets, device=device)
         positions = torch.arange(block_size, device=device)[:, None] * _CLASSES
         first = positions + torch.tensor(CLASS_OF_RANK, device=device)  # [block, rank]
@@ -43,15 +43,15 @@ class Calibration:
         corrected: Tensor = conditional * self._factors[self.buckets(block)]
         return corrected.clamp(max=_CEILING)
 
-    def observe(self, buckets: Tensor, foretold: Tensor, true: Tensor, tried: Tensor) -> None:
-        """Learn from nodes whose parent came true. # all [batch, nodes]; foretold uncorrected"""
+    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
+        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
         flat = buckets.flatten()
         self._true.mul_(_DECAY).index_add_(0, flat, (true & tried).float().flatten())
-        self._foretold.mul_(_DECAY).index_add_(0, flat, (foretold * tried).flatten())
-        torch.clamp((_PRIOR + self._true) / (_PRIOR + self._foretold), *_LIMITS, out=self._factors)
+        self._predicted.mul_(_DECAY).index_add_(0, flat, (predicted * tried).flatten())
+        torch.clamp((_PRIOR + self._true) / (_PRIOR + self._predicted), *_LIMITS, out=self._factors)
 
     def outcomes(self) -> RankOutcomes:
-        """By class of the rank: recent tokens foretold, and those that came true."""
-        sums = torch.stack([self._foretold, self._true]).view(2, -1, _CLASSES).sum(1)
-        foretold, right = sums.tolist()  # planned transfer
-        return RankOutcomes(dict(zip(CLASS_NAMES, foretold, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))
+        """By class of the rank: recent tokens predicted, and those that came true."""
+        sums = torch.stack([self._predicted, self._true]).view(2, -1, _CLASSES).sum(1)
+        predicted, right = sums.tolist()  # planned transfer
+        return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))

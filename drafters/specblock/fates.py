@@ -24,19 +24,19 @@ class Fates:
         self._parents = torch.full_like(self._hashes, ROOT)
         self._buckets = torch.zeros_like(self._hashes)
         self._depths = torch.zeros_like(self._hashes)
-        self._foretold = torch.zeros(shape, device=device)
+        self._predicted = torch.zeros(shape, device=device)
 
     def forget(self, rows: list[int]) -> None:
         """Nothing has been said of these rows."""
         self._hashes[rows] = merging.NO_HASH
 
-    def keep(self, rows: Tensor, tree: Candidates, foretold: Tensor, buckets: Tensor) -> None:
-        """These rows' trees, with what was foretold of each node and its bucket. # both [batch, nodes]"""
+    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
+        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
         said = (
             (self._hashes, merging.node_hashes(tree)),
             (self._parents, tree.parents),
             (self._depths, tree.depths),
-            (self._foretold, foretold),
+            (self._predicted, predicted),
             (self._buckets, buckets),
         )
         for table, values in said:
@@ -51,7 +51,7 @@ class Fates:
         hashes, parents, buckets = self._hashes[rows], self._parents[rows], self._buckets[rows]
         true = merging.came_true(hashes, tokens, counts)
         tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
-        self._calibration.observe(buckets, self._foretold[rows], true, tried)
+        self._calibration.observe(buckets, self._predicted[rows], true, tried)
         further = (buckets >= self._calibration.first_further) & (self._depths[rows] < counts[:, None])
         self._hashes.index_fill_(0, rows, merging.NO_HASH)
         return torch.stack([(true & tried & further).sum(), counts.sum()])

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Foretold, Permanent
+from drafters.feedback import FeedbackRecorder, Permanent, Predicted
 from drafters.protocol import Committed, DraftContext, Read, Scores
 from drafters.tops import target_tops
 
@@ -90,7 +90,7 @@ class BlockRecorder:
         self._target_top = target_top
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
-        self._waiting: list[tuple[_Step, Foretold]] = []
+        self._waiting: list[tuple[_Step, Predicted]] = []
         self._tables = tables
         self._t2d = t2d
         shape = (max_sequences + 1, block_size)
@@ -99,7 +99,7 @@ class BlockRecorder:
         self._states = torch.zeros(*shape, hidden, dtype=tables.dtype, device=t2d.device)
         self._logprobs = torch.zeros(*shape, draft_vocab, device=t2d.device)
         known = torch.zeros(1, dtype=torch.bool, device=t2d.device)
-        self._unforetold = Foretold(known, self._states.new_zeros(1, hidden), self._logprobs.new_zeros(1))
+        self._unpredicted = Predicted(known, self._states.new_zeros(1, hidden), self._logprobs.new_zeros(1))
 
     @property
     def wants_scores(self) -> bool:
@@ -129,8 +129,8 @@ class BlockRecorder:
             return
         assert committed.scores is not None, "the engine was not asked for the target's scores"
         step = _Step(committed, committed.scores)
-        foretold = self._foretold(step) if grown else _all_alike(self._unforetold, step.num_positions)
-        self._waiting.append((step, foretold))
+        predicted = self._predicted(step) if grown else _all_alike(self._unpredicted, step.num_positions)
+        self._waiting.append((step, predicted))
         if sum(step.num_positions for step, _ in self._waiting) >= _TOGETHER:
             self._work_up()
 
@@ -145,12 +145,12 @@ class BlockRecorder:
         """Put what waits into the tables."""
         steps = [step for step, _ in self._waiting]
         permanent = Permanent(*map(torch.cat, zip(*(step.permanent() for step in steps), strict=True)))
-        foretold = Foretold(*map(torch.cat, zip(*(foretold for _, foretold in self._waiting), strict=True)))
+        predicted = Predicted(*map(torch.cat, zip(*(predicted for _, predicted in self._waiting), strict=True)))
         tops = target_tops(torch.cat([step.scores.logits for step in steps]), self._target_top)
         self._waiting = []
-        self._tables.commit(permanent, foretold, tops)
+        self._tables.commit(permanent, predicted, tops)
 
-    def _foretold(self, step: "_Step") -> Foretold:
+    def _predicted(self, step: "_Step") -> Predicted:
         """What the blocks of this very step said, before others take their places."""
         line, ahead = step.lines_and_depths()
         rows, tokens = step.committed.rows[line], step.tokens()
@@ -158,7 +158,7 @@ class BlockRecorder:
         block_size = self._states.shape[1]
         entry = ahead.clamp(max=block_size - 1)
         drafted = self._t2d[tokens]
-        return Foretold(
+        return Predicted(
             known=fresh & (ahead < block_size),
             states=self._states[rows, entry],
             chances=self._logprobs[rows, entry, drafted.clamp(min=0)].exp() * (drafted >= 0),
@@ -198,6 +198,6 @@ class _Step:
         )
 
 
-def _all_alike(one: Foretold, count: int) -> Foretold:
+def _all_alike(one: Predicted, count: int) -> Predicted:
     """The same of so many positions. # one [1, ...]"""
-    return Foretold(*(part.expand(count, *part.shape[1:]) for part in one))
+    return Predicted(*(part.expand(count, *part.shape[1:]) for part in one))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
-from drafters.late import Clock, Hear, Moment
+from drafters.late import Clock, Moment, Observe
 
 _RATE = 0.05
 _TRIAL = 8  # blocks before anything is decided, for each size of batch
@@ -59,8 +59,8 @@ class Stopping:
         self._trials[self._step.size] = self._trials.get(self._step.size, 0) + 1
         self._step.blocks.append((self._block_began, self._clock()))
 
-    def end(self) -> Hear:
-        """The step has ended. What is returned wants to hear, sooner or later, how many of its emitted tokens were
+    def end(self) -> Observe:
+        """The step has ended. What is returned is to be told, sooner or later, how many of its emitted tokens were
         accepted from further blocks, and how many there were."""
         step, ended = self._step, self._clock()
         self._step = _Step(step.size, ended)

@@ -13,8 +13,7 @@ from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adaptation.errors import AdaptationError
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationError, AdaptationStatus
 from service.api.body import read_body
 from service.api.schemas import UpdateWeightsRequest
 from service.api.settings import Server

@@ -143,7 +143,7 @@ class Place:
     is_first: bool  # of the tree's first forward
     position: int  # from 1
     rank: int | None  # of the true token, from 0; None when it is no candidate
-    foretold: int  # class by the rank head
+    predicted: int  # class by the rank head
 
     @property
     def true_class(self) -> int:
@@ -155,9 +155,9 @@ def places_of(block: BlockRecord, truth: TokenPath) -> Iterator[Place]:
     if truth[: len(block.start)] != block.start:
         return
     ahead = truth[len(block.start) :]
-    for position, (ranks, foretold, token) in enumerate(zip(block.tokens, block.classes, ahead, strict=False), 1):
+    for position, (ranks, predicted, token) in enumerate(zip(block.tokens, block.classes, ahead, strict=False), 1):
         rank = ranks.index(token) if token in ranks else None
-        yield Place(block.forward == 0, position, rank, foretold)
+        yield Place(block.forward == 0, position, rank, predicted)
         if rank != 0:
             return
 
@@ -180,8 +180,8 @@ def class_scores(places: Sequence[Place]) -> Iterator[ClassScore]:
     for rank_class in range(RANK_CLASSES):
         yield ClassScore(
             rank_class,
-            precision=Share.count(place.true_class == rank_class for place in places if place.foretold == rank_class),
-            recall=Share.count(place.foretold == rank_class for place in places if place.true_class == rank_class),
+            precision=Share.count(place.true_class == rank_class for place in places if place.predicted == rank_class),
+            recall=Share.count(place.predicted == rank_class for place in places if place.true_class == rank_class),
         )
 
 

@@ -79,9 +79,9 @@ class DrafterAround:
         self._committed(committed)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        foretold = self._inner.finish(rows)
+        predicted = self._inner.finish(rows)
         self._finished(rows)
-        return foretold
+        return predicted
 
     def credits(self) -> Mapping[str, int]:
         return self._inner.credits()

@@ -15,7 +15,7 @@ from time import monotonic
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
+from adaptation.records import Event
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.gpu_figures import Figure, NotMeasured

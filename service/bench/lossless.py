@@ -212,8 +212,8 @@ class _Bench:
         return self._references[question]
 
     def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
-        """The question as a request, foretold where the budget is fixed, so that much is drafted and accepted."""
-        foretold = way is not None and way.nodes
+        """The question as a request, predicted where the budget is fixed, so that much is drafted and accepted."""
+        predicted = way is not None and way.nodes
         return GenerationRequest(
             request_id=str(name),
             prompt=self._prompts[question.prompt],
@@ -224,7 +224,7 @@ class _Bench:
                 max_tokens=self._answer_tokens,
                 stop=self._stop(question),
             ),
-            prediction=_foretell(self._reference(question).token_ids, self._assembly) if foretold else (),
+            prediction=_predict(self._reference(question).token_ids, self._assembly) if predicted else (),
         )
 
     def _stop(self, question: Question) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def _undisturbed(step: int) -> None:
     """Nothing happens between steps."""
 
 
-def _foretell(answer: Sequence[int], assembly: Assembly) -> list[int]:
+def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:
     """The answer with a wrong token here and there, so that some of what is drafted is rejected."""
     size = assembly.target.vocab_size
     return [(token + (place % _WRONG_EVERY == 3)) % size for place, token in enumerate(answer)]

@@ -11,9 +11,8 @@ from threading import Event as Signal
 from threading import Lock
 from typing import Protocol
 
-from adaptation.events import Event
 from adaptation.process import TrainingProcess
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus, Event
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Loop
 from drafters.feedback import QueryFeedback
@@ -187,9 +186,9 @@ class _Held:
         self._process.freeze()
         return True
 
-    def hear(self, feedback: QueryFeedback) -> object:
+    def observe(self, feedback: QueryFeedback) -> object:
         self.stand()
-        return self._loop.hear(feedback)
+        return self._loop.observe(feedback)
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
         """Stands still before it and between its steps."""

@@ -94,11 +94,11 @@ class DraftGain:
             purse.rest()
             return
         rows = load.num_rows + np.array([0.0, outcome.num_nodes])
-        foretold = self.costs.verify_seconds(rows, load.context, load.num_sequences)
+        predicted = self.costs.verify_seconds(rows, load.context, load.num_sequences)
         # What it took, whatever had been expected of so many rows; but nodes make no forward faster, only clocks do.
-        verify = min(max(outcome.verify_seconds, float(foretold[0])), _LARGEST_SURPRISE * float(foretold[1]))
+        verify = min(max(outcome.verify_seconds, float(predicted[0])), _LARGEST_SURPRISE * float(predicted[1]))
         drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        spent = drafting + verify - float(foretold[0]) + book.note_drafted(outcome.other_seconds)
+        spent = drafting + verify - float(predicted[0]) + book.note_drafted(outcome.other_seconds)
         gained = outcome.accepted_tokens / load.num_drafting * plain
         gain = (gained - spent) / plain - _UNSEEN
         book.note_gain(gain)

@@ -82,7 +82,7 @@ class DraftStage:
 
     def stop(self, sequence: Sequence) -> None:
         """Tell the drafter of a sequence that no longer runs, and keep count of the prediction that came true."""
-        sequence.foretold_tokens += self._drafter.finish([sequence.table_row])[0]
+        sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
 
     def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and the decision behind their size."""
@@ -133,7 +133,7 @@ class DraftStage:
             return stats
         ranks = self._drafter.rank_outcomes()
         return replace(
-            stats, survival_error=self._recalibration.error(), rank_foretold=ranks.foretold, rank_right=ranks.right
+            stats, survival_error=self._recalibration.error(), rank_predicted=ranks.predicted, rank_right=ranks.right
         )
 
     def _outcome(self, draft: _Draft, stats: StepStats) -> StepOutcome:

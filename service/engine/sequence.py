@@ -39,7 +39,7 @@ class Sequence:
     last_emit_seconds: float | None = None
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    foretold_tokens: int = 0  # tokens that the client's prediction foretold
+    predicted_tokens: int = 0  # tokens that the client's prediction predicted
 
     @property
     def table_row(self) -> int:
@@ -112,12 +112,12 @@ class Sequence:
         return gap
 
     def speculation(self, drafter: str, version: int) -> SpeculationRecord:
-        foretold = min(self.foretold_tokens, self.num_generated)  # what was cut off behind a stop does not count
+        predicted = min(self.predicted_tokens, self.num_generated)  # what was cut off behind a stop does not count
         return SpeculationRecord(
             accepted_per_step=tuple(self.accepted_per_step),
             drafted_per_step=tuple(self.drafted_per_step),
-            accepted_prediction_tokens=foretold,
-            rejected_prediction_tokens=max(0, len(self.request.prediction) - foretold),
+            accepted_prediction_tokens=predicted,
+            rejected_prediction_tokens=max(0, len(self.request.prediction) - predicted),
             drafter=drafter,
             drafter_version=version,
         )

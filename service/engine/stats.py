@@ -41,7 +41,7 @@ class StepStats:
     drafted_blocks: int = 0
     # Read late, and so only now and then:
     survival_error: float | None = None  # calibration error (ECE) of survival
-    rank_foretold: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens
+    rank_predicted: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens
     rank_right: Mapping[str, float] = field(default_factory=dict)  # of them, those that came true
 
 

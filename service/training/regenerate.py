@@ -1,6 +1,6 @@
 """Stage 1: the target answers the prompts, with the engine that serves it.
 
-A drafter is to foretell what this target says, so only its own words teach. Half of the prompts are answered greedily
+A drafter is to predict what this target says, so only its own words teach. Half of the prompts are answered greedily
 and half at a temperature; which, and with what noise, follows from seed and prompt id, so a run that is taken up again
 writes what it would have written.
 """

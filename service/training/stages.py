@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from adaptation.products import bf16_is_faster
+from adaptation.trainer import bf16_is_faster
 from drafters.training.errors import TrainingError
 from drafters.training.parallel import Ranks, join, local_device
 from drafters.training.schedule import Length

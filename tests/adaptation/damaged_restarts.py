@@ -13,7 +13,7 @@ from adaptation.gate import Gate
 from drafters.specblock.weights import weights_of
 from tests.adaptation.damage import Damage, all_files, snapshot_files
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback
+from tests.adaptation.samples import Bench, bench, drafter, feedback
 
 PUBLISHES = 4
 
@@ -55,7 +55,7 @@ def leave(folder: Path) -> Left:
         before = fresh(folder)
         left, seed = Left(folder, {0: weights_of(drafter())}, {}, PUBLISHES), 0
         while before.weights.version < PUBLISHES:
-            before.hear(feedback, seed)
+            before.observe(feedback, seed)
             before.learner.update()
             before.weights.between_steps()
             left.known[before.weights.origin] = _copies(weights_of(before.serving))

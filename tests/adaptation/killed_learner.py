@@ -22,7 +22,7 @@ from torch import Tensor
 from adaptation.gate import Gate
 from drafters.specblock.weights import weights_of
 from tests.adaptation.crashing import Fuel, running_on
-from tests.adaptation.lessons import Bench, bench, feedback
+from tests.adaptation.samples import Bench, bench, feedback
 
 ROLLBACK_SHARE = 0.15
 MOST_BYTES = 1_500_000  # an update stores about half a million
@@ -61,7 +61,7 @@ class Known:
     doing: str = ""  # and what it was at when it was killed
     actions: int = 0
 
-    def hear(self, line: str) -> None:
+    def observe(self, line: str) -> None:
         told: dict[str, Any] = json.loads(line)
         match told["what"]:
             case "storing":
@@ -102,7 +102,7 @@ def learn_for_ever(folder: Path, seed: int, tell: Callable[..., None]) -> None:
     tell(what="done", version=process.weights.origin)
     while True:
         seed += 1
-        process.hear(feedback, seed)
+        process.observe(feedback, seed)
         publishes = len(process.events)
         process.learner.update()
         process.weights.between_steps()
@@ -143,7 +143,7 @@ def kill_once(folder: Path, known: Known, rng: random.Random) -> None:
         lines = pipe.read().splitlines()
     assert os.WIFSIGNALED(ended[1]), "the learner ended by itself"
     for line in lines:
-        known.hear(line)
+        known.observe(line)
 
 
 def check(folder: Path, known: Known) -> None:

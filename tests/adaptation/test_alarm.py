@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.alarm import Collapse, FallingWindows, PairedCusum
+from adaptation.monitor import Collapse, FallingWindows, PairedCusum
 from tests.adaptation.streams import Texts
 
 WINDOW = 16

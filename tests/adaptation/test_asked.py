@@ -8,12 +8,10 @@ from typing import cast
 import pytest
 import torch
 
-from adaptation.asked import AskedTexts
-from adaptation.buffers import HeldBackText
-from adaptation.change import TrafficChange
-from adaptation.judging import Judge
-from adaptation.signal import example_of
-from tests.adaptation.lessons import bench, feedback, unspoken, vocabulary
+from adaptation.evaluator import OfflineEvaluator
+from adaptation.samples import ValidationText, example_of
+from adaptation.traffic import AskedTexts, TrafficChange
+from tests.adaptation.samples import bench, feedback, undrafted, vocabulary
 
 torch.set_num_threads(1)
 EXAMPLE = example_of(feedback(0))
@@ -30,11 +28,11 @@ class Replays:
     kept: list[int] = field(default_factory=list)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def anchor(self, texts: list[HeldBackText]) -> list[float]:
+    def anchor(self, texts: list[ValidationText]) -> list[float]:
         self.kept += [text.number for text in texts]
         return [self.rng.gauss(self.tau, 0.3) for _ in texts]
 
-    def anchor_once(self, text: HeldBackText) -> float:
+    def anchor_once(self, text: ValidationText) -> float:
         self.once += 1
         self.now += self.seconds
         return self.rng.gauss(self.tau, 0.3)
@@ -42,21 +40,21 @@ class Replays:
 
 def asked(replays: Replays) -> AskedTexts:
     change = TrafficChange(slack=0.5, threshold=8.0)
-    return AskedTexts(change, cast(Judge, replays), clock=lambda: replays.now)
+    return AskedTexts(change, cast(OfflineEvaluator, replays), clock=lambda: replays.now)
 
 
-def text(number: int) -> HeldBackText:
+def text(number: int) -> ValidationText:
     assert EXAMPLE is not None
-    return HeldBackText(number, EXAMPLE)
+    return ValidationText(number, EXAMPLE)
 
 
 @pytest.mark.parametrize("judges", [False, True])
 def test_other_texts_are_noticed_though_nobody_drafts(judges: bool) -> None:
     replays = Replays()
     texts = asked(replays)
-    assert not any(texts.hear(text(number), judges=judges) for number in range(60))
+    assert not any(texts.observe(text(number), judges=judges) for number in range(60))
     replays.tau = 1.3
-    found = [texts.hear(text(number), judges=judges) for number in range(20)].index(True)
+    found = [texts.observe(text(number), judges=judges) for number in range(20)].index(True)
     assert found < 10
     assert (len(replays.kept), replays.once) == ((80, 0) if judges else (0, 80))
 
@@ -65,7 +63,7 @@ def test_replays_take_a_small_share_of_the_time() -> None:
     replays = Replays(seconds=0.05)
     texts = asked(replays)
     for number in range(10_000):
-        texts.hear(text(number), judges=False)
+        texts.observe(text(number), judges=False)
         replays.now += 0.01
     assert 0.01 < 0.05 * replays.once / replays.now <= 0.02
 
@@ -76,11 +74,11 @@ def test_a_suspicion_is_half_the_evidence() -> None:
         replays = Replays()
         texts = asked(replays)
         for number in range(60):
-            texts.hear(text(number), judges=True)
+            texts.observe(text(number), judges=True)
         replays.tau = 1.3
         if suspects:
             texts.suspect()
-        found.append([texts.hear(text(number), judges=True) for number in range(20)].index(True))
+        found.append([texts.observe(text(number), judges=True) for number in range(20)].index(True))
     assert found[1] < found[0]
 
 
@@ -88,21 +86,21 @@ def test_what_others_have_noticed_is_not_noticed_again() -> None:
     replays = Replays()
     texts = asked(replays)
     for number in range(60):
-        texts.hear(text(number), judges=True)
+        texts.observe(text(number), judges=True)
     replays.tau = 1.3
     texts.start_anew()
-    assert not any(texts.hear(text(number), judges=True) for number in range(100))
+    assert not any(texts.observe(text(number), judges=True) for number in range(100))
 
 
 def test_a_learner_at_rest_looks_closely_when_nobody_drafts_any_more(tmp_path: Path) -> None:
     tried = bench(tmp_path, policy="never")
-    attention = tried.learner._attention
+    attention = tried.learner._sampler
     for seed in range(40):
-        tried.learner.hear(feedback(seed, accepted=(1, 2, 0, 1) * 4))
+        tried.learner.observe(feedback(seed, accepted=(1, 2, 0, 1) * 4))
         attention.rest(True)
     assert attention.resting
     for seed in range(10):
-        tried.learner.hear(unspoken(100 + seed))
+        tried.learner.observe(undrafted(100 + seed))
     attention.rest(True)
     assert not attention.resting
 
@@ -110,20 +108,20 @@ def test_a_learner_at_rest_looks_closely_when_nobody_drafts_any_more(tmp_path: P
 def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path: Path) -> None:
     tried = bench(tmp_path, policy="never", held_back_share=0.25, held_back_sequences=24)
     for seed in range(80):
-        tried.learner.hear(unspoken(seed))
+        tried.learner.observe(undrafted(seed))
     assert "changed" not in tried.kinds()
-    easy = next(token for token in vocabulary()[0].tolist() if _is_easy(tried.learner._judge, token))
+    easy = next(token for token in vocabulary()[0].tolist() if _is_easy(tried.learner._evaluator, token))
     heard = 0
     while "changed" not in tried.kinds():
-        tried.learner.hear(unspoken(1_000 + heard, token=easy))
+        tried.learner.observe(undrafted(1_000 + heard, token=easy))
         heard += 1
         assert heard < 40
     assert len(tried.learner._held_back.alike) < 2
     assert tried.learner._held_back.texts
 
 
-def _is_easy(judge: Judge, token: int) -> bool:
+def _is_easy(judge: OfflineEvaluator, token: int) -> bool:
     """Whether the tiny drafter proposes it all the time."""
     example = example_of(feedback(0, token=token))
     assert example is not None
-    return judge.anchor_once(HeldBackText(0, example)) > 2.0
+    return judge.anchor_once(ValidationText(0, example)) > 2.0

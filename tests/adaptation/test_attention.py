@@ -5,21 +5,21 @@ from itertools import pairwise
 
 import pytest
 
-from adaptation.attention import Attention
-from adaptation.change import TrafficChange
+from adaptation.feedback import RecordingSampler
+from adaptation.traffic import TrafficChange
 
 
-def attention(share: float = 0.125) -> Attention:
-    return Attention(share=share, change=TrafficChange(slack=0.5, threshold=8.0))
+def sampler(share: float = 0.125) -> RecordingSampler:
+    return RecordingSampler(share=share, change=TrafficChange(slack=0.5, threshold=8.0))
 
 
-def served(asked: Attention, tau: float, count: int, rng: random.Random) -> list[bool]:
+def served(asked: RecordingSampler, tau: float, count: int, rng: random.Random) -> list[bool]:
     """Queries of twenty verifies each, about so many tokens of which are accepted."""
     return [asked.accepted([round(max(0.0, rng.gauss(tau, 0.7))) for _ in range(20)]) for _ in range(count)]
 
 
 def test_every_query_is_recorded_until_it_may_rest() -> None:
-    asked = attention()
+    asked = sampler()
     assert all(asked.draws() for _ in range(100))
     asked.rest(True)
     asked.rest(False)
@@ -28,7 +28,7 @@ def test_every_query_is_recorded_until_it_may_rest() -> None:
 
 @pytest.mark.parametrize("share", [0.125, 0.25, 1.0])
 def test_while_it_rests_a_share_is_recorded_in_a_row(share: float) -> None:
-    asked = attention(share)
+    asked = sampler(share)
     asked.rest(True)
     drawn = [asked.draws() for _ in range(640)]
     assert sum(drawn) == 640 * share
@@ -37,13 +37,13 @@ def test_while_it_rests_a_share_is_recorded_in_a_row(share: float) -> None:
 
 
 def test_other_acceptance_wakes_it_for_a_while() -> None:
-    asked, rng = attention(), random.Random(0)
+    asked, rng = sampler(), random.Random(0)
     assert not any(served(asked, 2.0, 60, rng))
     asked.rest(True)
     assert asked.resting
     noticed = served(asked, 0.8, 30, rng).index(True)
     assert noticed < 15
-    asked = attention()
+    asked = sampler()
     served(asked, 2.0, 60, rng)
     while not served(asked, 0.8, 1, rng)[0]:
         asked.rest(True)
@@ -59,12 +59,12 @@ def test_other_acceptance_wakes_it_for_a_while() -> None:
 
 
 def test_steps_without_drafts_say_nothing() -> None:
-    assert not attention().accepted(())
+    assert not sampler().accepted(())
 
 
 def test_what_other_weights_do_is_not_other_traffic() -> None:
     for tells, expected in ((False, True), (True, False)):
-        asked, rng = attention(), random.Random(1)
+        asked, rng = sampler(), random.Random(1)
         served(asked, 1.0, 200, rng)
         heard = []
         for tau in (1.09, 1.18, 1.27, 1.36):

@@ -549,7 +549,7 @@ def test_it_goes_on_exactly_where_it_stopped(before: list[object], after: list[o
     stored = json.loads(json.dumps(first.state()))
     resumed.restore(stored)
     assert resumed.state() == stored
-    first.restore(stored)  # nor does it have lessons any more
+    first.restore(stored)  # nor does it have samples any more
     now = clock.now
     expected = play(first, after, clock)
     clock.now = now

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptation.change import TrafficChange
+from adaptation.traffic import TrafficChange
 
 
 def change() -> TrafficChange:
@@ -83,7 +83,7 @@ def test_queries_of_which_little_is_known_count_together() -> None:
     rng = random.Random(0)
     for _ in range(100):
         parts = [[rng.gauss(0.4, 0.1) for _ in range(count)] for count in (1, 6, 0, 9)]
-        heard = [few.hear(part) for part in parts]
+        heard = [few.observe_values(part) for part in parts]
         assert heard[:3] == [False] * 3
         assert heard[3] == told.observe(sum(map(sum, parts)) / 16)
 

@@ -36,8 +36,8 @@ from adaptation.checkpoint import (
     write_snapshot,
     write_synced,
 )
-from adaptation.errors import Damaged, NotRemoved, NotStored
 from adaptation.policy import State
+from adaptation.records import Damaged, NotRemoved, NotStored
 from tests.adaptation.crashing import Fuel, Killed, disk_full_after, running_on
 from tests.adaptation.drafts import info_of, is_version, same, tensors_of
 

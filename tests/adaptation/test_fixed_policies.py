@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from adaptation.fixed_policies import EveryBatch, Never
-from adaptation.policy import Arm, Policy, QueryReport, State
+from adaptation.policy import Arm, EveryBatch, Never, Policy, QueryReport, State
 
 
 def report(signal: float | None = 7.0, verify_cost: float = 2.0) -> QueryReport:

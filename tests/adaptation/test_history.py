@@ -1,7 +1,6 @@
 """The last events with their time, and how many of each kind there were; nothing is kept from whoever listens."""
 
-from adaptation.events import Event
-from adaptation.history import History
+from adaptation.records import Event, History
 
 
 def test_events_are_counted_kept_and_passed_on() -> None:

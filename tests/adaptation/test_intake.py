@@ -1,4 +1,4 @@
-"""Whose queries become lessons, whose texts judge, and whose leave no trace."""
+"""Whose queries become samples, whose texts judge, and whose leave no trace."""
 
 import random
 from dataclasses import replace
@@ -6,38 +6,39 @@ from dataclasses import replace
 import torch
 
 from adaptation.bandit import Bandit
-from adaptation.buffers import HeldBack, LessonBuffers
 from adaptation.build import build_policy, build_quota
 from adaptation.config import AdaptationConfig
-from adaptation.intake import Intake
-from adaptation.signal import lesson_of
+from adaptation.feedback import FeedbackFilter
+from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
-from tests.adaptation.lessons import feedback, unspoken
+from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
 
 
 class Parts:
-    def __init__(self, *, share: float = 0.5, update_lessons: int = 9, **knobs: object) -> None:
+    def __init__(self, *, share: float = 0.5, update_samples: int = 9, **knobs: object) -> None:
         config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
         clock = Clock()
-        self.buffers = LessonBuffers(
+        self.buffers = SampleBuffers(
             most_positions=10_000,
-            most_lessons={"head": 100, "full": 100},
-            rehearsed=100,
-            update_lessons=update_lessons,
+            most_samples={"head": 100, "full": 100},
+            replayed=100,
+            update_samples=update_samples,
             rng=random.Random(0),
         )
-        self.held_back = HeldBack(share=share, enough=4, most=1000, rng=random.Random(0))
+        self.held_back = ValidationSet(share=share, enough=4, most=1000, rng=random.Random(0))
         self.policy = build_policy(config, clock=clock, rng=random.Random(0))
         quota = build_quota(config, clock=clock)
-        self.intake = Intake(self.policy, quota, self.buffers, self.held_back, query_positions=config.query_positions)
+        self.feedback_filter = FeedbackFilter(
+            self.policy, quota, self.buffers, self.held_back, query_positions=config.query_positions
+        )
 
     def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
-        """Whether it became a lesson, and whether its text may judge."""
+        """Whether it became a sample, and whether its text may judge."""
         before = self.buffers.count("head")
-        taken = self.intake.take(heard, training_cost=0.0, learning=learning)
+        taken = self.feedback_filter.take(heard, training_cost=0.0, learning=learning)
         return self.buffers.count("head") > before, taken.held_back
 
 
@@ -49,13 +50,13 @@ def test_a_query_is_learnt_from_or_judges_never_both() -> None:
 
 
 def test_all_that_is_learnt_from_is_rehearsed_by_full_updates_whatever_arm_it_went_to() -> None:
-    parts = Parts(update_lessons=100)
+    parts = Parts(update_samples=100)
     fates = [parts.take(feedback(seed)) for seed in range(20)]
     assert parts.take(feedback(20), learning=False)[0] is False
-    parts.intake.take(feedback(21, store=False), training_cost=0.0, learning=True)
+    parts.feedback_filter.take(feedback(21, store=False), training_cost=0.0, learning=True)
     heard = parts.buffers.take("full")
     assert len(heard) == sum(learnt for learnt, _ in fates)
-    assert all(lesson.example is not None for lesson in heard)
+    assert all(sample.example is not None for sample in heard)
 
 
 def test_what_must_not_be_stored_leaves_no_trace() -> None:
@@ -63,11 +64,11 @@ def test_what_must_not_be_stored_leaves_no_trace() -> None:
     for seed in range(20):
         heard = feedback(seed)
         private = replace(heard, query=replace(heard.query, store=False))
-        taken = parts.intake.take(private, training_cost=0.0, learning=True)
+        taken = parts.feedback_filter.take(private, training_cost=0.0, learning=True)
         assert (taken.text, taken.held_back, taken.admission.reason) == (None, False, "not_stored")
     assert (parts.buffers.count("head"), parts.held_back.texts) == (0, ())
-    assert parts.intake.refusals == {"not_stored": 20}
-    assert parts.intake.decisions == {"skip:not_admitted": 20}
+    assert parts.feedback_filter.refusals == {"not_stored": 20}
+    assert parts.feedback_filter.decisions == {"skip:not_admitted": 20}
 
 
 def test_a_client_beyond_its_share_neither_teaches_nor_judges() -> None:
@@ -79,7 +80,7 @@ def test_a_client_beyond_its_share_neither_teaches_nor_judges() -> None:
         for _ in range(5):
             taught, judges = parts.take(feedback(seed, client="a", rejected=12))
             greedy += taught or judges
-    assert parts.intake.refusals["over_share"] > 100
+    assert parts.feedback_filter.refusals["over_share"] > 100
     assert greedy < 60
 
 
@@ -92,22 +93,22 @@ def test_while_paused_nothing_is_learnt() -> None:
 
 def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
     parts = Parts(policy="full_only")
-    taken = [parts.intake.take(unspoken(seed), training_cost=0.0, learning=True) for seed in range(40)]
-    lessons = parts.buffers.take("full")
-    assert len(lessons) + len(parts.held_back.texts) == 40
+    taken = [parts.feedback_filter.take(undrafted(seed), training_cost=0.0, learning=True) for seed in range(40)]
+    samples = parts.buffers.take("full")
+    assert len(samples) + len(parts.held_back.texts) == 40
     assert len(parts.held_back.texts) > 10
     assert all(one.admission.positions == 16 for one in taken)
-    assert {(lesson.signal, lesson.num_rejected, lesson.marks.count) for lesson in lessons} == {(16.0, 0, 0)}
-    assert all(lesson.example is not None for lesson in lessons)
+    assert {(sample.signal, sample.num_rejected, sample.draft_labels.count) for sample in samples} == {(16.0, 0, 0)}
+    assert all(sample.example is not None for sample in samples)
 
 
 def test_it_teaches_no_more_than_one_query_may() -> None:
     parts = Parts(policy="full_only", share=0.0, query_positions=12)
     parts.take(replace(feedback(0, rejected=10), query=replace(feedback(0).query, plain_steps=30)))
-    (lesson,) = parts.buffers.take("full")
-    heard = lesson_of(feedback(0, rejected=10), most_rejected=12)
-    assert lesson.num_rejected == 10
-    assert heard.signal < lesson.signal <= heard.signal + 2
+    (sample,) = parts.buffers.take("full")
+    heard = training_sample(feedback(0, rejected=10), most_rejected=12)
+    assert sample.num_rejected == 10
+    assert heard.signal < sample.signal <= heard.signal + 2
 
 
 def test_the_policy_hears_of_every_query() -> None:
@@ -115,4 +116,4 @@ def test_the_policy_hears_of_every_query() -> None:
     for seed in range(10):
         parts.take(feedback(seed))
     assert isinstance(parts.policy, Bandit)
-    assert parts.intake.decisions == {"skip:warm_up": 10}
+    assert parts.feedback_filter.decisions == {"skip:warm_up": 10}

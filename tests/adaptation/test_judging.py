@@ -5,25 +5,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.buffers import HeldBackText
+from adaptation.evaluator import OfflineEvaluator, ReplayName, replay_of
 from adaptation.gate import Gate
-from adaptation.judging import Judge, ReplayName, replay_of
-from adaptation.signal import example_of
+from adaptation.samples import ValidationText, example_of
 from adaptation.weights import DrafterWeights
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks, replay_trees
-from tests.adaptation.lessons import EMBED, drafter, feedback
+from tests.adaptation.samples import EMBED, drafter, feedback
 from tests.adaptation.test_weights import train, weights_in
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def text(number: int) -> HeldBackText:
+def text(number: int) -> ValidationText:
     example = example_of(feedback(number))
     assert example is not None
-    return HeldBackText(number, example)
+    return ValidationText(number, example)
 
 
 def first_weight(model: SpecBlock, _: Example) -> float:
@@ -42,15 +41,17 @@ class Counted:
         return first_weight(model, example)
 
 
-def judge_of(folder: Path, replay: Counted, *, least: int = 4, known: int = 100) -> tuple[Judge, DrafterWeights]:
+def evaluator_of(
+    folder: Path, replay: Counted, *, least: int = 4, known: int = 100
+) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
     gate = Gate(least_sequences=4, standard_errors=1.0)
-    return Judge(weights, gate, replay, least_texts=least, most_known=known), weights
+    return OfflineEvaluator(weights, gate, replay, least_texts=least, most_known=known), weights
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = judge_of(tmp_path, replay)
+    judge, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     judge.judge(texts)
     assert replay.calls == 8, "what serves is the anchor"
@@ -65,7 +66,7 @@ def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
 
 def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = judge_of(tmp_path, replay)
+    judge, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     train(weights, 1)
     judge.judge(texts)
@@ -81,7 +82,7 @@ def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> 
 
 
 def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
-    judge, weights = judge_of(tmp_path, Counted())
+    judge, weights = evaluator_of(tmp_path, Counted())
     texts = [text(number) for number in range(4)]
     anchor = first_weight(weights.anchor, texts[0].example)
     train(weights, 1)
@@ -101,14 +102,14 @@ def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) 
 
 def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
     replay = Counted()
-    judge, _ = judge_of(tmp_path, replay, least=5)
+    judge, _ = evaluator_of(tmp_path, replay, least=5)
     assert judge.judge([text(number) for number in range(4)])[0].reason == "too_little_evidence"
     assert replay.calls == 0
 
 
 def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = judge_of(tmp_path, replay)
+    judge, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(10)]
     for change, calls in ((-1.0, 4), (1.0, 10)):
         with torch.no_grad():
@@ -124,7 +125,7 @@ def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path)
 
 def test_what_is_known_is_bounded(tmp_path: Path) -> None:
     replay = Counted()
-    judge, _ = judge_of(tmp_path, replay, known=2)
+    judge, _ = evaluator_of(tmp_path, replay, known=2)
     for number in (0, 1, 2, 1, 2):
         judge.anchor([text(number)])
     assert replay.calls == 3

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from adaptation.buffers import HeldBackText
 from adaptation.config import PolicyName
-from adaptation.errors import NotStored
 from adaptation.gate import GateDecision, GateReason
+from adaptation.records import NotStored
+from adaptation.samples import ValidationText
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, lessons, vocabulary
+from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -27,7 +27,7 @@ TOKEN = int(vocabulary()[0][DRAFTED])
 def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), update: bool = True) -> None:
     """Queries whose answers are one token throughout, each with an engine step and a chance to update after it."""
     for seed in seeds:
-        tried.hear(feedback, seed, token=TOKEN, accepted=accepted)
+        tried.observe(feedback, seed, token=TOKEN, accepted=accepted)
         if update:
             tried.learner.update()
         tried.weights.between_steps()
@@ -88,7 +88,7 @@ def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
     for seed in range(40):
-        tried.learner.hear(feedback(seed, token=foreign, version=tried.weights.version))
+        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
         tried.learner.update()
         tried.weights.between_steps()
     assert "published" in tried.kinds()
@@ -111,7 +111,7 @@ def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, exchange_count=0)
     foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
     for seed in range(16):
-        tried.learner.hear(feedback(seed, token=foreign, version=tried.weights.version))
+        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
         tried.learner.update()
         tried.weights.between_steps()
     assert tried.learner.num_updates["full"] > 0
@@ -164,7 +164,7 @@ def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
     spoil(tried)
     poisoned = tried.weights.publish({})
     tried.weights.between_steps()
-    tried.learner._watch.served_anew()
+    tried.learner._monitor.served_anew()
     tried.events.clear()
     queries = 0
     while tried.weights.origin == poisoned:
@@ -199,25 +199,25 @@ def test_a_collapse_of_the_anchor_is_only_told(tmp_path: Path) -> None:
 
 def test_a_fall_of_the_anchor_is_other_traffic(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never", fall_standard_errors=0.0)
-    tried.learner._buffers._rehearsed.extend(lessons(1))
+    tried.learner._buffers._replay.extend(samples(1))
     for start, accepted in ((0, (6, 6)), (8, (4, 4)), (16, (2, 2))):
         assert len(tried.learner._held_back.alike) == len(tried.learner._held_back.texts)
         serve(tried, range(start, start + 8), accepted=accepted)
     assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "falling")]
     assert not tried.learner._held_back.alike
-    assert not tried.learner._buffers._rehearsed
+    assert not tried.learner._buffers._replay
 
 
 def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60))
-    assert tried.learner._watch.state()["cusum"]["freedom"] == 0.0
+    assert tried.learner._monitor.state()["cusum"]["freedom"] == 0.0
 
 
 def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> None:
     tried = taught(tmp_path, fall_standard_errors=0.0)
     tried.events.clear()
-    tried.learner._watch.served_anew()
+    tried.learner._monitor.served_anew()
     for start, accepted in ((200, (6, 6)), (208, (4, 4)), (216, (2, 2))):
         serve(tried, range(start, start + 8), accepted=accepted, update=False)
     assert [(event.kind, event.reason) for event in tried.events] == [("dismissed", "other_traffic")]
@@ -227,8 +227,8 @@ def changed(tried: Bench, seeds: range) -> None:
     """Traffic that the drafter foresees much better than before; nobody has judged an update on it yet."""
     for seed in seeds:
         heard = feedback(seed, token=TOKEN, version=tried.weights.version)
-        heard.marks.chances.fill_(0.9 if seed >= seeds.start + 30 else 0.1)
-        tried.learner.hear(heard)
+        heard.draft_labels.chances.fill_(0.9 if seed >= seeds.start + 30 else 0.1)
+        tried.learner.observe(heard)
         if "changed" in tried.kinds():
             return
     raise AssertionError("nobody noticed")
@@ -236,9 +236,9 @@ def changed(tried: Bench, seeds: range) -> None:
 
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    tried.learner._buffers._rehearsed.extend(lessons(1))
+    tried.learner._buffers._replay.extend(samples(1))
     changed(tried, range(60))
-    assert not tried.learner._buffers._rehearsed
+    assert not tried.learner._buffers._replay
     assert len(tried.learner._held_back.texts) >= 4
     assert tried.learner.update() is None
     serve_until(tried, range(100, 140), "published")
@@ -251,8 +251,8 @@ def test_queries_that_must_not_be_learnt_from_change_no_traffic(tmp_path: Path) 
     for seed in range(60):
         heard = feedback(seed, token=TOKEN)
         heard = replace(heard, query=replace(heard.query, store=seed < 30))
-        heard.marks.chances.fill_(0.9 if seed >= 30 else 0.1)
-        tried.learner.hear(heard)
+        heard.draft_labels.chances.fill_(0.9 if seed >= 30 else 0.1)
+        tried.learner.observe(heard)
     assert "changed" not in tried.kinds()
 
 
@@ -281,13 +281,13 @@ def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_
 ) -> None:
     tried = full_bench(tmp_path, kept_refusals=2)
     told = told_of_discarded(tried, monkeypatch)
-    judge = tried.learner._judge.judge
+    judge = tried.learner._evaluator.judge
 
-    def unsure(texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
+    def unsure(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, publish=False, reason=reason), seconds
 
-    monkeypatch.setattr(tried.learner._judge, "judge", unsure)
+    monkeypatch.setattr(tried.learner._evaluator, "judge", unsure)
     while len(tried.events) < 4:
         serve(tried, range(60))
     assert {(event.kind, event.reason) for event in tried.events} == {("refused", reason)}
@@ -299,13 +299,13 @@ def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
 ) -> None:
     tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, full_learning_rate=1e-5, warm_up_steps=3)
     told = told_of_discarded(tried, monkeypatch)
-    judge = tried.learner._judge.judge
+    judge = tried.learner._evaluator.judge
 
-    def not_better(texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
+    def not_better(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, reason="worse_than_serving"), seconds
 
-    monkeypatch.setattr(tried.learner._judge, "judge", not_better)
+    monkeypatch.setattr(tried.learner._evaluator, "judge", not_better)
     seed = 0
     while len(told) < 4:
         serve(tried, range(seed, seed + 1))
@@ -331,7 +331,7 @@ def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
 def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     for seed in range(60):
-        tried.hear(feedback, seed, token=TOKEN)
+        tried.observe(feedback, seed, token=TOKEN)
         tried.learner.update()
         if tried.weights.pending:
             break
@@ -345,7 +345,7 @@ def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
 def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     for seed in range(40):
-        tried.hear(feedback, seed, token=TOKEN)
+        tried.observe(feedback, seed, token=TOKEN)
         tried.learner.update()
     assert tried.kinds().count("published") == 1
     assert tried.events[-1].kind == "published"
@@ -356,7 +356,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     broken = feedback(0, token=TOKEN)
     broken.features[6:] = math.nan
     while not tried.events:
-        tried.learner.hear(broken)
+        tried.learner.observe(broken)
         tried.learner.update()
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
@@ -378,7 +378,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     tried.learner.recover("RuntimeError")
     assert tried.kinds()[-1] == "failed"
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
-    assert not tried.learner._buffers._rehearsed
+    assert not tried.learner._buffers._replay
     serve_until(tried, range(40, 100), "published")
 
 
@@ -454,7 +454,7 @@ def test_another_policy_starts_anew(tmp_path: Path) -> None:
 def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path: Path) -> None:
     tried = taught(tmp_path, collapse_verifies=8)
     tried.events.clear()
-    tried.learner.hear(feedback(300, token=TOKEN, version=0, accepted=(0,) * 16))
+    tried.learner.observe(feedback(300, token=TOKEN, version=0, accepted=(0,) * 16))
     assert tried.events == []
 
 
@@ -494,7 +494,7 @@ def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
 def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> None:
     tried = bench(tmp_path, gate_standard_errors=100.0)
     for seed in range(6):
-        tried.hear(feedback, seed)
+        tried.observe(feedback, seed)
     brought = {name: value.clone() for name, value in weights_of(drafter(seed=5)).items()}
     assert tried.learner.adopt(brought) == 1
     assert tried.weights.between_steps() == 1
@@ -543,7 +543,7 @@ def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: P
         tried = full_bench(tmp_path / policy, policy=policy)
         for queries in (1, 60):
             serve(tried, range(queries))
-            rests[policy, queries] = tried.learner._attention.resting
+            rests[policy, queries] = tried.learner._sampler.resting
     assert rests == {("never", 1): False, ("never", 60): True, ("full_only", 1): False, ("full_only", 60): False}
 
 
@@ -553,7 +553,7 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
     for seed, act in enumerate((lambda: None, tried.learner.pause, tried.learner.resume)):
         act()
         serve(tried, range(seed, seed + 1))
-        rests.append(tried.learner._attention.resting)
+        rests.append(tried.learner._sampler.resting)
     assert rests == [False, True, False]
 
 
@@ -561,10 +561,10 @@ def test_other_acceptance_alone_makes_it_look_closely_and_half_as_much_evidence_
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60), accepted=(1, 2) * 8)
     threshold = tried.learner._traffic._threshold
-    rests = [tried.learner._attention.resting]
+    rests = [tried.learner._sampler.resting]
     while rests[-1] and len(rests) < 41:
         serve(tried, range(len(rests), len(rests) + 1), accepted=(2, 3) * 8)
-        rests.append(tried.learner._attention.resting)
+        rests.append(tried.learner._sampler.resting)
     assert (rests[0], rests[-1]) == (True, False)
     assert max(tried.learner._traffic._up, tried.learner._traffic._down) >= threshold / 2 - 3
     assert "changed" not in tried.kinds()
@@ -577,11 +577,11 @@ def test_other_words_alone_are_other_traffic_unless_nobody_may_know_them(
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60))
     for seed in range(12):  # answers of many tokens, accepted and held likely as the others were
-        tried.hear(feedback, seed, store=store)
+        tried.observe(feedback, seed, store=store)
     assert {event.kind for event in tried.events} == kinds
     assert {event.reason for event in tried.events} <= {"other_words"}
     for seed in range(12):  # nor have they become usual where nobody may know them
-        tried.hear(feedback, seed)
+        tried.observe(feedback, seed)
     assert "other_words" in {event.reason for event in tried.events}
 
 
@@ -591,21 +591,21 @@ def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path,
     rests: list[bool] = []
     for queries in (63, 1, 1):
         for seed in range(queries):
-            tried.hear(feedback, seed, **told)
-        rests.append(tried.learner._attention.resting)
+            tried.observe(feedback, seed, **told)
+        rests.append(tried.learner._sampler.resting)
     serve(tried, range(1))
-    assert (rests, tried.learner._attention.resting) == ([False, True, True], False)
+    assert (rests, tried.learner._sampler.resting) == ([False, True, True], False)
 
 
 def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
     told = told_of_discarded(tried, monkeypatch)
     serve(tried, range(40), update=False)
-    heard = len(tried.learner._buffers._rehearsed)
+    heard = len(tried.learner._buffers._replay)
     tried.learner.update(lambda: True)
     assert [event.reason for event in tried.events] == ["interrupted"]
     assert told == [False]
-    assert len(tried.learner._buffers._rehearsed) >= heard
+    assert len(tried.learner._buffers._replay) >= heard
 
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +615,6 @@ def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch:
     seen: set[tuple[bool, bool]] = set()
     while (True, True) not in seen:
         serve(tried, range(seed, seed + 1))
-        seen.add((not tried.learner._watch.on_probation, tried.learner._attention.resting))
+        seen.add((not tried.learner._monitor.on_probation, tried.learner._sampler.resting))
         seed += 1
     assert seen == {(False, False), (True, True)}

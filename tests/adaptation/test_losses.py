@@ -5,13 +5,12 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import kl_div
 
-from adaptation.drift import Drift
-from adaptation.losses import TextDivergence, anchor_divergence, rank_loss
-from adaptation.signal import example_of
+from adaptation.losses import Drift, TextDivergence, anchor_divergence, rank_loss
+from adaptation.samples import example_of
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.features import rank_features
 from drafters.training.corpus import Batch, Example
-from tests.adaptation.lessons import EMBED, HIDDEN, drafter, feedback
+from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
@@ -33,15 +32,15 @@ def test_the_divergence_from_the_anchor_is_torchs() -> None:
 
 def test_the_rank_head_learns_the_rank_of_the_targets_token() -> None:
     model = drafter()
-    marks = feedback(0).marks
-    logits = model.lm_head(marks.states)
+    draft_labels = feedback(0).draft_labels
+    logits = model.lm_head(draft_labels.states)
     with torch.no_grad():
         last_layer = model.rank_head.get_submodule("2")
         last_layer.get_parameter("weight").zero_()
         last_layer.get_parameter("bias").copy_(torch.tensor([50.0, 0.0, 0.0, 0.0]))
     features, ids = rank_features(logits.detach().log_softmax(-1))
-    first = replace(marks, tokens=model.d2t[logits.argmax(-1)])
-    last = replace(marks, tokens=torch.full_like(marks.tokens, int((model.t2d < 0).nonzero()[0])))
+    first = replace(draft_labels, tokens=model.d2t[logits.argmax(-1)])
+    last = replace(draft_labels, tokens=torch.full_like(draft_labels.tokens, int((model.t2d < 0).nonzero()[0])))
     assert rank_loss(model, first, features, ids) < 1e-3
     assert rank_loss(model, last, features, ids) > 40
 

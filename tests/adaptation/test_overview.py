@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus
 from adaptation.worker import Worker
 from drafters.specblock.model import SpecBlock
-from tests.adaptation.lessons import Bench, bench, feedback, full_bench, vocabulary
+from tests.adaptation.samples import Bench, bench, feedback, full_bench, vocabulary
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -34,10 +34,10 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     token = int(vocabulary()[0][5])
     for seed in range(40):
-        tried.hear(lambda seed, **told: feedback(seed, token=token, **told), seed)
+        tried.observe(lambda seed, **told: feedback(seed, token=token, **told), seed)
         tried.learner.update()
         tried.weights.between_steps()
-    tried.learner.hear(feedback(99, rejected=0, accepted=()))
+    tried.learner.observe(feedback(99, rejected=0, accepted=()))
     tried.learner.rollback()
     status = seen(tried)
     kinds = tried.kinds()
@@ -59,7 +59,7 @@ def test_the_distance_to_the_anchor_is_measured_once_per_version(
 ) -> None:
     tried = bench(tmp_path, policy="never")
     for seed in range(8):
-        tried.hear(feedback, seed)
+        tried.observe(feedback, seed)
     asked: list[int] = []
     whole = tried.weights.served_in_full
 

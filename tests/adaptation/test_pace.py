@@ -2,8 +2,8 @@
 
 import pytest
 
-from adaptation.pace import Pace
 from adaptation.policy import ARMS, Arm
+from adaptation.trainer import Pace
 
 
 def test_it_begins_carefully_and_is_bold_when_traffic_has_changed() -> None:

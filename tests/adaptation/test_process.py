@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.errors import TrainingLost
 from adaptation.process import Train, TrainingProcess
+from adaptation.records import TrainingLost
 from adaptation.trainer import UpdateReport
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback, full_bench, lessons
+from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
@@ -38,7 +38,7 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
     """From texts of tokens the drafter cannot propose at first."""
     foreign = (drafter().t2d < 0).nonzero()[:, 0]
     for seed in range(count):
-        tried.learner.hear(feedback(seed, token=int(foreign[seed % 3]), version=tried.weights.version))
+        tried.learner.observe(feedback(seed, token=int(foreign[seed % 3]), version=tried.weights.version))
         if updates:
             tried.learner.update()
         tried.weights.between_steps()
@@ -63,7 +63,7 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
 def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
     before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
     asked = iter([False, False, True])
-    report = process_of(tried).ask(Train("full", lessons(4), None), lambda: next(asked))
+    report = process_of(tried).ask(Train("full", samples(4), None), lambda: next(asked))
     assert isinstance(report, UpdateReport)
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
     assert same(before, tried.learner._trainer.tensors())
@@ -94,27 +94,27 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
 
 def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
     process = process_of(tried)
-    process.ask(Train("head", lessons(4), None))
+    process.ask(Train("head", samples(4), None))
     first = process.pid
     assert first is not None
     assert process._process is not None
     os.kill(first, signal.SIGKILL)
     process._process.wait()
-    report = process.ask(Train("head", lessons(4), None))
+    report = process.ask(Train("head", samples(4), None))
     assert isinstance(report, UpdateReport)
     assert report.applied
     assert process.pid != first
 
 
 def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
-    process, broken = process_of(tried), lessons(2)
-    marks = broken[0].marks
-    broken[0] = replace(broken[0], marks=replace(marks, states=marks.states[:, :7]))
+    process, broken = process_of(tried), samples(2)
+    draft_labels = broken[0].draft_labels
+    broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
     before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
     with pytest.raises(RuntimeError, match="Traceback"):
         process.ask(Train("head", broken, None))
     assert same(before, tried.learner._trainer.tensors())
-    report = process.ask(Train("head", lessons(4), None))
+    report = process.ask(Train("head", samples(4), None))
     assert isinstance(report, UpdateReport)
     assert report.applied
     assert process.num_started == 1
@@ -128,7 +128,7 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.ask(Train("full", lessons(4), None), dies)
+        process.ask(Train("full", samples(4), None), dies)
     tried.learner.recover("thread_died")
     assert process.pid is None
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
@@ -136,10 +136,10 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
 
 def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:
     process = process_of(tried)
-    process.ask(Train("head", lessons(4), None))
+    process.ask(Train("head", samples(4), None))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
-    process.ask(Train("head", lessons(4), None))
+    process.ask(Train("head", samples(4), None))
     assert process.num_started == 1
     assert process._process is not None
     assert process._connection is not None

@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from adaptation.products import bf16_is_faster
+from adaptation.trainer import bf16_is_faster
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.quota import Quota
+from adaptation.feedback import Quota
 from tests.adaptation.worlds import Clock
 
 POSITIONS = 32

@@ -5,28 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptation.signal import Unspoken, example_of, lesson_of, signal_of, unspoken_steps
+from adaptation.samples import UndraftedSignal, example_of, signal_of, training_sample, undrafted_steps
 from drafters.training.corpus import Batch
 from drafters.training.replay import replay_chain
-from tests.adaptation.lessons import ANSWER, EMBED, PROMPT, drafter, feedback
+from tests.adaptation.samples import ANSWER, EMBED, PROMPT, drafter, feedback
 
 torch.set_num_threads(1)
 
 
 def test_the_signal_is_what_the_drafter_did_not_believe_in() -> None:
     heard = feedback(0, rejected=3)
-    marks = replace(heard.marks, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
-    assert signal_of(marks) == 0.75 + 1.0 + 0.0
+    draft_labels = replace(heard.draft_labels, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
+    assert signal_of(draft_labels) == 0.75 + 1.0 + 0.0
 
 
 def test_a_query_counts_for_so_many_positions_at_most() -> None:
-    marks = feedback(0, rejected=12).marks
-    lesson = lesson_of(feedback(0, rejected=12), most_rejected=1)
-    assert lesson.num_rejected == 1
-    assert lesson.marks.positions[lesson.marks.rejected].tolist() == [marks.positions[11]]
-    assert lesson.marks.count == 1 + 3
-    assert lesson.signal <= 1.0
-    assert lesson_of(feedback(0, rejected=12), most_rejected=50).marks.count == ANSWER
+    draft_labels = feedback(0, rejected=12).draft_labels
+    sample = training_sample(feedback(0, rejected=12), most_rejected=1)
+    assert sample.num_rejected == 1
+    assert sample.draft_labels.positions[sample.draft_labels.rejected].tolist() == [draft_labels.positions[11]]
+    assert sample.draft_labels.count == 1 + 3
+    assert sample.signal <= 1.0
+    assert training_sample(feedback(0, rejected=12), most_rejected=50).draft_labels.count == ANSWER
 
 
 def test_the_text_keeps_its_labels_when_its_beginning_was_lost() -> None:
@@ -73,18 +73,18 @@ def test_an_answer_of_a_few_tokens_is_no_text(answer: int) -> None:
 
 def test_steps_that_no_block_spoke_of_are_those_without_a_rejected_mark() -> None:
     heard = feedback(0, rejected=3, accepted=(1, 2, 0))
-    assert unspoken_steps(heard) == 0
-    assert unspoken_steps(replace(heard, query=replace(heard.query, plain_steps=7))) == 7
+    assert undrafted_steps(heard) == 0
+    assert undrafted_steps(replace(heard, query=replace(heard.query, plain_steps=7))) == 7
     beside_another_drafter = feedback(0, rejected=1, accepted=(5, 2, 0))
-    assert unspoken_steps(beside_another_drafter) == 2
+    assert undrafted_steps(beside_another_drafter) == 2
 
 
 def test_what_nobody_spoke_of_teaches_as_much_as_blocks_missed_elsewhere() -> None:
-    unspoken = Unspoken()
-    assert unspoken.signal(4) == 4.0
-    lesson = replace(lesson_of(feedback(0, rejected=10), most_rejected=10), signal=2.5)
+    undrafted = UndraftedSignal()
+    assert undrafted.signal(4) == 4.0
+    sample = replace(training_sample(feedback(0, rejected=10), most_rejected=10), signal=2.5)
     for _ in range(100):
-        unspoken.hear(lesson)
-    assert unspoken.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
-    unspoken.hear(replace(lesson, signal=0.0, num_rejected=0))
-    assert unspoken.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
+        undrafted.observe(sample)
+    assert undrafted.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
+    undrafted.observe(replace(sample, signal=0.0, num_rejected=0))
+    assert undrafted.signal(4) == pytest.approx(4 * 0.25, rel=0.02)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from adaptation.policy import ARMS, Arm
-from adaptation.signal import Lesson
+from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.specblock.weights import weights_of
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import EMBED, HEAD, drafter, lessons, vocabulary
+from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary
 
 torch.set_num_threads(1)
 TOKEN = int(vocabulary()[0][5])
@@ -58,7 +58,7 @@ def anchor_loss(report: UpdateReport, step: int) -> float:
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> None:
     trained, _ = trainer(rules(steps=12, autocast=autocast))
-    report = trained.update(arm, lessons(4, token=TOKEN))
+    report = trained.update(arm, samples(4, token=TOKEN))
     assert report.outcome == "applied"
     assert report.seconds > 0
     assert 0 < report.moved < 1
@@ -68,7 +68,7 @@ def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> 
 
 
 def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    taught = [lesson.example for lesson in lessons(5) if lesson.example is not None]
+    taught = [sample.example for sample in samples(5) if sample.example is not None]
     trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
     seen: list[int] = []
     full_terms = trained._full_terms
@@ -89,7 +89,7 @@ def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypat
 def test_the_first_steps_are_small(arm: Arm) -> None:
     """Adam's first step moves every weight by the rate, whatever its gradient."""
     at_once, (warming, model) = trainer(rules(steps=1))[0], trainer(replace(rules(steps=1), warm_up_steps=8))
-    taught = lessons(4, token=TOKEN)
+    taught = samples(4, token=TOKEN)
     assert warming.update(arm, taught).moved == pytest.approx(at_once.update(arm, taught).moved / 8, rel=0.01)
     for _ in range(7):
         last = warming.update(arm, taught).moved
@@ -100,7 +100,7 @@ def test_the_first_steps_are_small(arm: Arm) -> None:
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
     whole, careful = (trainer(rules(steps=1))[0] for _ in range(2))
-    taught = lessons(4, token=TOKEN)
+    taught = samples(4, token=TOKEN)
     moved = careful.update(arm, taught, rate_share=0.25).moved
     assert moved == pytest.approx(whole.update(arm, taught).moved / 4, rel=0.01)
 
@@ -108,17 +108,17 @@ def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
 def test_a_head_update_moves_heads_only() -> None:
     trained, _ = trainer()
     before = {name: value.clone() for name, value in trained.weights.items()}
-    trained.update("head", lessons(4))
+    trained.update("head", samples(4))
     moved = {name for name, value in trained.weights.items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.startswith(HEADS)}
     assert moved
-    trained.update("full", lessons(4))
+    trained.update("full", samples(4))
     assert any(not torch.equal(trained.weights[name], before[name]) for name in before if name not in moved)
 
 
 def test_the_anchor_holds_a_drafter_back() -> None:
     free, tied = trainer(rules(anchor_weight=0.0, steps=12))[0], trainer(rules(anchor_weight=10.0, steps=12))[0]
-    taught = lessons(4, token=TOKEN)
+    taught = samples(4, token=TOKEN)
     for arm in ARMS:
         far, near = free.update(arm, taught), tied.update(arm, taught)
         assert anchor_loss(near, -1) < anchor_loss(far, -1)
@@ -126,7 +126,7 @@ def test_the_anchor_holds_a_drafter_back() -> None:
 
 def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_through() -> None:
     trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
-    taken = [losses.anchor is not None for losses in trained.update("full", lessons(5)).losses]
+    taken = [losses.anchor is not None for losses in trained.update("full", samples(5)).losses]
     assert taken == [False, False, True] * 2 + [False, True]
 
 
@@ -135,7 +135,7 @@ def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
     trained, _ = trainer(rules(update_norm=0.001))
     names = [name for name in trained.weights if arm == "full" or name.startswith(HEADS)]
     before = {name: trained.weights[name].clone() for name in names}
-    report = trained.update(arm, lessons(4))
+    report = trained.update(arm, samples(4))
     moved = math.sqrt(sum(float((trained.weights[name] - before[name]).square().sum()) for name in names))
     size = math.sqrt(sum(float(value.square().sum()) for value in before.values()))
     assert report.moved == 0.001
@@ -145,17 +145,17 @@ def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
 def test_the_same_lessons_give_the_same_bits() -> None:
     one, other = trainer()[0], trainer()[0]
     for arm in (*ARMS, *ARMS):
-        assert one.update(arm, lessons(4)).losses == other.update(arm, lessons(4)).losses
+        assert one.update(arm, samples(4)).losses == other.update(arm, samples(4)).losses
     assert same(one.tensors(), other.tensors())
 
 
 def test_a_resumed_trainer_goes_on_to_the_bit() -> None:
     going, resumed = trainer()[0], trainer()[0]
-    going.update("head", lessons(4))
-    going.update("head", lessons(3))
+    going.update("head", samples(4))
+    going.update("head", samples(3))
     resumed.load_tensors(state_of(going))
-    going.update("head", lessons(2))
-    resumed.update("head", lessons(2))
+    going.update("head", samples(2))
+    resumed.update("head", samples(2))
     assert same(going.tensors(), resumed.tensors())
 
 
@@ -170,9 +170,9 @@ def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
 def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(arm: Arm) -> None:
     trained, model = trainer(replace(rules(steps=1), rates={"head": 1e-9, "full": 1e-9}))
     for each in ARMS:
-        trained.update(each, lessons(4))
+        trained.update(each, samples(4))
     before, wanted = state_of(trained), exchanged(model)
-    assert trained.update(arm, lessons(4), vocabulary=wanted).applied
+    assert trained.update(arm, samples(4), vocabulary=wanted).applied
     after = trained.tensors()
     assert torch.equal(trained.vocabulary, wanted)
     assert torch.equal(model.t2d[wanted], torch.arange(wanted.shape[0]))
@@ -190,7 +190,7 @@ def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(a
 def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
     trained, model = trainer(rules(steps=12))
     wanted = exchanged(model)
-    taught = lessons(4, token=int(wanted[2]))
+    taught = samples(4, token=int(wanted[2]))
     losses = [loss.draft for loss in trained.update(arm, taught, vocabulary=wanted).losses]
     assert losses[-1] < 0.9 * losses[0]
     went_on = trained.update(arm, taught, vocabulary=wanted)
@@ -200,7 +200,7 @@ def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
 def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> None:
     trained, model = trainer(rules(update_norm=1e-7))
     wanted = exchanged(model)
-    assert trained.update("full", lessons(4), vocabulary=wanted).moved == 1e-7
+    assert trained.update("full", samples(4), vocabulary=wanted).moved == 1e-7
     assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-4)
 
 
@@ -208,42 +208,42 @@ def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> N
 def test_a_broken_update_exchanges_no_tokens(arm: Arm) -> None:
     trained, model = trainer()
     for each in ARMS:
-        trained.update(each, lessons(4))
+        trained.update(each, samples(4))
     before = state_of(trained)
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    assert trained.update(arm, lessons(4), vocabulary=exchanged(model)).outcome == "gradient_not_finite"
+    assert trained.update(arm, samples(4), vocabulary=exchanged(model)).outcome == "gradient_not_finite"
     assert same(before, trained.tensors())
     assert torch.equal(model.t2d[model.d2t], torch.arange(model.d2t.shape[0]))
 
 
 def test_a_resumed_trainer_proposes_from_the_same_tokens() -> None:
     (going, model), (resumed, other) = trainer(), trainer()
-    going.update("full", lessons(4), vocabulary=exchanged(model))
+    going.update("full", samples(4), vocabulary=exchanged(model))
     resumed.load_tensors(state_of(going))
     assert torch.equal(other.t2d, model.t2d)
-    going.update("head", lessons(2))
-    resumed.update("head", lessons(2))
+    going.update("head", samples(2))
+    resumed.update("head", samples(2))
     assert same(going.tensors(), resumed.tensors())
 
 
-def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
-    taught = lessons(4)
-    for values in (taught[2].marks.states, taught[2].example.features if taught[2].example else torch.empty(0)):
+def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+    taught = samples(4)
+    for values in (taught[2].draft_labels.states, taught[2].example.features if taught[2].example else torch.empty(0)):
         values[-3:].fill_(math.nan)
     return taught
 
 
-def broken_gradient(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+def broken_gradient(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    return lessons(4)
+    return samples(4)
 
 
-def broken_optimizer(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+def broken_optimizer(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     trained.tensors()[f"{arm}.lm_head.weight.exp_avg"][3, 4] = math.nan
-    return lessons(4)
+    return samples(4)
 
 
-def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
+def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     """The first step is fine."""
     calls: list[int] = []
 
@@ -252,7 +252,7 @@ def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
         return gradient if len(calls) < 2 else gradient * math.nan
 
     model.lm_head.weight.register_hook(after_one)
-    return lessons(4)
+    return samples(4)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -266,11 +266,11 @@ def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[Lesson]:
     ],
 )
 def test_what_is_not_finite_leaves_no_trace(
-    arm: Arm, breaks: Callable[[Trainer, SpecBlock, Arm], list[Lesson]], outcome: str
+    arm: Arm, breaks: Callable[[Trainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
 ) -> None:
     trained, model = trainer()
-    trained.update("head", lessons(4))
-    trained.update("full", lessons(4))
+    trained.update("head", samples(4))
+    trained.update("full", samples(4))
     before = state_of(trained)
     report = trained.update(arm, breaks(trained, model, arm))
     assert (report.outcome, report.applied, report.moved) == (outcome, False, 0.0)
@@ -287,7 +287,7 @@ def test_what_is_not_finite_leaves_no_trace(
 def test_a_broken_weight_is_no_update() -> None:
     trained, _ = trainer()
     trained.weights["rank_head.2.bias"][0] = math.nan
-    assert trained.update("head", lessons(4)).outcome == "weights_not_finite"
+    assert trained.update("head", samples(4)).outcome == "weights_not_finite"
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -300,7 +300,7 @@ def test_an_exception_leaves_no_trace(arm: Arm) -> None:
 
     model.lm_head.weight.register_hook(breaks)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trained.update(arm, lessons(4))
+        trained.update(arm, samples(4))
     assert same(before, trained.tensors())
 
 
@@ -308,7 +308,7 @@ def test_an_exception_leaves_no_trace(arm: Arm) -> None:
 def test_an_update_can_be_broken_off_between_steps(arm: Arm) -> None:
     trained, _ = trainer()
     before, asked = state_of(trained), iter([False, False, True])
-    report = trained.update(arm, lessons(4), lambda: next(asked))
+    report = trained.update(arm, samples(4), lambda: next(asked))
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
     assert same(before, trained.tensors())
 
@@ -323,7 +323,7 @@ def test_no_lesson_is_no_update(arm: Arm) -> None:
 
 def test_other_weights_come_without_memory() -> None:
     trained, model = trainer()
-    trained.update("full", lessons(4))
+    trained.update("full", samples(4))
     other = drafter(seed=3)
     trained.load(weights_of(other))
     assert same(weights_of(model), weights_of(other))

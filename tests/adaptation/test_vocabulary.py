@@ -5,7 +5,7 @@ import torch
 
 from adaptation.policy import State
 from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
-from tests.adaptation.lessons import HIDDEN, drafter
+from tests.adaptation.samples import HIDDEN, drafter
 from tests.drafters.specblock.parts import DRAFT_VOCAB
 from tests.tiny_models import VOCAB_SIZE
 
@@ -15,7 +15,7 @@ DEPLOYED = torch.tensor([0, 2, 4, 6, 8])
 def heard(*answers: list[int], least_count: int = 2) -> DraftVocabulary:
     vocabulary = DraftVocabulary(TokenCounts(20), least_count=least_count)
     for answer in answers:
-        vocabulary.hear(answer)
+        vocabulary.observe(answer)
     return vocabulary
 
 
@@ -58,9 +58,9 @@ def test_switched_off_it_stays_as_deployed() -> None:
 
 def test_what_was_said_long_ago_counts_less() -> None:
     counts = TokenCounts(20)
-    counts.hear([11] * 4)
+    counts.observe([11] * 4)
     for _ in range(3):
-        counts.hear([1] * 65_536)
+        counts.observe([1] * 65_536)
     assert counts.of(torch.tensor([11])).item() == pytest.approx(0.5, rel=1e-3)
 
 

@@ -1,17 +1,17 @@
 import pytest
 
-from adaptation.build import build_watch
+from adaptation.build import build_monitor
 from adaptation.config import AdaptationConfig
-from adaptation.watch import Alarm, Pair, Watch
+from adaptation.monitor import Alarm, Pair, RollbackMonitor
 
 
-def watch() -> Watch:
-    made = build_watch(AdaptationConfig(window_sequences=8, collapse_verifies=8))
+def watch() -> RollbackMonitor:
+    made = build_monitor(AdaptationConfig(window_sequences=8, collapse_verifies=8))
     made.served_anew()
     return made
 
 
-def feed(watched: Watch, pairs: list[Pair]) -> list[Alarm]:
+def feed(watched: RollbackMonitor, pairs: list[Pair]) -> list[Alarm]:
     return [alarm for pair in pairs if (alarm := watched.replayed(pair)) is not None]
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from adaptation.checkpoint import SnapshotRing, folder_name
-from adaptation.errors import Damaged, NotStored
-from adaptation.signal import example_of
+from adaptation.records import Damaged, NotStored
+from adaptation.samples import example_of
 from adaptation.weights import DrafterWeights, in_place
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import VOCABULARY, weights_of
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import EMBED, drafter, feedback
+from tests.adaptation.samples import EMBED, drafter, feedback
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from adaptation.words import OtherWords
-from tests.adaptation.lessons import query
+from adaptation.traffic import TokenChange
+from tests.adaptation.samples import query
 
 VOCAB = 5000
 
 
-def words() -> OtherWords:
-    return OtherWords(VOCAB, slack=0.5, threshold=8.0)
+def words() -> TokenChange:
+    return TokenChange(VOCAB, slack=0.5, threshold=8.0)
 
 
 def texts(count: int, *, language: int, seed: int = 0) -> list[list[int]]:
@@ -23,8 +23,8 @@ def texts(count: int, *, language: int, seed: int = 0) -> list[list[int]]:
     return [rng.choices(known, weights, k=rng.randrange(10, 200)) for _ in range(count)]
 
 
-def noticed(heard: OtherWords, said: Sequence[list[int]]) -> list[int]:
-    return [number for number, text in enumerate(said) if heard.hear(query(text))]
+def noticed(heard: TokenChange, said: Sequence[list[int]]) -> list[int]:
+    return [number for number, text in enumerate(said) if heard.observe(query(text))]
 
 
 @pytest.mark.parametrize("queries", [60, 100, 300])
@@ -53,8 +53,8 @@ def test_what_is_asked_says_nothing() -> None:
     for language in (1, 2):
         for answer in texts(60, language=1, seed=language):
             asked = texts(1, language=language, seed=rng.randrange(1000))[0]
-            assert not heard.hear(query([*asked, *answer], num_prompt=len(asked)))
-    assert not heard.hear(query([1, 2, 3], num_prompt=3))
+            assert not heard.observe(query([*asked, *answer], num_prompt=len(asked)))
+    assert not heard.observe(query([1, 2, 3], num_prompt=3))
 
 
 def test_the_same_language_becomes_known_and_is_never_called_another() -> None:

@@ -14,7 +14,7 @@ import torch
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from tests.adaptation.lessons import feedback, full_bench, vocabulary
+from tests.adaptation.samples import feedback, full_bench, vocabulary
 
 torch.set_num_threads(1)
 FEEDBACK = feedback(0)
@@ -30,7 +30,7 @@ class Scripted:
     on_save: Callable[[], None] = lambda: None
     told: list[str] = field(default_factory=list)
 
-    def hear(self, feedback: QueryFeedback) -> None:
+    def observe(self, feedback: QueryFeedback) -> None:
         self.told.append("hear")
         self.on_hear()
 

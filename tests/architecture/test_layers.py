@@ -7,7 +7,7 @@ import pytest
 from tests.architecture.rules import PACKAGES, imports_of, imports_upwards, module_name, modules
 
 LEAVES = (
-    "adaptation.cores",
+    "adaptation.config",
     "service.__version__",
     "service.errors",
     "service.config",
@@ -22,9 +22,7 @@ RECORDS = (
     "service.engine.requests",
     "service.engine.stats",
     "adaptation.config",
-    "adaptation.errors",
-    "adaptation.events",
-    "adaptation.status",
+    "adaptation.records",
 )
 
 ALLOWED = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Foretold, Permanent, Query, QueryFeedback
+from drafters.feedback import FeedbackRecorder, Permanent, Predicted, Query, QueryFeedback
 from drafters.protocol import DraftContext, Read
 from drafters.tops import TargetTops
 
@@ -51,8 +51,8 @@ def telling(row: int, positions: Tensor, width: int) -> Tensor:
 
 def step(
     rows: list[int], roots: list[int], counts: list[int], *, drafts: bool = True
-) -> tuple[Permanent, Foretold, TargetTops]:
-    """A step in which everything kept at a position tells row and position; every other one was foretold."""
+) -> tuple[Permanent, Predicted, TargetTops]:
+    """A step in which everything kept at a position tells row and position; every other one was predicted."""
     line = torch.tensor([line for line, count in enumerate(counts) for _ in range(count)])
     ahead = torch.tensor([place for count in counts for place in range(count)])
     row, here = torch.tensor(rows)[line], torch.tensor(roots)[line] + ahead
@@ -60,7 +60,7 @@ def step(
     last = ahead == torch.tensor(counts)[line] - 1
     permanent = Permanent(row, here, features[:, None].expand(-1, WIDTH), number.long(), last & drafts)
     tops = TargetTops(number[:, None].expand(-1, TOP).long(), -number[:, None].expand(-1, TOP) / 10000)
-    return permanent, Foretold(ahead % 2 == 0, number[:, None].expand(-1, HIDDEN), number / 10000), tops
+    return permanent, Predicted(ahead % 2 == 0, number[:, None].expand(-1, HIDDEN), number / 10000), tops
 
 
 def drive(tables: FeedbackRecorder, row: int, prompt: int, read_from: int, counts: list[int]) -> QueryFeedback:
@@ -93,7 +93,7 @@ def test_every_position_keeps_its_own(prompt: int, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1, 5, 2], [4] * 9])
-def test_marks_are_the_positions_that_a_block_foretold(counts: list[int]) -> None:
+def test_marks_are_the_positions_that_a_block_predicted(counts: list[int]) -> None:
     heard = drive(recorder(), 1, 9, 0, counts)
     length, position = 9 + sum(counts), 9
     expected: dict[int, bool] = {}
@@ -101,20 +101,20 @@ def test_marks_are_the_positions_that_a_block_foretold(counts: list[int]) -> Non
         expected |= {position + place: place == count - 1 for place in range(0, count, 2)}
         position += count
     expected = {place: rejected for place, rejected in expected.items() if place >= length - WINDOW}
-    marks = heard.marks
-    assert dict(zip(marks.positions.tolist(), marks.rejected.tolist(), strict=True)) == expected
-    assert (marks.tokens - 1000).tolist() == marks.positions.tolist()
-    assert torch.equal(marks.states[:, 0], marks.tokens.float())
-    assert torch.equal(marks.top_ids[:, 0], marks.tokens.int())
-    assert torch.equal(marks.chances, marks.tokens / 10000)
-    assert marks.take(marks.rejected).count == sum(expected.values())
+    draft_labels = heard.draft_labels
+    assert dict(zip(draft_labels.positions.tolist(), draft_labels.rejected.tolist(), strict=True)) == expected
+    assert (draft_labels.tokens - 1000).tolist() == draft_labels.positions.tolist()
+    assert torch.equal(draft_labels.states[:, 0], draft_labels.tokens.float())
+    assert torch.equal(draft_labels.top_ids[:, 0], draft_labels.tokens.int())
+    assert torch.equal(draft_labels.chances, draft_labels.tokens / 10000)
+    assert draft_labels.take(draft_labels.rejected).count == sum(expected.values())
 
 
 def test_a_step_without_drafted_nodes_rejects_nothing() -> None:
     tables = recorder()
     tables.start([DraftContext(0, [1, 2, 3])])
     tables.commit(*step([0], [2], [1], drafts=False))
-    assert not tables.finish(query(0, 4)).marks.rejected.any()
+    assert not tables.finish(query(0, 4)).draft_labels.rejected.any()
 
 
 def test_positions_of_a_cached_prefix_have_no_features() -> None:
@@ -128,14 +128,14 @@ def test_what_was_written_before_a_preemption_counts_as_prompt() -> None:
     drive(tables, 0, 5, 0, [3])
     heard = drive(tables, 0, 8, 0, [2, 1])
     assert heard.prompt == 8
-    assert heard.marks.positions.min() >= 8
+    assert heard.draft_labels.positions.min() >= 8
 
 
 def test_a_row_leaves_nothing_to_the_next() -> None:
     tables = recorder()
     drive(tables, 0, 5, 0, [5, 5, 5])
     tables.start([DraftContext(0, list(range(5)))])
-    assert tables.finish(query(0, 5)).marks.count == 0
+    assert tables.finish(query(0, 5)).draft_labels.count == 0
 
 
 def test_an_answer_that_stops_inside_a_step_ends_there() -> None:
@@ -148,7 +148,7 @@ def test_an_answer_that_stops_inside_a_step_ends_there() -> None:
     heard = tables.finish(query(0, root - 2))
     assert heard.features[-1, 0] == root - 4
     assert heard.top_ids[:, 0].tolist() == list(range(3, root - 2))
-    assert heard.marks.positions.max() < root - 2
+    assert heard.draft_labels.positions.max() < root - 2
 
 
 def test_rows_beside_each_other_do_not_mix() -> None:
@@ -164,7 +164,7 @@ def test_rows_beside_each_other_do_not_mix() -> None:
         beside = tables.finish(query(row, roots[row] + 1))
         assert torch.equal(beside.features, heard.features)
         assert torch.equal(beside.top_ids, heard.top_ids)
-        assert torch.equal(beside.marks.states, heard.marks.states)
+        assert torch.equal(beside.draft_labels.states, heard.draft_labels.states)
 
 
 def test_emitted_tokens_count_the_bonus() -> None:
@@ -173,5 +173,5 @@ def test_emitted_tokens_count_the_bonus() -> None:
 
 def test_what_comes_out_can_be_learnt_from() -> None:
     heard = drive(recorder(), 0, 3, 0, [3, 3])
-    assert not heard.marks.states.is_inference()
+    assert not heard.draft_labels.states.is_inference()
     assert not heard.features.is_inference()

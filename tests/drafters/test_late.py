@@ -12,12 +12,12 @@ def heard(readings: Readings, steps: int) -> list[list[float]]:
     """What has been told by the end of each step, of which each one asks for its own number."""
     told: list[float] = []
 
-    def hear(values: Sequence[float]) -> None:
+    def observe(values: Sequence[float]) -> None:
         told.extend(values)
 
     found = []
     for number in range(steps):
-        readings.read(torch.tensor([number]), hear)
+        readings.read(torch.tensor([number]), observe)
         found.append(list(told))
     return found
 

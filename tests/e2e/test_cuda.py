@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.streams import beside
+from adaptation.worker import beside
 from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels.gumbel import hash_bits

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation.alarm import FallingWindows
 from adaptation.assembly import Built
 from adaptation.build import build_cusum
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
-from adaptation.signal import lesson_of
+from adaptation.monitor import FallingWindows
+from adaptation.records import Event
+from adaptation.samples import training_sample
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from drafters.specblock.model import SpecBlock
@@ -66,9 +66,9 @@ def serving_the_good_one(known: Practised, folder: Path, emit: list[Event], **kn
     return built
 
 
-def hear(built: Built, stream: list[QueryFeedback]) -> None:
+def observe(built: Built, stream: list[QueryFeedback]) -> None:
     for feedback in stream:
-        built.learner.hear(feedback)
+        built.learner.observe(feedback)
 
 
 @torch.no_grad()
@@ -82,9 +82,9 @@ def perturb(weights: dict[str, Tensor], scale: float, seed: int) -> None:
 
 def test_the_trained_drafter_is_good(known: Practised, tmp_path: Path) -> None:
     built = serving_the_good_one(known, tmp_path, [])
-    hear(built, known.stream(0, 80, version=1))
+    observe(built, known.stream(0, 80, version=1))
     texts = built.learner._held_back.texts
-    serving, anchor = fmean(built.learner._judge.serving(texts)), fmean(built.learner._judge.anchor(texts))
+    serving, anchor = fmean(built.learner._evaluator.serving(texts)), fmean(built.learner._evaluator.anchor(texts))
     print(f"replayed tau {serving:.2f}, of the drafter it was trained from {anchor:.2f}")
     assert serving > anchor + 0.8
 
@@ -95,12 +95,12 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     """Every update of this trainer makes the drafter worse."""
     events: list[Event] = []
     built = serving_the_good_one(known, tmp_path, events)
-    hear(built, known.stream(0, 80, version=1))
+    observe(built, known.stream(0, 80, version=1))
     served = {name: value.clone() for name, value in built.weights._served.items()}
     seeds = iter(range(20))
 
     def spoil(
-        arm: object, lessons: object, interrupted: object, *, vocabulary: object, rate_share: float
+        arm: object, samples: object, interrupted: object, *, vocabulary: object, rate_share: float
     ) -> UpdateReport:
         seed = next(seeds)
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
@@ -109,7 +109,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     monkeypatch.setattr(built.learner._trainer, "update", spoil)
     for number in range(20):
         while built.learner.update() is None:
-            hear(built, known.stream(100 + number, 2, version=1))
+            observe(built, known.stream(100 + number, 2, version=1))
     built.weights.between_steps()
     falls = [event.numbers["serving"] - event.numbers["candidate"] for event in events]
     print(f"20 candidates whose replayed tau was {min(falls):.2f} to {max(falls):.2f} lower")
@@ -124,15 +124,15 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     """The gate was off. What was recorded as served says nothing, so that replays alone must see it."""
     events: list[Event] = []
     built = serving_the_good_one(known, tmp_path, events, collapse_verifies=10**6)
-    hear(built, known.stream(seed, 40, version=1))
+    observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
-    built.learner._watch.served_anew()
+    built.learner._monitor.served_anew()
     built.weights.between_steps()
     events.clear()
     queries = 0
     for feedback in known.stream(1000 + seed, WINDOW, version=poisoned):
-        built.learner.hear(feedback)
+        built.learner.observe(feedback)
         queries += 1
         if events:
             break
@@ -187,8 +187,8 @@ def scores_of(known: Practised, built: Built, weights: dict[str, Tensor]) -> lis
     with torch.no_grad():
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
-    model, judge = built.weights.candidate(), built.learner._judge
-    examples = (lesson_of(feedback, most_rejected=1).example for feedback in known.recorded)
+    model, judge = built.weights.candidate(), built.learner._evaluator
+    examples = (training_sample(feedback, most_rejected=1).example for feedback in known.recorded)
     return [judge._replay(model, example) for example in examples if example is not None]
 
 
@@ -222,7 +222,7 @@ def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised,
         if built.weights.origin == 0:  # not yet published, or taken back
             publish(built, twin)
         version = built.weights.version
-        built.learner.hear(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
+        built.learner.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
         built.weights.between_steps()
     rollbacks = sum(event.kind == "rolled_back" for event in events)
     dismissed = sum(event.kind == "dismissed" for event in events)
@@ -238,7 +238,7 @@ def publish(built: Built, weights: dict[str, Tensor]) -> None:
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
     built.weights.publish({})
-    built.learner._watch.served_anew()
+    built.learner._monitor.served_anew()
     built.weights.between_steps()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.events import Event
+from adaptation.records import Event
 from service.assembly import Assembly
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, learning, requests, texts

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
+from adaptation.records import Event
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.bench.generate import generate

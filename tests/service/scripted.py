@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from adaptation.status import AdaptationStatus, PastEvent
+from adaptation.records import AdaptationStatus, PastEvent
 from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
 from service.runtime import ModelCard, Runtime, Served
 from service.tokenizer import ChatTokenizer

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from adaptation.events import Event
+from adaptation.records import Event
 from service.adaptation_report import report
 from tests.service.test_metrics import made, series
 

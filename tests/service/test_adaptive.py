@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
+from adaptation.records import Event
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
@@ -46,17 +46,17 @@ def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path)
     answers = {prompt.prompt: text for prompt, text in zip(asked, texts(adaptive.engine, asked), strict=True)}
     assert len(heard) == len(asked)
     for feedback in heard:
-        tokens, marks = list(feedback.query.tokens), feedback.marks
+        tokens, draft_labels = list(feedback.query.tokens), feedback.draft_labels
         prompt = next(prompt for prompt in answers if tuple(tokens[: len(prompt)]) == tuple(prompt))
         assert tuple(tokens[len(prompt) :]) == answers[prompt]
         assert (feedback.prompt, feedback.first) == (len(prompt), 0)
         assert feedback.top_ids[:, 0].tolist() == tokens[len(prompt) :]
-        assert int(marks.rejected.sum()) == len(feedback.query.accepted) > 0
-        assert torch.equal(marks.tokens, torch.tensor(tokens)[marks.positions])
-        drafted = adaptive.network.t2d[marks.tokens]
-        chances = adaptive.network.lm_head(marks.states).softmax(-1)
+        assert int(draft_labels.rejected.sum()) == len(feedback.query.accepted) > 0
+        assert torch.equal(draft_labels.tokens, torch.tensor(tokens)[draft_labels.positions])
+        drafted = adaptive.network.t2d[draft_labels.tokens]
+        chances = adaptive.network.lm_head(draft_labels.states).softmax(-1)
         said = chances.gather(1, drafted.clamp(min=0)[:, None])[:, 0] * (drafted >= 0)
-        assert torch.allclose(marks.chances, said, atol=1e-6)
+        assert torch.allclose(draft_labels.chances, said, atol=1e-6)
 
 
 def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembly: Assembly, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptation.events import Event
+from adaptation.records import Event
 from service.engine.stats import StepStats
 from service.live import KEPT_MOMENTS, Live
 from tests.service.scripted import STATUS

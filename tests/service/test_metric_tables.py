@@ -7,16 +7,14 @@ from typing import get_args, get_type_hints
 import pytest
 
 from adaptation.config import AdaptationConfig
-from adaptation.errors import RefusalReason
-from adaptation.events import EventKind
+from adaptation.feedback import QuotaReason
 from adaptation.gate import GateReason
+from adaptation.monitor import Alarm
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
-from adaptation.quota import QuotaReason
+from adaptation.records import EventKind, RefusalReason, ReplicaStatus
 from adaptation.replicas.standing import Stand
-from adaptation.status import ReplicaStatus
 from adaptation.trainer import Outcome
-from adaptation.watch import Alarm
 from adaptation.worker import Stage
 from service.metric_tables import (
     ADAPTATION,

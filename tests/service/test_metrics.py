@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaptation.events import Event
+from adaptation.records import Event
 from drafters.specblock.features import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
 from service.config import ServiceConfig
@@ -40,7 +40,7 @@ STEP = StepStats(
     verify_rows=30,
     drafted_blocks=2,
     survival_error=0.025,
-    rank_foretold={"1": 8.0, "2-4": 4.0, "5-10": 1.0},
+    rank_predicted={"1": 8.0, "2-4": 4.0, "5-10": 1.0},
     rank_right={"1": 6.0, "2-4": 5.0, "5-10": 0.5},
 )
 LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
@@ -131,7 +131,7 @@ def test_counters_add_up_and_gauges_follow() -> None:
     metrics = made()
     metrics.observe_step(STEP)
     metrics.observe_load(LOAD)
-    late = replace(STEP, survival_error=None, rank_foretold={}, rank_right={})
+    late = replace(STEP, survival_error=None, rank_predicted={}, rank_right={})
     metrics.observe_step(replace(late, budget=0, budget_reason="load"))
     metrics.observe_load(LoadStats(num_running=1, num_waiting=0, slots_used=0, slots_total=100))
     found = series(metrics)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationStatus
 from service.adaptive import Adaptive
 from service.config import ServiceConfig
 from service.live import Live

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
 from adaptation.learner import Learner
+from adaptation.records import Event, ReplicaStatus
 from adaptation.replicas.build import fingerprint_of
 from adaptation.replicas.exchange import Exchange
 from adaptation.replicas.join import join_replicas
 from adaptation.replicas.wire import QueryShape
-from adaptation.status import ReplicaStatus
 from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
-from tests.adaptation.lessons import EMBED, HIDDEN, drafter, feedback, vocabulary
+from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback, vocabulary
 from tests.adaptation.worlds import Clock
 from tests.tiny_models import VOCAB_SIZE
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.announcement import Announcement, read, written
 from adaptation.replicas.belief import Belief
 from adaptation.replicas.signature import NoSecret, SharedSecret, signed

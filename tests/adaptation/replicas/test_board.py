@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.board import CHUNK_BYTES, Board
 from adaptation.replicas.lease import Lease
 from adaptation.replicas.redis_store import RedisStore

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.errors import StoreLost
+from adaptation.records import StoreLost
 from adaptation.replicas.exchange import Exchange
 from drafters.feedback import QueryFeedback
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import drafter, feedback
 from tests.adaptation.replicas.members import Member, agreed, member, until
+from tests.adaptation.samples import drafter, feedback
 from tests.redis_server import RedisServer
 
 torch.set_num_threads(1)
@@ -91,10 +91,10 @@ def test_served_versions_are_told_by_their_weights(leader: Member, follower: Mem
     assert (leader.weights.version, follower.weights.version) == (2, 1)
     heard: list[tuple[int, int]] = []
 
-    def hear(told: QueryFeedback) -> None:
+    def observe(told: QueryFeedback) -> None:
         heard.append((told.query.first_version, told.query.version))
 
-    leader.learner.hear = hear  # type: ignore[method-assign, assignment]
+    leader.learner.observe = observe  # type: ignore[method-assign, assignment]
     follower.exchange.offer(feedback(0, version=1))
     follower.exchange.offer(feedback(1, version=0))
     until([leader, follower], lambda: len(heard) == 2)

@@ -17,8 +17,8 @@ from adaptation.replicas.signature import NoSecret, SharedSecret, Signature
 from adaptation.replicas.wire import Origin, Wire
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import drafter, feedback
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, fingerprint, member, until
+from tests.adaptation.samples import drafter, feedback
 from tests.redis_server import RedisServer
 
 torch.set_num_threads(1)

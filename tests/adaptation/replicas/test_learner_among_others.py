@@ -6,7 +6,7 @@ import pytest
 
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import Bench, bench, drafter, feedback
+from tests.adaptation.samples import Bench, bench, drafter, feedback
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 def experienced(folder: Path, policy: str) -> Bench:
     tried = bench(folder, policy=policy, warm_up_queries=2)
     for seed in range(9):
-        tried.hear(feedback, seed)
+        tried.observe(feedback, seed)
     return tried
 
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from adaptation.errors import StoreLost
+from adaptation.records import StoreLost
 from adaptation.replicas.lease import Lease, NeverLeads
 from adaptation.replicas.redis_store import RedisStore
 from tests.adaptation.worlds import Clock

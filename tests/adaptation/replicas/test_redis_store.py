@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.errors import StoreLost, StoreRefused
+from adaptation.records import StoreLost, StoreRefused
 from adaptation.replicas.redis_store import RedisStore
 from tests.redis_server import RedisServer, redis_server
 

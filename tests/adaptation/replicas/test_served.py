@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from adaptation.checkpoint import layout_of
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.served import ServedWeights, weights_as_bytes, weights_from_bytes
 from drafters.specblock.weights import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.lessons import bench, drafter
+from tests.adaptation.samples import bench, drafter
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("impatient")

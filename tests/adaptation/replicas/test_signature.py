@@ -1,7 +1,7 @@
 import pytest
 from pydantic import JsonValue
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.signature import NoSecret, SharedSecret, Signature, opened, signed
 
 OURS, THEIRS = SharedSecret("the secret of ours"), SharedSecret("the secret of others")

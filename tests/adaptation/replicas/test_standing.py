@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from adaptation.records import ReplicaStatus
 from adaptation.replicas.solitude import Solitude
 from adaptation.replicas.standing import InTurn, Stand, Standing
-from adaptation.status import ReplicaStatus
 from adaptation.worker import Worker
-from tests.adaptation.lessons import bench, feedback
+from tests.adaptation.samples import bench, feedback
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -34,7 +34,7 @@ def test_an_update_waits_for_its_turn_and_is_broken_off_with_it(tmp_path: Path) 
     tried, standing = bench(tmp_path, head_queries=2), Standing(learns_alone=False)
     loop = InTurn(tried.learner, standing)
     for seed in range(12):
-        loop.hear(feedback(seed))
+        loop.observe(feedback(seed))
     assert loop.update(lambda: False) is None
     standing.now = "leading"
 

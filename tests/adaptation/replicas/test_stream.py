@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from adaptation.errors import StoreLost, StoreRefused
+from adaptation.records import StoreLost, StoreRefused
 from adaptation.replicas.redis_store import RedisStore
 from adaptation.replicas.stream import Letter, QueryStream
 from tests.redis_server import RedisServer

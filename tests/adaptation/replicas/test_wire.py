@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaptation.errors import Refused
+from adaptation.records import Refused
 from adaptation.replicas.signature import NoSecret, SharedSecret, opened, signed
 from adaptation.replicas.stream import Letter
 from adaptation.replicas.wire import Origin, Wire
-from drafters.feedback import Marks, QueryFeedback
-from tests.adaptation.lessons import feedback
+from drafters.feedback import DraftLabels, QueryFeedback
 from tests.adaptation.replicas.members import SHAPE
+from tests.adaptation.samples import feedback
 
 OURS = SharedSecret("the secret of ours")
 WIRE = Wire("ours", SHAPE, OURS)
@@ -53,8 +53,8 @@ def assert_equal(one: QueryFeedback, other: QueryFeedback) -> None:
     assert (one.prompt, one.first, one.ready) == (other.prompt, other.first, other.ready)
     for name in ("features", "top_ids", "top_logprobs"):
         assert torch.equal(getattr(one, name), getattr(other, name))
-    for name in Marks.__slots__:
-        assert torch.equal(getattr(one.marks, name), getattr(other.marks, name))
+    for name in DraftLabels.__slots__:
+        assert torch.equal(getattr(one.draft_labels, name), getattr(other.draft_labels, name))
 
 
 def test_a_query_arrives_to_the_bit() -> None:
@@ -71,13 +71,13 @@ def test_of_the_text_only_what_is_learnt_from_travels() -> None:
     received = WIRE.read(letter(cut)).feedback
     assert received.query.tokens == made.query.tokens[2:]
     assert (received.first, received.prompt) == (0, made.prompt - 2)
-    assert torch.equal(received.marks.positions, made.marks.positions - 2)
+    assert torch.equal(received.draft_labels.positions, made.draft_labels.positions - 2)
 
 
 def test_a_query_without_marks_arrives() -> None:
     made = feedback(0)
-    none = made.marks.take(torch.zeros(made.marks.count, dtype=torch.bool))
-    assert WIRE.read(letter(replace(made, marks=none))).feedback.marks.count == 0
+    none = made.draft_labels.take(torch.zeros(made.draft_labels.count, dtype=torch.bool))
+    assert WIRE.read(letter(replace(made, draft_labels=none))).feedback.draft_labels.count == 0
 
 
 def test_numbers_that_are_none_are_not_sent() -> None:

@@ -116,7 +116,7 @@ def test_a_prediction_outlives_edits_insertions_and_deletions() -> None:
     lookup.start([DraftContext(0, PROMPT, answer)])
     steps = replay(lookup, 0, changed)
     assert steps <= len(changed) // MAX_DEPTH + 3 * 3 + 1
-    # Three tokens were never foretold; after each of the three changes one more may go by until the place is found.
+    # Three tokens were never predicted; after each of the three changes one more may go by until the place is found.
     assert len(changed) - 6 <= lookup.finish([0])[0] <= len(changed) - 3
 
 
@@ -140,7 +140,7 @@ def test_a_prediction_ends_where_it_ends() -> None:
     assert likeliest_chain(grow(lookup, [0])) == [10, 11, 12]
 
 
-def test_foretold_tokens_are_counted_once_and_only_from_the_prediction() -> None:
+def test_predicted_tokens_are_counted_once_and_only_from_the_prediction() -> None:
     lookup = drafter()
     lookup.start([DraftContext(0, [1, 2, 3, 4, 1, 2], [10, 11, 12, 13]), DraftContext(1, [1, 2, 3, 4, 1, 2])])
     grow(lookup, [0, 1])

@@ -24,9 +24,9 @@ def play(
             clock.now += cost
             worth.answered()
             clock.now += 1.0
-            hear = worth.end()
-            assert hear is not None
-            hear([extra, 1 + extra])
+            observe = worth.end()
+            assert observe is not None
+            observe([extra, 1 + extra])
     return asked
 
 

@@ -15,10 +15,10 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     calibration = Calibration(4, device="cpu")
     generator = torch.Generator().manual_seed(0)
     buckets = calibration.buckets(0)[:1, 0][None].expand(1, 50)  # position 1, rank 1
-    foretold = torch.full((1, 50), 0.8)
+    predicted = torch.full((1, 50), 0.8)
     for _ in range(200):
         true = torch.rand(1, 50, generator=generator) < 0.4
-        calibration.observe(buckets, foretold, true, torch.ones_like(true))
+        calibration.observe(buckets, predicted, true, torch.ones_like(true))
     corrected = calibration.correct(torch.full((4, TOP), 0.8), 0)
     assert abs(corrected[0, 0] - 0.4) < 0.02
     assert corrected[1, 0] == 0.8  # another position
@@ -51,7 +51,7 @@ def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
     tried = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
     calibration.observe(buckets, torch.full((2, 5), 0.25), true, tried)
     outcomes = calibration.outcomes()
-    assert outcomes.foretold == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
+    assert outcomes.predicted == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
     assert outcomes.right == {"1": 1.0, "2-4": 2.0, "5-10": 0.0}
 
 

@@ -37,7 +37,7 @@ def test_nodes_are_judged_once() -> None:
     fates, calibration = grown()
     learnt(fates, [5, 2])
     outcomes = calibration.outcomes()
-    assert sum(outcomes.foretold.values()) == 1.5  # 5, 9 and, behind the true 5, 6
+    assert sum(outcomes.predicted.values()) == 1.5  # 5, 9 and, behind the true 5, 6
     assert sum(outcomes.right.values()) == 1.0
     assert learnt(fates, [5, 6, 7, 8]) == [0, 4]
 

@@ -66,22 +66,22 @@ def drive(
 
 
 def test_what_the_block_said_stands_beside_the_committed_token() -> None:
-    marks = drive(*recorder(), [4, 7, 10]).marks
+    draft_labels = drive(*recorder(), [4, 7, 10]).draft_labels
     states, logprobs = block(7)
-    assert marks.positions.tolist() == [3, 4, 5]
-    assert marks.tokens.tolist() == [4, 7, 10]
-    assert torch.equal(marks.states, states[0, :3])
-    assert marks.chances.tolist() == [float(logprobs[0, 0, 2].exp()), 0.0, float(logprobs[0, 2, 5].exp())]
-    assert marks.rejected.tolist() == [False, False, True]
+    assert draft_labels.positions.tolist() == [3, 4, 5]
+    assert draft_labels.tokens.tolist() == [4, 7, 10]
+    assert torch.equal(draft_labels.states, states[0, :3])
+    assert draft_labels.chances.tolist() == [float(logprobs[0, 0, 2].exp()), 0.0, float(logprobs[0, 2, 5].exp())]
+    assert draft_labels.rejected.tolist() == [False, False, True]
 
 
 def test_a_block_says_nothing_beyond_its_own_length() -> None:
-    marks = drive(*recorder(), [0, 2, 4, 6, 8, 10]).marks
-    assert marks.positions.tolist() == [3, 4, 5, 6]
+    draft_labels = drive(*recorder(), [0, 2, 4, 6, 8, 10]).draft_labels
+    assert draft_labels.positions.tolist() == [3, 4, 5, 6]
 
 
 def test_without_a_tree_nothing_was_said() -> None:
-    assert drive(*recorder(), [4], drafts=False).marks.count == 0
+    assert drive(*recorder(), [4], drafts=False).draft_labels.count == 0
 
 
 def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
@@ -91,7 +91,7 @@ def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
     recording.commit(committed(1, 2, [4, 6]), grown=True)
     recording.commit(committed(1, 4, [8]), grown=True)
     recording.finish([1])
-    assert tables.finish(query(1, 6)).marks.positions.tolist() == [3, 4]
+    assert tables.finish(query(1, 6)).draft_labels.positions.tolist() == [3, 4]
 
 
 def test_a_row_that_begins_anew_has_heard_nothing() -> None:
@@ -101,7 +101,7 @@ def test_a_row_that_begins_anew_has_heard_nothing() -> None:
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.commit(committed(1, 2, [4, 6]), grown=True)
     recording.finish([1])
-    assert tables.finish(query(1, 5)).marks.count == 0
+    assert tables.finish(query(1, 5)).draft_labels.count == 0
 
 
 def test_rows_do_not_hear_each_other() -> None:
@@ -112,7 +112,7 @@ def test_rows_do_not_hear_each_other() -> None:
     for row in range(ROWS):
         recording.commit(committed(row, 2, [4]), grown=True)
     recording.finish(range(ROWS))
-    said = {row: tables.finish(query(row, 4)).marks for row in range(ROWS)}
+    said = {row: tables.finish(query(row, 4)).draft_labels for row in range(ROWS)}
     assert torch.equal(said[2].states, states[:1, 0])
     assert torch.equal(said[0].states, states[1:, 0])
     assert said[1].count == 0
@@ -140,8 +140,8 @@ def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
         recording.commit(committed(row, 2, [4]), grown=True)
     recording.finish([0, 1])
     private, public = (tables.finish(query(row, 4)) for row in (0, 1))
-    assert (private.recorded, private.marks.count, private.features.shape[0]) == (False, 0, 0)
-    assert (public.recorded, public.marks.count) == (True, 1)
+    assert (private.recorded, private.draft_labels.count, private.features.shape[0]) == (False, 0, 0)
+    assert (public.recorded, public.draft_labels.count) == (True, 1)
 
 
 def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
@@ -157,7 +157,7 @@ def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
     recording.finish([0, 1])
     unheard, heard = (tables.finish(query(row, 4)) for row in (0, 1))
     assert (unheard.recorded, heard.recorded) == (False, True)
-    assert (unheard.marks.count, heard.marks.count) == (0, 1)
+    assert (unheard.draft_labels.count, heard.draft_labels.count) == (0, 1)
     assert (unheard.features.shape[0], unheard.top_ids.shape[0]) == (0, 0)
     assert heard.features.shape[0] == 3
     recording.start([DraftContext(1, [1, 2, 3])])  # the row of one that was wanted
@@ -181,8 +181,8 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
     assert torch.equal(heard.top_ids, expected.indices.int())
     assert torch.allclose(heard.top_logprobs.float(), expected.values, atol=1e-2)
     places = [3 + 2 * number + ahead for number in range(len(steps)) if number % 3 != 1 for ahead in (0, 1)]
-    assert heard.marks.positions.tolist() == places
-    assert torch.equal(heard.marks.states, torch.cat(said))
+    assert heard.draft_labels.positions.tolist() == places
+    assert torch.equal(heard.draft_labels.states, torch.cat(said))
 
 
 def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> None:
@@ -191,4 +191,4 @@ def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> No
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recording.commit(committed(1, 2, [4, 6]), grown=False)
     recording.finish([1])
-    assert tables.finish(query(1, 5)).marks.count == 0
+    assert tables.finish(query(1, 5)).draft_labels.count == 0

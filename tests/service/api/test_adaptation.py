@@ -5,7 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from adaptation.errors import NotStored
+from adaptation.records import NotStored
 from tests.service.api.client import client_of, error_of
 from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, say
 

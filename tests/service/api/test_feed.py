@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from adaptation.errors import AdaptationError
-from adaptation.status import AdaptationStatus
+from adaptation.records import AdaptationError, AdaptationStatus
 from service.api.feed import FEED_PATH, Feed
 from service.live import Live
 from service.runtime import Runtime

@@ -1,7 +1,7 @@
 """Turns made by hand, and learning that only pretends, for the tests of the shift benchmark."""
 
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
+from adaptation.records import Event
 from service.bench.prompts import PromptSet
 from service.bench.shift_learning import Counts, Noted
 from service.bench.shift_stream import Phase, Stream, Turn

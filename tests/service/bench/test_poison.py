@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
+from adaptation.records import Event
 from service.assembly import Assembly
 from service.bench import poison_report
 from service.bench.conditions import Conditions

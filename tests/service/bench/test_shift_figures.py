@@ -13,7 +13,7 @@ from tests.service.bench.shift_parts import played, publish, stream_of_halves
 
 STREAM = stream_of_halves(80)
 TURNS = turns_of(STREAM, 5)
-EASE = [4, 6, 2, 8, 4, 4, 2, 6, 8, 2, 6, 4, 4, 8, 2, 6]  # how much of each turn's prompts is easy to foretell
+EASE = [4, 6, 2, 8, 4, 4, 2, 6, 8, 2, 6, 4, 4, 8, 2, 6]  # how much of each turn's prompts is easy to predict
 
 
 def turns_with(learnt: list[int], *, seconds: float = 1.0) -> list[Played]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaptation.config import PolicyName
-from adaptation.events import Event
+from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.adaptive import Adaptive, build_adaptive
@@ -56,7 +56,7 @@ class Endless:
         self.num_steps = 0
         self.num_interrupted = 0
 
-    def hear(self, feedback: QueryFeedback) -> None:
+    def observe(self, feedback: QueryFeedback) -> None:
         raise AssertionError("nobody asks anything")
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:

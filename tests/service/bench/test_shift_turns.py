@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptation.events import Event
+from adaptation.records import Event
 from service.assembly import Assembly
 from service.bench.generate import generate
 from service.bench.prompts import PromptSet

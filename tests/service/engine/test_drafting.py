@@ -215,7 +215,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     tree, _ = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
     stats = stage.learn(tree, verified(tree, 1), report(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
-    assert (stats.drafted_blocks, stats.rank_foretold, stats.rank_right) == (2, {}, {})
+    assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     (outcome,) = watcher.outcomes
     load = outcome.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
@@ -243,7 +243,7 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
     assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error == stage.calibration_error() > 0
-    assert (stats.drafted_blocks, stats.rank_foretold, stats.rank_right) == (1, {"1": 2.0}, {"1": 1.0})
+    assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (1, {"1": 2.0}, {"1": 1.0})
 
 
 def test_a_new_version_of_the_drafter_gets_another_chance() -> None:

@@ -24,13 +24,13 @@ def outputs_of(*requests: GenerationRequest) -> dict[str, list[SequenceOutput]]:
 
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
-    """Greedy and sampled ones in turn, whose answers are foretold, but for every seventh token."""
+    """Greedy and sampled ones in turn, whose answers are predicted, but for every seventh token."""
     asked = []
     for i, text in enumerate(random_prompts(4, 20)):
         params = sampled(i) if i % 2 else greedy()
         answer = alone(params, text).tokens
-        foretold = [token if place % 7 else 0 for place, token in enumerate(answer)]
-        asked.append(request(str(i), text, params, prediction=foretold))
+        predicted = [token if place % 7 else 0 for place, token in enumerate(answer)]
+        asked.append(request(str(i), text, params, prediction=predicted))
     return asked
 
 

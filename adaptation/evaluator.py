@@ -1,8 +1,7 @@
 """Scores of drafters on held-back texts: the evidence of gate and alarms, each replay done once.
 
 A text's score is tau, mean emitted tokens per verify, had this drafter drafted it. The anchor's never changes, the
-serving drafter's only with its version.
-"""
+serving drafter's only with its version."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +11,9 @@ from typing import Literal
 
 import torch
 
-from adaptation.buffers import HeldBackText
 from adaptation.gate import Gate, GateDecision, GateReason
-from adaptation.watch import Pair
+from adaptation.monitor import Pair
+from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
@@ -57,7 +56,7 @@ class _Known:
     scores: dict[int, float] = field(default_factory=dict)
 
 
-class Judge:
+class OfflineEvaluator:
     """Compares versions of a drafter on the same texts."""
 
     def __init__(
@@ -72,7 +71,7 @@ class Judge:
         self._serving = _Known(weights.newest)
         self._candidate = _Known(weights.newest)
 
-    def judge(self, texts: Sequence[HeldBackText]) -> tuple[GateDecision, float]:
+    def judge(self, texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         """Whether the training copy may serve, and the seconds it took to find out."""
         began = time.perf_counter()
         self._candidate = _Known(self._weights.newest)
@@ -88,35 +87,35 @@ class Judge:
         """What was judged last is served now, and so are its scores."""
         self._serving = _Known(self._weights.newest, self._candidate.scores)
 
-    def _decide(self, candidate: Sequence[float], texts: Sequence[HeldBackText]) -> GateDecision:
+    def _decide(self, candidate: Sequence[float], texts: Sequence[ValidationText]) -> GateDecision:
         return self._gate.judge(candidate, self.serving(texts), self.anchor(texts))
 
-    def scored(self, text: HeldBackText, *, with_previous: bool) -> Pair:
+    def scored(self, text: ValidationText, *, with_previous: bool) -> Pair:
         """How the drafters did on one text, the one that was replaced only where asked for."""
         compares = with_previous and self._weights.has_previous
         before = self._scores(self._weights.previous(), [text])[0] if compares else None
         return Pair(self.serving([text])[0], self.anchor([text])[0], before)
 
-    def better_than_anchor(self, texts: Sequence[HeldBackText]) -> bool:
+    def better_than_anchor(self, texts: Sequence[ValidationText]) -> bool:
         """Whether the serving drafter beats the anchor by more than chance would."""
         ours, theirs = self.serving(texts), self.anchor(texts)
         return self._gate.judge(ours, theirs, theirs).publish
 
-    def serving(self, texts: Sequence[HeldBackText]) -> list[float]:
+    def serving(self, texts: Sequence[ValidationText]) -> list[float]:
         if self._weights.latest_origin == ANCHOR:
             return self.anchor(texts)
         if self._serving.version != self._weights.newest:
             self._serving = _Known(self._weights.newest)
         return self._lookup(self._serving, self._weights.served, texts)
 
-    def anchor(self, texts: Sequence[HeldBackText]) -> list[float]:
+    def anchor(self, texts: Sequence[ValidationText]) -> list[float]:
         return self._lookup(self._anchor, self._weights.unchanged, texts)
 
-    def anchor_once(self, text: HeldBackText) -> float:
+    def anchor_once(self, text: ValidationText) -> float:
         """Of a text that will not be asked for again."""
         return self._scores(self._weights.unchanged(), [text])[0]
 
-    def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[HeldBackText]) -> list[float]:
+    def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[ValidationText]) -> list[float]:
         missing = [text for text in texts if text.number not in known.scores]
         if missing:
             found = self._scores(load(), missing)
@@ -127,5 +126,5 @@ class Judge:
         return scores
 
     @torch.no_grad()
-    def _scores(self, model: SpecBlock, texts: Sequence[HeldBackText]) -> list[float]:
+    def _scores(self, model: SpecBlock, texts: Sequence[ValidationText]) -> list[float]:
         return [self._replay(model, text.example) for text in texts]

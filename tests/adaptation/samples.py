@@ -10,13 +10,13 @@ from torch import Tensor
 
 from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.events import Event
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
-from adaptation.signal import Lesson, lesson_of
+from adaptation.records import Event
+from adaptation.samples import TrainingSample, training_sample
 from adaptation.weights import DrafterWeights, in_place
-from drafters.feedback import Marks, Query, QueryFeedback
+from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
@@ -88,7 +88,7 @@ def feedback(
     logits = torch.randn(answer, VOCAB_SIZE, generator=generator)
     logits[torch.arange(answer), said] += 12.0
     top = logits.log_softmax(-1).topk(TOP)
-    marks = Marks(
+    draft_labels = DraftLabels(
         positions=PROMPT + torch.arange(answer),
         states=torch.randn(answer, HIDDEN, generator=generator),
         tokens=said,
@@ -102,22 +102,22 @@ def feedback(
         prompt=PROMPT,
         first=0,
         features=torch.randn(PROMPT + answer - 1, 3 * HIDDEN, generator=generator),
-        top_ids=marks.top_ids,
-        top_logprobs=marks.top_logprobs,
-        marks=marks,
+        top_ids=draft_labels.top_ids,
+        top_logprobs=draft_labels.top_logprobs,
+        draft_labels=draft_labels,
         ready=None,
     )
 
 
-def unspoken(seed: int, *, token: int | None = None, steps: int = ANSWER) -> QueryFeedback:
+def undrafted(seed: int, *, token: int | None = None, steps: int = ANSWER) -> QueryFeedback:
     """A query of plain steps."""
     heard = feedback(seed, token=token, rejected=0, accepted=())
-    nothing = torch.zeros(heard.marks.count, dtype=torch.bool)
-    return replace(heard, marks=heard.marks.take(nothing), query=replace(heard.query, plain_steps=steps))
+    nothing = torch.zeros(heard.draft_labels.count, dtype=torch.bool)
+    return replace(heard, draft_labels=heard.draft_labels.take(nothing), query=replace(heard.query, plain_steps=steps))
 
 
-def lessons(count: int, *, token: int | None = None) -> list[Lesson]:
-    return [lesson_of(feedback(seed, token=token), most_rejected=32) for seed in range(count)]
+def samples(count: int, *, token: int | None = None) -> list[TrainingSample]:
+    return [training_sample(feedback(seed, token=token), most_rejected=32) for seed in range(count)]
 
 
 @dataclass
@@ -132,8 +132,8 @@ class Bench:
     process: TrainingProcess | None = None
     events: list[Event] = field(default_factory=list)
 
-    def hear(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
-        self.learner.hear(made(seed, version=self.weights.version, **told))
+    def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
+        self.learner.observe(made(seed, version=self.weights.version, **told))
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]

@@ -1,0 +1,277 @@
+"""What becomes of a finished query: a sample in an arm's buffer, a text that judges, or neither.
+
+Whatever may not be learnt from is neither kept nor scored. Knows no weights.
+
+Whose traffic is learnt from: no client takes more than its share of the update data, and no query counts for many.
+
+Requests with `store: false` leave no trace here. Clients are known by a keyed hash with a key that lives as long as
+the process; use is forgotten by halves. Knows neither the data nor what becomes of it.
+
+Which queries are recorded at all: recording costs the engine 1 to 2 % of a step, learnt from or not.
+
+While nothing promises a gain a small share of them is enough to notice that this has changed. What is accepted is
+known of every query; it depends on the budget of trees too, which may draft nothing at all, so that a change of it says
+no more than: look closely."""
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from adaptation.policy import Decision, Policy, QueryReport
+from adaptation.samples import (
+    SampleBuffers,
+    TrainingSample,
+    UndraftedSignal,
+    ValidationSet,
+    ValidationText,
+    training_sample,
+    undrafted_steps,
+)
+from adaptation.traffic import TrafficChange
+from drafters.feedback import QueryFeedback
+
+QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
+
+_TICKS = 64  # per half-life: within a tick nothing is forgotten, so that a query costs no walk over all clients
+_LEAST_OFFERS = 2.0  # queries; who offers less would lower the cap of others without using the own one
+_NEGLIGIBLE = 0.01  # queries or positions
+_KEPT_OF_FULL = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How many of a query's rejected positions may be learnt from; 0 unless the reason is `admitted`."""
+
+    positions: int
+    reason: QuotaReason
+
+    @property
+    def admitted(self) -> bool:
+        return self.positions > 0
+
+
+@dataclass(slots=True)
+class _Use:
+    offers: float = 0.0  # queries
+    taken: float = 0.0  # positions
+
+
+class Quota:
+    """Admits a query while its client has not yet had more than its share of what was learnt recently.
+
+    The share is `client_share`, or an equal one while there are too few active clients to fill the whole with it: a
+    single client is learnt from without limit. Below `free_queries` nobody is refused, or a client that sends little
+    would stop the learning from one that sends much. A client can exceed its share by one query at most.
+    Of more than `most_clients` the least used are forgotten, which forgives a client a small share at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        client_share: float,
+        free_queries: int,
+        query_positions: int,
+        half_life_seconds: float,
+        most_clients: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client_share = client_share
+        self._free_positions = free_queries * query_positions
+        self._query_positions = query_positions
+        self._tick_seconds = half_life_seconds / _TICKS
+        self._most_clients = most_clients
+        self._clock = clock
+        self._key = secrets.token_bytes(32)
+        self._uses: dict[bytes, _Use] = {}
+        self._num_active = 0
+        self._taken = 0.0
+        self._ticked_at = clock()
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._uses)
+
+    @property
+    def share(self) -> float:
+        """What one client may take now."""
+        return max(self._client_share, 1 / max(1, self._num_active))
+
+    def admit(self, client: str, positions: int, *, store: bool) -> Admission:
+        """Ask for a finished query with so many rejected positions, and take what is granted."""
+        if not store:
+            return Admission(0, "not_stored")
+        if positions < 1:
+            return Admission(0, "nothing_to_learn")
+        self._forget()
+        use = self._offer(self._hash(client))
+        # The total is a sum of the parts, but not to the last bit.
+        if use.taken > max(self._free_positions, self.share * self._taken * (1 + 1e-9)):
+            return Admission(0, "over_share")
+        granted = min(positions, self._query_positions)
+        use.taken += granted
+        self._taken += granted
+        return Admission(granted, "admitted")
+
+    def _hash(self, client: str) -> bytes:
+        return hashlib.blake2b(client.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key).digest()
+
+    def _offer(self, name: bytes) -> _Use:
+        if name not in self._uses and len(self._uses) >= self._most_clients:
+            self._make_room()
+        use = self._uses.setdefault(name, _Use())
+        was_active = use.offers >= _LEAST_OFFERS
+        use.offers += 1
+        self._num_active += not was_active and use.offers >= _LEAST_OFFERS
+        return use
+
+    def _forget(self) -> None:
+        ticks = int((self._clock() - self._ticked_at) / self._tick_seconds)
+        if ticks < 1:
+            return
+        self._ticked_at += ticks * self._tick_seconds
+        kept = 0.5 ** (ticks / _TICKS)
+        for use in self._uses.values():
+            use.offers *= kept
+            use.taken *= kept
+        self._keep({name: use for name, use in self._uses.items() if max(use.offers, use.taken) > _NEGLIGIBLE})
+
+    def _make_room(self) -> None:
+        """Forget the least used quarter: a crowd of new names costs one sort per quarter, and who took much stays."""
+        by_use = sorted(self._uses.items(), key=lambda item: (item[1].taken, item[1].offers), reverse=True)
+        part, whole = _KEPT_OF_FULL
+        self._keep(dict(by_use[: self._most_clients * part // whole]))
+
+    def _keep(self, uses: dict[bytes, _Use]) -> None:
+        self._uses = uses
+        self._num_active = sum(use.offers >= _LEAST_OFFERS for use in uses.values())
+        self._taken = sum(use.taken for use in uses.values())
+
+
+_RESTING = Admission(0, "resting")
+_MANY_WITHOUT_TEXT = 64  # queries
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredQuery:
+    """What was decided about one query."""
+
+    admission: Admission
+    decision: Decision
+    text: ValidationText | None  # its text, where it may be scored
+    held_back: bool
+
+
+class FeedbackFilter:
+    """Asks quota and policy, and fills the buffers."""
+
+    def __init__(
+        self, policy: Policy, quota: Quota, buffers: SampleBuffers, held_back: ValidationSet, *, query_positions: int
+    ) -> None:
+        self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
+        self.refusals: Counter[str] = Counter()  # by reason of the quota
+        self._policy = policy
+        self._quota = quota
+        self._buffers = buffers
+        self._held_back = held_back
+        self._query_positions = query_positions
+        self._undrafted = UndraftedSignal()
+        self._num_without_text = 0
+
+    @property
+    def hears_no_text(self) -> bool:
+        """Whether of many queries in a row none had a text that may be scored, so that no update could be judged."""
+        return self._num_without_text >= _MANY_WITHOUT_TEXT
+
+    def take(self, feedback: QueryFeedback, *, training_cost: float, learning: bool) -> FilteredQuery:
+        """Hear of one query; with `learning` off it only counts."""
+        query = feedback.query
+        undrafted = undrafted_steps(feedback)
+        positions = feedback.draft_labels.num_rejected + undrafted
+        asked = feedback.recorded or not query.store
+        admission = self._quota.admit(query.client, positions, store=query.store) if asked else _RESTING
+        sample = self._sample(feedback, admission, undrafted)
+        held_back = admission.admitted and sample.example is not None and self._held_back.draws()
+        learns = admission.admitted and learning and not held_back
+        decision = self._policy.decide(_report(feedback, training_cost, sample.signal if learns else None))
+        if learns and sample.example is not None:
+            self._buffers.remember(sample)
+        if decision.arm is not None:
+            self._buffers.add(decision.arm, sample)
+        text = None
+        if admission.admitted and sample.example is not None:
+            text = self._held_back.number(sample.example)
+        if held_back and text is not None:
+            self._held_back.keep(text)
+        if asked:
+            self._num_without_text = self._num_without_text + 1 if text is None else 0
+        self._count(admission, decision)
+        return FilteredQuery(admission, decision, text, held_back)
+
+    def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
+        """Of the positions it may teach: rejected ones first, then steps that no block spoke of."""
+        most = min(max(1, admission.positions), self._query_positions)
+        sample = training_sample(feedback, most_rejected=most)
+        if not admission.admitted or sample.example is None:
+            return sample
+        self._undrafted.observe(sample)
+        missed = self._undrafted.signal(min(undrafted, most - sample.num_rejected))
+        return replace(sample, signal=sample.signal + missed)
+
+    def _count(self, admission: Admission, decision: Decision) -> None:
+        self.decisions[f"{decision.choice}:{decision.reason}"] += 1
+        if not admission.admitted:
+            self.refusals[admission.reason] += 1
+
+
+def _report(feedback: QueryFeedback, training_cost: float, signal: float | None) -> QueryReport:
+    return QueryReport(
+        emitted_tokens=feedback.emitted_tokens,
+        draft_cost=feedback.query.draft_cost,
+        verify_cost=feedback.query.verify_cost,
+        training_cost=training_cost,
+        signal=signal,
+    )
+
+
+_IN_A_ROW = 8  # sequences; steps of recorded ones beside others cost as much as if all were
+_ALERT_QUERIES = 32  # looked at closely once something has changed
+
+
+class RecordingSampler:
+    """`draws` belongs to the engine's thread, everything else to the one that learns."""
+
+    def __init__(self, *, share: float, change: TrafficChange) -> None:
+        """`share` of the queries that are recorded while nothing promises a gain; `change` of what is accepted"""
+        self._round = round(_IN_A_ROW / share)
+        self._change = change
+        self._resting = False
+        self._num_begun = 0
+        self._alert = 0
+
+    @property
+    def resting(self) -> bool:
+        return self._resting
+
+    def draws(self) -> bool:
+        """Whether the sequence that begins now is recorded."""
+        self._num_begun += 1
+        return not self._resting or self._num_begun % self._round < _IN_A_ROW
+
+    def accepted(self, accepted: Sequence[int]) -> bool:
+        """Hear of one finished query; whether these are not what they were. # by step"""
+        self._alert = max(0, self._alert - 1)
+        changed = self._change.observe_values(accepted)
+        if changed:
+            self._alert = _ALERT_QUERIES
+        return changed
+
+    def rest(self, allowed: bool) -> None:
+        """Whether nothing promises a gain, as things stand."""
+        self._resting = allowed and not self._alert
+
+    def served_anew(self) -> None:
+        """Other weights serve now."""
+        self._change.served_anew()
