@@ -20,8 +20,7 @@ from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
 from adaptation.records import AdaptationStatus, Emit
-from adaptation.replicas.join import Joined, join_replicas
-from adaptation.replicas.solitude import Replicas
+from adaptation.replicas.exchange import Joined, Replicas, join_replicas
 from adaptation.trainer import all_finite
 from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker

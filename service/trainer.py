@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
-from adaptation.replicas.join import Joined, join_replicas
+from adaptation.replicas.exchange import Joined, join_replicas
 from adaptation.weights import DrafterWeights, in_place
 from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.weights import weights_of

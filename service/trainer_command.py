@@ -29,5 +29,5 @@ def _with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
     chosen = settings.redis_url if url is None else SecretStr(url)
     if chosen is None:
         raise StartupError("a trainer needs replicas to learn for: give --redis URL, or set adaptation.redis_url")
-    changes = {"enabled": True, "redis_url": chosen, "redis_role": "auto", "redis_lost": "stand_still"}
+    changes = {"enabled": True, "redis_url": chosen, "redis_role": "auto"}
     return config.model_copy(update={"adaptation": settings.model_copy(update=changes)})

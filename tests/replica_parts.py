@@ -71,8 +71,6 @@ def _settings(assembly: Assembly, redis_url: str, **knobs: object) -> dict[str, 
         "redis_url": redis_url,
         "redis_secret": SECRET,
         "redis_role": "follower",
-        "redis_lease_seconds": 2.0,
-        "redis_lost": "stand_still",
         **knobs,
     }
     return served_by(

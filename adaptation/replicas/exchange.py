@@ -1,74 +1,152 @@
-"""The thread through which a replica learns with others: it holds or follows a leader, sends and fetches.
+"""The thread through which a replica learns with others: it leads or follows, sends and fetches.
 
-All waiting for the store is done here, and in no other thread. Where the store is lost the replica is alone after as
-long as a lease lasts, and comes back by itself. Knows neither engine nor learner.
+All waiting for the store is done here, and in no other thread. Where the store is lost the replica learns by itself
+after as long as a lease lasts, and comes back by itself.
 """
 
+import hashlib
 import logging
+import os
+import platform
+import random
+import secrets
 import threading
+import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, Protocol
 
+from adaptation.assembly import Built, ServedDrafter
+from adaptation.build import build_worker
+from adaptation.config import AdaptationConfig
 from adaptation.records import ReplicaStatus, StoreLost
-from adaptation.replicas.backoff import Backoff
-from adaptation.replicas.belief import Belief
-from adaptation.replicas.desk import Desk
-from adaptation.replicas.following import Following
-from adaptation.replicas.hearing import Hearing
-from adaptation.replicas.leading import Leading
-from adaptation.replicas.lease import Claim
-from adaptation.replicas.outbox import Outbox
-from adaptation.replicas.served import ServedWeights
-from adaptation.replicas.standing import Stand, Standing
-from adaptation.replicas.stream import QueryStream
-from adaptation.worker import bound_threads, step_back
+from adaptation.replicas.follower import (
+    MAX_QUERY_BYTES,
+    Follower,
+    LearnerClient,
+    QuerySender,
+    ServedWeights,
+    VersionState,
+)
+from adaptation.replicas.leader import Leader, QueryReceiver
+from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, QueryStream, RedisStore, VersionStore
+from adaptation.replicas.wire import QueryCodec, QueryShape, weights_from_bytes, weights_to_bytes
+from adaptation.trainer import UpdateReport
+from adaptation.worker import Loop, Worker, bound_threads, step_back
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECONDS: Final = 0.1
+Role = Literal["alone", "following", "leading"]
+
+_STEP_SECONDS: Final = 0.1
+_FIRST_RETRY_SECONDS: Final = 0.1
+_LONGEST_RETRY_SECONDS: Final = 2.0
+_COMMANDS_PER_LEASE: Final = 2  # that may fail before a lease has run out
+_FORMAT: Final = 3  # of what travels
+
+
+class ReplicaRole:
+    """Written by the thread that talks to the others, read by any."""
+
+    def __init__(self) -> None:
+        self.current: Role = "following"
+
+    @property
+    def learns(self) -> bool:
+        """Whether queries are heard here, and updates computed."""
+        return self.current != "following"
+
+
+class LearnsByRole:
+    """A learner that updates only while it is this replica's turn to learn."""
+
+    def __init__(self, loop: Loop, role: ReplicaRole) -> None:
+        self._loop = loop
+        self._role = role
+        self.observe, self.recover, self.save = loop.observe, loop.recover, loop.save
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        if not self._role.learns:
+            return None
+        return self._loop.update(lambda: interrupted() or not self._role.learns)
+
+
+class Replicas(Protocol):
+    """Whom this process learns with."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> bool:
+        """Nothing is sent or fetched any more. # -> whether that was done in time"""
+        ...
+
+    def offer(self, feedback: QueryFeedback) -> None:
+        """A query has ended. Called by the engine thread; never waits."""
+        ...
+
+    def status(self) -> ReplicaStatus: ...
+
+
+class LocalOnly:
+    """With nobody: what the engine tells goes straight to the learner of this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def start(self) -> None:
+        """There is nobody to talk to."""
+
+    def stop(self) -> bool:
+        return True
+
+    def offer(self, feedback: QueryFeedback) -> None:
+        self._worker.offer(feedback)
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus()
 
 
 class Exchange:
-    """Owner of everything in here but the outbox's inlet and the learner's desk."""
+    """With the replicas that share a store."""
 
     def __init__(
         self,
         *,
         name: str,
-        standing: Standing,
-        claim: Claim,
+        role: ReplicaRole,
+        lease: Lease,
         stream: QueryStream,
-        outbox: Outbox,
-        hearing: Hearing,
-        following: Following,
-        leading: Leading,
-        belief: Belief,
+        sender: QuerySender,
+        receiver: QueryReceiver,
+        follower: Follower,
+        leader: Leader,
+        state: VersionState,
         served: ServedWeights,
-        desk: Desk,
-        backoff: Backoff,
-        patience_seconds: float,
+        client: LearnerClient,
+        lost_after_seconds: float,
         niceness: int,
         clock: Callable[[], float],
     ) -> None:
-        """`patience_seconds`: without the store until this replica counts itself alone."""
+        """`lost_after_seconds`: without the store until this replica counts itself alone."""
         self.connected = False
         self.num_lost = 0
         self._name = name
-        self._standing = standing
-        self._claim = claim
+        self._role = role
+        self._lease = lease
         self._stream = stream
-        self._outbox = outbox
-        self._hearing = hearing
-        self._following = following
-        self._leading = leading
-        self._belief = belief
+        self._sender = sender
+        self._receiver = receiver
+        self._follower = follower
+        self._leader = leader
+        self._state = state
         self._served = served
-        self._desk = desk
-        self._backoff = backoff
-        self._patience_seconds = patience_seconds
+        self._client = client
+        self._lost_after_seconds = lost_after_seconds
         self._niceness = niceness
         self._clock = clock
+        self._retry_seconds = _FIRST_RETRY_SECONDS
         self._answered_at = clock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
@@ -85,25 +163,25 @@ class Exchange:
 
     def offer(self, feedback: QueryFeedback) -> None:
         """A finished query, to be heard here or sent to whoever leads. Called by the engine thread; never waits."""
-        if self._standing.learns:
-            self._desk.keep(feedback)
+        if self._role.learns:
+            self._client.keep(feedback)
         else:
-            self._outbox.offer(feedback)
+            self._sender.offer(feedback)
 
     def status(self) -> ReplicaStatus:
         """From any thread."""
-        known = self._belief.known
+        record = self._state.record
         return ReplicaStatus(
             name=self._name,
-            standing=self._standing.now,
+            standing=self._role.current,
             connected=self.connected,
-            leader=known.leader if known is not None else "",
-            epoch=known.epoch if known is not None else 0,
-            number=known.number if known is not None else 0,
-            announced_sha256=known.sha256 if known is not None else "",
+            leader=record.leader if record is not None else "",
+            epoch=record.epoch if record is not None else 0,
+            number=record.number if record is not None else 0,
+            announced_sha256=record.sha256 if record is not None else "",
             served_sha256=self._served.last_seen.sha256,
-            queries={**self._outbox.fates, **self._hearing.fates},
-            versions={**self._following.fates, "announced": self._leading.num_announced},
+            queries={**self._sender.counts, **self._receiver.counts},
+            versions={**self._follower.counts, "announced": self._leader.num_announced},
             connections_lost=self.num_lost,
         )
 
@@ -112,61 +190,140 @@ class Exchange:
         step_back(self._niceness)
         while not self._stopping.is_set():
             self._stopping.wait(self.attempt())
-        self._leave()
+        try:
+            self._lease.release()
+        except StoreLost as error:
+            logger.info("leaving without a word to the other replicas: %s", error)
 
     def attempt(self) -> float:
-        """One turn, whatever comes of it. # -> seconds until the next"""
+        """One step, whatever comes of it. # -> seconds until the next: twice as many each time, never all at once"""
         try:
-            self.turn()
+            self.step()
         except StoreLost as error:
-            self._lose(str(error))
+            self._disconnected(str(error))
         except Exception:
             logger.exception("learning with other replicas failed; trying again")
-            self._lose("an error of this process")
+            self._disconnected("an error of this process")
         else:
-            return _TURN_SECONDS
-        return self._backoff.next()
+            return _STEP_SECONDS
+        longest = self._retry_seconds
+        self._retry_seconds = min(_LONGEST_RETRY_SECONDS, 2 * longest)
+        return random.uniform(longest / 2, longest)
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Everything that is due with the others, once. Raises StoreLost."""
         if not self.connected:
-            self._greet()
-        if self._claim.hold(self._belief.epoch):
-            self._stand("leading")
-            self._outbox.keep(self._desk)
-            self._leading.turn(self._claim.epoch)
+            self._connect()
+        if self._lease.hold(self._state.epoch):
+            self._enter("leading")
+            self._sender.keep(self._client)
+            self._leader.step(self._lease.epoch)
         else:
-            self._stand("following")
-            self._following.turn()
-            self._outbox.send()
+            self._enter("following")
+            self._follower.step()
+            self._sender.send()
         self._answered_at = self._clock()
 
-    def _greet(self) -> None:
+    def _connect(self) -> None:
         """The store may be another one than before, or have forgotten everything."""
         self._stream.join()
-        self._claim.raise_epoch(self._belief.epoch)
+        self._lease.raise_epoch(self._state.epoch)
         self.connected = True
-        self._backoff.reset()
+        self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("connected with the other replicas")
 
-    def _lose(self, reason: str) -> None:
+    def _disconnected(self, reason: str) -> None:
         if self.connected:
             self.num_lost += 1
             logger.warning("the store of the replicas is lost: %s", reason)
         self.connected = False
         self._served.now()  # what is learnt meanwhile is told by the status
-        if self._clock() - self._answered_at > self._patience_seconds:
-            self._stand("alone")
-            if self._standing.learns:
-                self._outbox.keep(self._desk)
+        if self._clock() - self._answered_at > self._lost_after_seconds:
+            self._enter("alone")
+            self._sender.keep(self._client)
 
-    def _stand(self, stand: Stand) -> None:
-        if self._standing.now != stand:
-            logger.info("replica %s: %s, was %s", self._name, stand, self._standing.now)
-        self._standing.now = stand
+    def _enter(self, role: Role) -> None:
+        if self._role.current != role:
+            logger.info("replica %s: %s, was %s", self._name, role, self._role.current)
+        self._role.current = role
 
-    def _leave(self) -> None:
-        try:
-            self._claim.give_up()
-        except StoreLost as error:
-            logger.info("leaving without a word to the other replicas: %s", error)
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The thread that learns, and whom it learns with."""
+
+    worker: Worker
+    replicas: Replicas
+
+
+def join_replicas(
+    config: AdaptationConfig,
+    built: Built,
+    drafter: ServedDrafter,
+    *,
+    target_identity: str,
+    lease_seconds: float = LEASE_SECONDS,
+    max_queries: int = MAX_QUERIES,
+    max_query_bytes: int = MAX_QUERY_BYTES,
+) -> Joined:
+    """Whether a learner has others to learn with, and its thread accordingly. Raises ValueError where it cannot."""
+    worker_of = partial(build_worker, config, device=built.weights.train_device, taken_share=built.taken_share)
+    if config.redis_url is None:
+        worker = worker_of(loop=built.learner)
+        return Joined(worker, LocalOnly(worker))
+    name = f"{platform.node()}:{os.getpid()}"
+    holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
+    fingerprint, clock = fingerprint_of(drafter, target_identity), time.monotonic
+    prefix = f"adaptree:{fingerprint[:16]}"
+    secret = None if config.redis_secret is None else config.redis_secret.get_secret_value().encode()
+    store = RedisStore(config.redis_url.get_secret_value(), timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE)
+    eligible = config.redis_role == "auto"
+    lease = Lease(store, prefix, name=holder, clock=clock, seconds=lease_seconds, eligible=eligible)
+    versions = VersionStore(store, prefix, name=holder)
+    stream = QueryStream(store, prefix, name=holder, max_queries=max_queries)
+    codec = QueryCodec(fingerprint, _query_shape(config, drafter), secret)
+    role = ReplicaRole()
+    worker = worker_of(loop=LearnsByRole(built.learner, role))
+    client, served = LearnerClient(built.learner, worker), ServedWeights(built.weights)
+    state = VersionState(fingerprint, len(served.now().data), secret)
+    decode = partial(weights_from_bytes, layout=built.weights.layout, vocab=drafter.config.target_vocab_size)
+    follower = Follower(versions, state, lease, served, client, decode=decode, clock=clock)
+    receiver = QueryReceiver(stream, codec, served, client)
+    exchange = Exchange(
+        name=name,
+        role=role,
+        lease=lease,
+        stream=stream,
+        sender=QuerySender(
+            stream, codec, served, sender=holder, max_queries=max_queries, max_query_bytes=max_query_bytes
+        ),
+        receiver=receiver,
+        follower=follower,
+        leader=Leader(versions, state, follower, receiver, served, client, name=name, clock=clock),
+        state=state,
+        served=served,
+        client=client,
+        lost_after_seconds=lease_seconds,
+        niceness=config.train_niceness,
+        clock=clock,
+    )
+    return Joined(worker, exchange)
+
+
+def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
+    """Whatever queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed weights."""
+    digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.to_json()}".encode())
+    digest.update(weights_to_bytes(drafter.weights))
+    return digest.hexdigest()
+
+
+def _query_shape(config: AdaptationConfig, drafter: ServedDrafter) -> QueryShape:
+    shape = drafter.config
+    return QueryShape(
+        width=len(shape.tap_layers) * shape.hidden_size,
+        hidden=shape.hidden_size,
+        top=min(config.target_top, shape.target_vocab_size),
+        vocab=shape.target_vocab_size,
+        most_tokens=config.window_tokens + 1,
+        dtype=drafter.weights["lm_head.weight"].dtype,
+    )

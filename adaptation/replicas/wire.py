@@ -1,26 +1,122 @@
-"""A finished query as a letter, and back: a signed header of plain values, and tensors as safetensors.
+"""What replicas send each other: signed headers, versions, weights as bytes, and finished queries as safetensors.
 
-What arrives is checked before anybody learns from it: whole, from one of us, of the shapes that the drafter has, and
-all numbers in their range. Of the text only the stretch that is learnt from travels. Weights are named by hash, since
-every replica counts versions for itself.
+Whatever arrives is checked before it is used: whole, from one of us, of the shapes that the drafter has, and all
+numbers in their range. Weights are named by hash, since every replica counts versions for itself.
 """
 
 import hashlib
+import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import ConfigDict, Field, JsonValue, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from torch import Tensor
 
-from adaptation.records import Refused
-from adaptation.replicas.signature import Signature, opened, signed
-from adaptation.replicas.stream import Letter
+from adaptation.checkpoint import Layout, layout_of, seal, unseal
+from adaptation.records import Damaged, Refused
+from adaptation.replicas.redis_store import QueryMessage
+from adaptation.trainer import all_finite
 from drafters.feedback import DraftLabels, Query, QueryFeedback
+from drafters.specblock.weights import VOCABULARY, names_tokens
 
+Kind = Literal["query", "version", "state"]
+Secret = bytes | None
+"""Shared by all replicas, and known to nobody else; None: whoever reaches the store is believed."""
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
+_BETWEEN = b"\n"
+_NO_VERSION = -1
+
+
+def sign(kind: Kind, content: Mapping[str, JsonValue], secret: Secret) -> bytes:
+    """Sealed JSON behind its HMAC-SHA256, if there is a secret. Raises ValueError for numbers that JSON lacks."""
+    data = seal(content)
+    return _signature(kind, data, secret) + _BETWEEN + data
+
+
+def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
+    """What `sign` was given. Raises Refused."""
+    shown, _, data = raw.partition(_BETWEEN)
+    if secret is not None and not hmac.compare_digest(_signature(kind, data, secret), shown):
+        raise Refused("forged", f"a {kind} that is not signed with the shared secret")
+    try:
+        return unseal(data)
+    except Damaged as error:
+        raise Refused("torn", f"a {kind} that is {error}") from error
+
+
+def _signature(kind: Kind, data: bytes, secret: Secret) -> bytes:
+    """Of data as this kind, so that one kind never passes for another."""
+    if secret is None:
+        return b""
+    return hmac.new(secret, kind.encode() + _BETWEEN + data, hashlib.sha256).hexdigest().encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """Which weights all shall serve. Versions are ordered by epoch, which belongs to one leader, then by number."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    epoch: PositiveInt  # of the leader's lease
+    number: NonNegativeInt  # counts versions, across leaders
+    sha256: Sha256  # of the weights as they are sent
+    parent: str  # sha256 of the version before; empty for the first
+    num_bytes: PositiveInt
+    fingerprint: str  # of everything that weights must fit
+    leader: str
+    date: str  # ISO 8601, UTC
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.epoch, self.number
+
+    def encode(self, secret: Secret) -> bytes:
+        content: dict[str, JsonValue] = _VERSION.dump_python(self, mode="json")
+        return sign("version", content, secret)
+
+    @staticmethod
+    def decode(raw: bytes, secret: Secret) -> "VersionRecord":
+        """Raises Refused."""
+        try:
+            return _VERSION.validate_python(verify("version", raw, secret))
+        except ValidationError as error:
+            raise Refused("torn", "a version that lacks something") from error
+
+
+def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
+    """Equal weights have equal bytes, so that two replicas serve the same if and only if their hashes are equal."""
+    return safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in weights.items()})
+
+
+def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> dict[str, Tensor]:
+    """Raises Refused unless every bit is as announced and the weights could be served. `vocab`: the target's tokens"""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise Refused("torn", f"weights that do not have the hash {sha256[:16]} they were announced with")
+    try:
+        weights = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise Refused("misfit", f"announced weights hold no tensors: {error}") from error
+    if layout_of(weights) != dict(layout):
+        raise Refused("misfit", "announced weights do not have the names, shapes and types of this drafter's")
+    if not all_finite(weights.values()):
+        raise Refused("not_finite", "announced weights")
+    if not names_tokens(weights[VOCABULARY], vocab):
+        raise Refused("misfit", "announced weights are for tokens that the target does not have, or for one twice")
+    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +132,7 @@ class QueryShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class QueryHeader:
     """What stands beside the tensors of a query."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -57,49 +153,33 @@ class Header:
     prompt: NonNegativeInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Who sends a query, and what served it."""
-
-    sender: str
-    sequence: int
-    first_weights: str
-    weights: str
+_VERSION = TypeAdapter(VersionRecord)
+_HEADER = TypeAdapter(QueryHeader)
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A query of another replica. Its versions are not set: they are told by `origin`."""
+class QueryCodec:
+    """Encodes and decodes the queries of one fingerprint. Only the stretch that is learnt from travels."""
 
-    origin: Origin
-    feedback: QueryFeedback
-
-
-_HEADER = TypeAdapter(Header)
-_NO_VERSION = -1
-
-
-class Wire:
-    """Writes and reads letters of one fingerprint."""
-
-    def __init__(self, fingerprint: str, shape: QueryShape, signature: Signature) -> None:
+    def __init__(self, fingerprint: str, shape: QueryShape, secret: Secret) -> None:
         self._fingerprint = fingerprint
         self._shape = shape
-        self._signature = signature
+        self._secret = secret
 
-    def written(self, feedback: QueryFeedback, origin: Origin) -> Letter:
+    def encode(
+        self, feedback: QueryFeedback, *, sender: str, sequence: int, first_weights: str, weights: str
+    ) -> QueryMessage:
         """Raises ValueError for a query whose numbers are none."""
         if feedback.ready is not None:
             feedback.ready.synchronize()
-        query, first = feedback.query, feedback.first
+        query = feedback.query
         tensors = safetensors.torch.save(_tensors(feedback))
-        header = Header(
-            sender=origin.sender,
-            sequence=origin.sequence,
+        header = QueryHeader(
+            sender=sender,
+            sequence=sequence,
             fingerprint=self._fingerprint,
             tensors_sha256=hashlib.sha256(tensors).hexdigest(),
-            first_weights=origin.first_weights,
-            weights=origin.weights,
+            first_weights=first_weights,
+            weights=weights,
             client=query.client,
             temperature=query.temperature,
             accepted=list(query.accepted),
@@ -107,79 +187,69 @@ class Wire:
             draft_cost=query.draft_cost,
             verify_cost=query.verify_cost,
             seconds=query.seconds,
-            prompt=feedback.prompt - first,
+            prompt=feedback.prompt - feedback.first,
         )
         content: dict[str, JsonValue] = _HEADER.dump_python(header, mode="json")
-        return Letter(signed("query", content, self._signature), tensors)
+        return QueryMessage(sign("query", content, self._secret), tensors)
 
-    def read(self, letter: Letter) -> Received:
-        """Raises Refused."""
-        header = self._header(letter)
-        tensors = _loaded(letter.tensors)
+    def decode(self, message: QueryMessage) -> tuple[QueryHeader, QueryFeedback]:
+        """The query has no version yet: which weights served it, its header tells by hash. Raises Refused."""
+        header = self._header(message)
+        try:
+            tensors = safetensors.torch.load(message.tensors)
+        except safetensors.SafetensorError as error:
+            raise Refused("torn", f"a query that holds no tensors: {error}") from error
         _check_layout(tensors, header.prompt, self._shape)
         _check_numbers(tensors, header.prompt, self._shape)
-        origin = Origin(
-            sender=header.sender,
-            sequence=header.sequence,
-            first_weights=header.first_weights,
-            weights=header.weights,
-        )
-        return Received(origin, _feedback(header, tensors))
+        return header, _feedback(header, tensors)
 
-    def _header(self, letter: Letter) -> Header:
-        content = opened("query", letter.header, self._signature)
+    def _header(self, message: QueryMessage) -> QueryHeader:
+        content = verify("query", message.header, self._secret)
         try:
             header = _HEADER.validate_python(content)
         except ValidationError as error:
             raise Refused("misfit", f"a query's header: {error.errors()[0]['msg']}") from error
         if header.fingerprint != self._fingerprint:
             raise Refused("foreign", f"a query of fingerprint {header.fingerprint[:16]}")
-        if hashlib.sha256(letter.tensors).hexdigest() != header.tensors_sha256:
+        if hashlib.sha256(message.tensors).hexdigest() != header.tensors_sha256:
             raise Refused("torn", "a query whose tensors do not have the hash that its header says")
         return header
 
 
 def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
     first = feedback.first
-    draft_labels = feedback.draft_labels
+    labels = feedback.draft_labels
     named = {
         "tokens": torch.tensor(feedback.query.tokens[first:], dtype=torch.int32),
         "features": feedback.features,
         "top_ids": feedback.top_ids,
         "top_logprobs": feedback.top_logprobs,
-        **{f"marks.{name}": getattr(draft_labels, name) for name in DraftLabels.__slots__},
-        "marks.positions": draft_labels.positions - first,
+        **{f"labels.{name}": getattr(labels, name) for name in DraftLabels.__slots__},
+        "labels.positions": labels.positions - first,
     }
     # Copies, because safetensors takes no two tensors that share memory.
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in named.items()}
 
 
-def _loaded(data: bytes) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise Refused("torn", f"a query that holds no tensors: {error}") from error
-
-
 def _check_layout(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
     """Names, shapes and types are the ones there must be."""
     length = tensors["tokens"].numel() if "tokens" in tensors else 0
-    draft_labels = tensors["marks.positions"].numel() if "marks.positions" in tensors else 0
-    if not (2 <= length <= shape.most_tokens and prompt <= length and draft_labels <= length - prompt):
-        raise Refused("misfit", f"a query of {length} tokens, {prompt} of them a prompt, and {draft_labels} labels")
-    labels = length - prompt
+    labels = tensors["labels.positions"].numel() if "labels.positions" in tensors else 0
+    if not (2 <= length <= shape.most_tokens and prompt <= length and labels <= length - prompt):
+        raise Refused("misfit", f"a query of {length} tokens, {prompt} of them a prompt, and {labels} labels")
+    answer = length - prompt
     expected = {
         "tokens": ((length,), torch.int32),
         "features": ((length - 1, shape.width), shape.dtype),
-        "top_ids": ((labels, shape.top), torch.int32),
-        "top_logprobs": ((labels, shape.top), torch.float16),
-        "marks.positions": ((draft_labels,), torch.int64),
-        "marks.states": ((draft_labels, shape.hidden), shape.dtype),
-        "marks.tokens": ((draft_labels,), torch.int64),
-        "marks.chances": ((draft_labels,), torch.float32),
-        "marks.rejected": ((draft_labels,), torch.bool),
-        "marks.top_ids": ((draft_labels, shape.top), torch.int32),
-        "marks.top_logprobs": ((draft_labels, shape.top), torch.float16),
+        "top_ids": ((answer, shape.top), torch.int32),
+        "top_logprobs": ((answer, shape.top), torch.float16),
+        "labels.positions": ((labels,), torch.int64),
+        "labels.states": ((labels, shape.hidden), shape.dtype),
+        "labels.tokens": ((labels,), torch.int64),
+        "labels.chances": ((labels,), torch.float32),
+        "labels.rejected": ((labels,), torch.bool),
+        "labels.top_ids": ((labels, shape.top), torch.int32),
+        "labels.top_logprobs": ((labels, shape.top), torch.float16),
     }
     found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
@@ -193,23 +263,23 @@ def _check_numbers(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -
     bounds = {
         "tokens": (0, shape.vocab),
         "top_ids": (0, shape.vocab),
-        "marks.top_ids": (0, shape.vocab),
-        "marks.tokens": (0, shape.vocab),
-        "marks.positions": (prompt, length),
+        "labels.top_ids": (0, shape.vocab),
+        "labels.tokens": (0, shape.vocab),
+        "labels.positions": (prompt, length),
     }
     for name, (lowest, end) in bounds.items():
         if not bool(((tensors[name] >= lowest) & (tensors[name] < end)).all()):
             raise Refused("misfit", f"a query's {name} are not all from {lowest} to {end - 1}")
-    if not bool((tensors["marks.positions"].diff() > 0).all()):
+    if not bool((tensors["labels.positions"].diff() > 0).all()):
         raise Refused("misfit", "a query's draft labels are not in the order of its text")
-    for name in ("features", "marks.states", "marks.chances"):
+    for name in ("features", "labels.states", "labels.chances"):
         if not bool(torch.isfinite(tensors[name]).all()):
             raise Refused("not_finite", f"a query's {name}")
-    if any(bool(torch.isnan(tensors[name]).any()) for name in ("top_logprobs", "marks.top_logprobs")):
+    if any(bool(torch.isnan(tensors[name]).any()) for name in ("top_logprobs", "labels.top_logprobs")):
         raise Refused("not_finite", "a query's log-probabilities")
 
 
-def _feedback(header: Header, tensors: dict[str, Tensor]) -> QueryFeedback:
+def _feedback(header: QueryHeader, tensors: dict[str, Tensor]) -> QueryFeedback:
     query = Query(
         row=0,
         tokens=tensors["tokens"].tolist(),
@@ -232,6 +302,6 @@ def _feedback(header: Header, tensors: dict[str, Tensor]) -> QueryFeedback:
         features=tensors["features"],
         top_ids=tensors["top_ids"],
         top_logprobs=tensors["top_logprobs"],
-        draft_labels=DraftLabels(*(tensors[f"marks.{name}"] for name in DraftLabels.__slots__)),
+        draft_labels=DraftLabels(*(tensors[f"labels.{name}"] for name in DraftLabels.__slots__)),
         ready=None,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from adaptation.replicas.signature import NoSecret, signed
+from adaptation.replicas.wire import sign
 from tests.redis_server import redis_server
 from tests.replica_parts import Fleet, fleet
 
@@ -57,7 +57,7 @@ def test_an_operator_of_a_follower_is_sent_to_the_leader(running: Fleet) -> None
 
 
 def test_a_forged_version_is_refused_and_replaced(running: Fleet) -> None:
-    forged = signed("version", {"epoch": 10**6}, NoSecret())
+    forged = sign("version", {"epoch": 10**6}, None)
 
     def is_noticed() -> bool:
         # put there again, for the leader may have announced a version before anybody looked

@@ -13,7 +13,7 @@ from adaptation.monitor import Alarm
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
 from adaptation.records import EventKind, RefusalReason, ReplicaStatus
-from adaptation.replicas.standing import Stand
+from adaptation.replicas.exchange import Role
 from adaptation.trainer import Outcome
 from adaptation.worker import Stage
 from service.metric_tables import (
@@ -97,7 +97,7 @@ def test_the_guide_names_knobs_and_metrics_there_are() -> None:
     assert len(guide.splitlines()) <= 120
 
 
-_COUNTED = re.compile(r'fates\["(\w+)"\]|_drop\(delivered, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
+_COUNTED = re.compile(r'counts\["(\w+)"\]|_drop\(entry, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
 
 
 def fates_of(name: str) -> set[str]:
@@ -108,9 +108,9 @@ def fates_of(name: str) -> set[str]:
 
 def test_every_fate_has_a_series() -> None:
     arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
-    assert fates_of("outbox") | fates_of("hearing") | arriving == set(QUERY_FATES)
-    assert fates_of("following") | set(get_args(RefusalReason)) | {"announced"} == set(VERSION_FATES)
-    assert set(get_args(Stand)) == set(STANDINGS)
+    told = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
+    assert told == {*QUERY_FATES, *VERSION_FATES}
+    assert set(get_args(Role)) == set(STANDINGS)
 
 
 def test_the_series_are_read_from_the_status() -> None:

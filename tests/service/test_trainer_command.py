@@ -22,7 +22,7 @@ def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
     learning = _with_url(replicas.config, URL).adaptation
     assert learning.redis_url is not None
     assert (learning.redis_url.get_secret_value(), learning.redis_role, learning.enabled) == (URL, "auto", True)
-    assert (learning.redis_lost, learning.alpha) == ("stand_still", 0.3)
+    assert learning.alpha == 0.3
 
 
 def test_without_a_url_there_is_nobody_to_learn_for() -> None:

@@ -13,9 +13,8 @@ from adaptation.assembly import ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
 from adaptation.learner import Learner
 from adaptation.records import Event, ReplicaStatus
-from adaptation.replicas.build import fingerprint_of
-from adaptation.replicas.exchange import Exchange
-from adaptation.replicas.join import join_replicas
+from adaptation.replicas.exchange import Exchange, fingerprint_of, join_replicas
+from adaptation.replicas.redis_store import MAX_QUERIES
 from adaptation.replicas.wire import QueryShape
 from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
@@ -53,7 +52,6 @@ _EAGER: dict[str, object] = {
     "client_free_queries": 1000,
     "duty_cycle": 1.0,
     "train_niceness": 0,
-    "redis_lease_seconds": 6.0,
 }
 
 
@@ -106,7 +104,9 @@ def fingerprint() -> str:
 
 
 @contextmanager
-def member(folder: Path, url: str, **knobs: object) -> Iterator[Member]:
+def member(
+    folder: Path, url: str, *, lease_seconds: float = 6.0, max_queries: int = MAX_QUERIES, **knobs: object
+) -> Iterator[Member]:
     """Its learning thread runs; the thread that talks to the others is the test."""
     config = AdaptationConfig.model_validate({**_EAGER, "redis_url": url, **knobs})
     serving, events = drafter(), list[Event]()
@@ -114,7 +114,9 @@ def member(folder: Path, url: str, **knobs: object) -> Iterator[Member]:
     built = build_learner(
         config, made, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=events.append
     )
-    joined = join_replicas(config, built, made, target_identity=TARGET)
+    joined = join_replicas(
+        config, built, made, target_identity=TARGET, lease_seconds=lease_seconds, max_queries=max_queries
+    )
     assert isinstance(joined.replicas, Exchange)
     weights = built.weights
 

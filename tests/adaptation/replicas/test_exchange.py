@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.records import StoreLost
-from adaptation.replicas.exchange import Exchange
+from adaptation.records import ReplicaStatus, StoreLost
+from adaptation.replicas.exchange import Exchange, LearnsByRole, LocalOnly, ReplicaRole, Role
+from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
-from tests.adaptation.samples import drafter, feedback
+from tests.adaptation.samples import bench, drafter, feedback
 from tests.redis_server import RedisServer
 
 torch.set_num_threads(1)
@@ -25,14 +26,14 @@ pytestmark = pytest.mark.usefixtures("impatient")
 @pytest.fixture
 def leader(server: RedisServer, tmp_path: Path) -> Iterator[Member]:
     with member(tmp_path / "leader", server.url) as one:
-        one.exchange.turn()
+        one.exchange.step()
         yield one
 
 
 @pytest.fixture
 def follower(server: RedisServer, leader: Member, tmp_path: Path) -> Iterator[Member]:
     with member(tmp_path / "follower", server.url) as one:
-        one.exchange.turn()
+        one.exchange.step()
         yield one
 
 
@@ -104,17 +105,17 @@ def test_served_versions_are_told_by_their_weights(leader: Member, follower: Mem
 def test_what_must_not_be_stored_does_not_leave(server: RedisServer, leader: Member, follower: Member) -> None:
     made = feedback(0)
     follower.exchange.offer(replace(made, query=replace(made.query, store=False)))
-    follower.exchange.turn()
+    follower.exchange.step()
     assert follower.status.queries == {"not_stored": 1}
     assert server.client.xlen(server.key("queries")) == 0
 
 
 def test_of_too_many_queries_the_oldest_are_dropped(server: RedisServer, leader: Member, tmp_path: Path) -> None:
-    with member(tmp_path / "small", server.url, redis_queries=3) as small:
-        small.exchange.turn()
+    with member(tmp_path / "small", server.url, max_queries=3) as small:
+        small.exchange.step()
         small.end(5)
         assert small.status.queries["queue_full"] == 2
-        small.exchange.turn()
+        small.exchange.step()
         assert small.status.queries["sent"] == 3
 
 
@@ -126,8 +127,8 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     shared = leader.learner.shared()
     until([leader], lambda: server.client.exists(server.key("epoch").replace(b"epoch", b"state")) == 1)
     follower.end(3)
-    follower.exchange.turn()
-    leader.exchange._leave()
+    follower.exchange.step()
+    leader.exchange._lease.release()
     until([follower], lambda: follower.status.queries.get("heard") == 3)
     assert (follower.status.standing, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
     assert same(follower.served, weights_of(drafter(1)))
@@ -136,14 +137,14 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     assert leader.status.standing == "following"
 
 
-def test_letters_a_dead_leader_had_taken_are_heard_by_the_next(
+def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
     server: RedisServer, leader: Member, follower: Member
 ) -> None:
     follower.end(2)
-    follower.exchange.turn()
+    follower.exchange.step()
     taken = leader.exchange._stream.receive(2)
     assert len(taken) == 2
-    leader.exchange._leave()
+    leader.exchange._lease.release()
     until([follower], lambda: follower.status.queries.get("heard") == 2)
     assert server.client.xlen(server.key("queries")) == 0
 
@@ -154,8 +155,8 @@ def test_an_emptied_server_is_told_again_by_whoever_serves(
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     server.client.flushall()
-    follower.exchange._claim._ask_at = float("inf")  # type: ignore[attr-defined]  # it shall not lead
-    follower.exchange.turn()
+    follower.exchange._lease._ask_at = float("inf")  # it shall not lead
+    follower.exchange.step()
     assert server.client.exists(server.key("version")) == 1
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.epoch == leader.status.epoch > 1)
     assert same(follower.served, weights_of(drafter(1)))
@@ -170,7 +171,7 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
     server.kill()
     server.begin()
     with member(tmp_path / "fresh", server.url) as fresh:
-        fresh.exchange.turn()
+        fresh.exchange.step()
         assert (fresh.status.standing, fresh.status.epoch, fresh.status.number) == ("leading", 1, 0)
         follower.exchange.attempt()
         until([fresh, follower], lambda: agreed([fresh, follower]) and fresh.status.epoch > 1)
@@ -180,30 +181,27 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
 
 def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Member, follower: Member) -> None:
     """It wakes up after another one has taken over, and does not know yet."""
-    leader.exchange._leave()
-    follower.exchange._claim._ask_at = 0.0  # type: ignore[attr-defined]
+    leader.exchange._lease.release()
+    follower.exchange._lease._ask_at = 0.0
     until([follower], lambda: follower.status.standing == "leading" and follower.status.epoch == 2)
     leader.bring(seed=1)
-    leader.exchange._leading.turn(1)
+    leader.exchange._leader.step(1)
     assert leader.status.versions["announced"] == 1  # the one before
     until([leader, follower], lambda: agreed([leader, follower]) and leader.status.epoch == 2)
     assert same(leader.served, weights_of(drafter()))
 
 
-@pytest.mark.parametrize(("lost", "learns"), [("learn", True), ("stand_still", False)])
-def test_without_a_server_each_learns_alone_or_stands_still(
-    server: RedisServer, tmp_path: Path, lost: str, learns: bool
-) -> None:
-    with member(tmp_path / "a", server.url, redis_lost=lost, redis_lease_seconds=0.5) as one:
-        one.exchange.turn()
+def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path) -> None:
+    with member(tmp_path / "a", server.url, lease_seconds=0.5) as one:
+        one.exchange.step()
         server.kill()
         until([one], lambda: one.status.standing == "alone")
         for first_seed in range(0, 80, 8):
             one.end(8, first_seed=first_seed)
             assert one.worker.settle(20)
-            if published := "published" in [event.kind for event in one.events]:
+            if "published" in [event.kind for event in one.events]:
                 break
-        assert published is learns
+        assert one.events[-1].kind == "published"
         assert (one.status.connected, one.status.connections_lost) == (False, 1)
 
 
@@ -224,7 +222,7 @@ def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(
     server.freeze()
     follower.end(3)  # never waits
     with pytest.raises(StoreLost):
-        leader.exchange.turn()
+        leader.exchange.step()
     assert follower.exchange._thread.is_alive()
     server.thaw()
     until([leader], lambda: leader.status.queries.get("heard") == 3)
@@ -238,7 +236,7 @@ def test_an_error_of_ours_does_not_end_the_thread(
     def boom(_: Exchange) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(Exchange, "turn", boom)
+    monkeypatch.setattr(Exchange, "step", boom)
     assert follower.exchange.attempt() > 0
     monkeypatch.undo()
     leader.bring(seed=1)
@@ -251,5 +249,50 @@ def test_replicas_of_other_models_share_a_server_and_nothing_else(
 ) -> None:
     monkeypatch.setattr("tests.adaptation.replicas.members.TARGET", "another target")
     with member(tmp_path / "other", server.url) as other:
-        other.exchange.turn()
+        other.exchange.step()
         assert (leader.status.standing, other.status.standing) == ("leading", "leading")
+
+
+@pytest.mark.parametrize(("role", "learns"), [("leading", True), ("following", False), ("alone", True)])
+def test_who_learns(role: Role, learns: bool) -> None:
+    mine = ReplicaRole()
+    mine.current = role
+    assert mine.learns is learns
+
+
+def test_an_update_waits_for_its_turn_and_is_broken_off_with_it(tmp_path: Path) -> None:
+    tried, role = bench(tmp_path, head_queries=2), ReplicaRole()
+    loop = LearnsByRole(tried.learner, role)
+    for seed in range(12):
+        loop.observe(feedback(seed))
+    assert loop.update(lambda: False) is None
+    role.current = "leading"
+
+    def lost() -> bool:
+        role.current = "following"
+        return False
+
+    broken = loop.update(lost)
+    assert broken is not None
+    assert broken.outcome == "interrupted"
+
+
+def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
+    worker = Worker(bench(tmp_path).learner, most_waiting=4, threads=1, duty_cycle=1.0)
+    local = LocalOnly(worker)
+    local.start()
+    local.offer(feedback(0))
+    assert len(worker._waiting) == 1
+    assert local.status() == ReplicaStatus()
+    assert local.stop()
+
+
+def test_waits_for_a_lost_server_double_up_to_a_bound(server: RedisServer, leader: Member) -> None:
+    server.kill()
+    waits = [leader.exchange.attempt() for _ in range(7)]
+    bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True))
+    server.begin()
+    assert leader.exchange.attempt() == 0.1
+    server.kill()
+    assert leader.exchange.attempt() <= 0.1

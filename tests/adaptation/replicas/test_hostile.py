@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaptation.replicas.announcement import Announcement, written
-from adaptation.replicas.board import CHUNK_BYTES
-from adaptation.replicas.served import weights_as_bytes
-from adaptation.replicas.signature import NoSecret, SharedSecret, Signature
-from adaptation.replicas.wire import Origin, Wire
+from adaptation.replicas.redis_store import CHUNK_BYTES
+from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
 from drafters.specblock.weights import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, fingerprint, member, until
@@ -24,7 +21,7 @@ from tests.redis_server import RedisServer
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
 SECRET = "the secret of ours"
-OURS = SharedSecret(SECRET)
+OURS = SECRET.encode()
 
 
 @pytest.fixture
@@ -34,41 +31,39 @@ def both(server: RedisServer, tmp_path: Path) -> Iterator[tuple[Member, Member]]
         member(tmp_path / "leader", server.url, redis_secret=SECRET) as leader,
         member(tmp_path / "follower", server.url, redis_secret=SECRET) as follower,
     ):
-        leader.exchange.turn()
+        leader.exchange.step()
         leader.bring(seed=1)
         until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number == 1)
         yield leader, follower
 
 
-def announced(
-    server: RedisServer, both: tuple[Member, Member], data: bytes, signature: Signature, **changes: Any
-) -> None:
+def announced(server: RedisServer, both: tuple[Member, Member], data: bytes, secret: Secret, **changes: Any) -> None:
     """Somebody puts weights into the store, and a version that names them."""
-    known = both[0].exchange._belief.known
+    known = both[0].exchange._state.record
     assert known is not None
     version = replace(known, number=2, parent=known.sha256, sha256=hashlib.sha256(data).hexdigest())
     version = replace(version, num_bytes=len(data), leader="somebody")
-    _put(server, replace(version, **changes), data, signature)
+    _put(server, replace(version, **changes), data, secret)
 
 
-def _put(server: RedisServer, version: Announcement, data: bytes, signature: Signature) -> None:
+def _put(server: RedisServer, version: VersionRecord, data: bytes, secret: Secret) -> None:
     prefix = server.key("version").removesuffix(b":version")
     pieces = {number: data[number * CHUNK_BYTES :][:CHUNK_BYTES] for number in range(-(-len(data) // CHUNK_BYTES))}
     server.client.hset(prefix + b":weights:" + version.sha256.encode(), mapping=pieces)
-    server.client.set(prefix + b":version", written(version, signature))
+    server.client.set(prefix + b":version", version.encode(secret))
 
 
 def other_weights(**changed: float) -> bytes:
     weights = {name: value.clone() for name, value in weights_of(drafter(9)).items()}
     for name, value in changed.items():
         weights[name.replace("__", ".")].view(-1)[0] = value
-    return weights_as_bytes(weights)
+    return weights_to_bytes(weights)
 
 
 def refused_and_mended(both: tuple[Member, Member], reason: str) -> None:
     leader, follower = both
-    follower.exchange.turn()
-    follower.exchange.turn()
+    follower.exchange.step()
+    follower.exchange.step()
     assert follower.status.versions.get(reason) == 1
     assert same(follower.served, weights_of(drafter(1)))
     until(both, lambda: agreed(both) and same(follower.served, weights_of(drafter(1))))
@@ -83,9 +78,9 @@ def test_a_version_of_ours_is_followed(server: RedisServer, both: tuple[Member, 
     until([follower], lambda: same(follower.served, weights_of(drafter(9))))
 
 
-@pytest.mark.parametrize("signature", [NoSecret(), SharedSecret("the secret of others")], ids=["unsigned", "signed"])
-def test_a_forged_version(server: RedisServer, both: tuple[Member, Member], signature: Signature) -> None:
-    announced(server, both, other_weights(), signature)
+@pytest.mark.parametrize("secret", [None, b"the secret of others"], ids=["unsigned", "signed"])
+def test_a_forged_version(server: RedisServer, both: tuple[Member, Member], secret: Secret) -> None:
+    announced(server, both, other_weights(), secret)
     refused_and_mended(both, "forged")
 
 
@@ -127,23 +122,23 @@ def test_weights_that_were_altered_in_the_store_are_put_there_again(
     piece[-1] ^= 1
     server.client.hset(key, "0", bytes(piece))
     with member(tmp_path / "new", server.url, redis_secret=SECRET) as new:
-        new.exchange.turn()
+        new.exchange.step()
         assert new.status.versions["torn"] == 1
         until([leader, new], lambda: agreed([leader, new]) and same(new.served, weights_of(drafter(1))))
 
 
 def test_queries_of_others_are_not_heard(server: RedisServer, both: tuple[Member, Member]) -> None:
     leader = both[0]
-    origin = Origin(sender="somebody", sequence=0, first_weights="", weights="")
+    origin: dict[str, Any] = {"sender": "somebody", "sequence": 0, "first_weights": "", "weights": ""}
     made, key = feedback(0), server.key("queries")
     poisoned = replace(made, features=made.features * math.nan)
-    for wire, query in (
-        (Wire(fingerprint(), SHAPE, NoSecret()), made),
-        (Wire("another model", SHAPE, OURS), made),
-        (Wire(fingerprint(), SHAPE, OURS), poisoned),
+    for codec, query in (
+        (QueryCodec(fingerprint(), SHAPE, None), made),
+        (QueryCodec("another model", SHAPE, OURS), made),
+        (QueryCodec(fingerprint(), SHAPE, OURS), poisoned),
     ):
-        letter = wire.written(query, origin)
-        server.client.xadd(key, {"header": letter.header, "tensors": letter.tensors})
+        message = codec.encode(query, **origin)
+        server.client.xadd(key, {"header": message.header, "tensors": message.tensors})
     server.client.xadd(key, {"no": "query"})
     until([leader], lambda: server.client.xlen(key) == 0)
     assert leader.status.queries == {"forged": 1, "foreign": 1, "not_finite": 1, "misfit": 1}
@@ -152,7 +147,7 @@ def test_queries_of_others_are_not_heard(server: RedisServer, both: tuple[Member
 def test_a_state_that_others_left_is_not_taken_over(server: RedisServer, both: tuple[Member, Member]) -> None:
     leader, follower = both
     key = server.key("epoch").replace(b"epoch", b"state")
-    leader.exchange._leave()
+    leader.exchange._lease.release()
     server.client.set(key, b"\n{}")
     before = len(follower.events)
     until([follower], lambda: follower.status.epoch == 2)

@@ -1,4 +1,4 @@
-"""Queries arrive as they were sent, and nothing else is taken for one."""
+"""Queries, versions and weights arrive as they were sent, and nothing else is taken for one."""
 
 import hashlib
 import math
@@ -11,40 +11,118 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 from torch import Tensor
 
+from adaptation.checkpoint import layout_of
 from adaptation.records import Refused
-from adaptation.replicas.signature import NoSecret, SharedSecret, opened, signed
-from adaptation.replicas.stream import Letter
-from adaptation.replicas.wire import Origin, Wire
+from adaptation.replicas.redis_store import QueryMessage
+from adaptation.replicas.wire import QueryCodec, Secret, sign, verify, weights_from_bytes, weights_to_bytes
 from drafters.feedback import DraftLabels, QueryFeedback
+from drafters.specblock.weights import VOCABULARY, weights_of
+from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE
-from tests.adaptation.samples import feedback
+from tests.adaptation.samples import drafter, feedback
+from tests.tiny_models import VOCAB_SIZE
 
-OURS = SharedSecret("the secret of ours")
-WIRE = Wire("ours", SHAPE, OURS)
-ORIGIN = Origin(sender="one", sequence=3, first_weights="a" * 64, weights="")
-
-
-def letter(made: QueryFeedback | None = None) -> Letter:
-    return WIRE.written(feedback(0) if made is None else made, ORIGIN)
+OURS, THEIRS = b"the secret of ours", b"the secret of others"
+CONTENT: dict[str, JsonValue] = {"version": 3, "scores": [0.5, 1.5], "name": "ä"}
 
 
-def with_tensors(changed: dict[str, Tensor]) -> Letter:
+@pytest.mark.parametrize("secret", [OURS, None], ids=["secret", "none"])
+def test_what_was_signed_is_verified(secret: Secret) -> None:
+    assert verify("version", sign("version", CONTENT, secret), secret) == CONTENT
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        sign("version", CONTENT, THEIRS),
+        sign("version", CONTENT, None),
+        sign("state", CONTENT, OURS),  # a secret for one kind of thing is none for another
+        sign("version", CONTENT, OURS).replace(b"3", b"4", 1),
+        b"",
+        b"\xff\xfe",
+        b"no secret",
+    ],
+)
+def test_without_the_secret_nothing_is_accepted(raw: bytes) -> None:
+    with pytest.raises(Refused) as refused:
+        verify("version", raw, OURS)
+    assert refused.value.reason == "forged"
+
+
+def test_every_bit_counts_even_without_a_secret() -> None:
+    raw = sign("version", CONTENT, None)
+    for place in range(1, len(raw)):
+        altered = bytearray(raw)
+        altered[place] ^= 1
+        with pytest.raises(Refused) as refused:
+            verify("version", bytes(altered), None)
+        assert refused.value.reason == "torn"
+
+
+def test_equal_weights_are_equal_bytes_in_whatever_order() -> None:
+    weights = weights_of(drafter())
+    backwards = dict(reversed(weights.items()))
+    assert weights_to_bytes(weights) == weights_to_bytes(backwards) == weights_to_bytes(weights_of(drafter()))
+    assert weights_to_bytes(weights) != weights_to_bytes(weights_of(drafter(1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_say_of_what_type_they_are(dtype: torch.dtype) -> None:
+    weights = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in weights_of(drafter()).items()
+    }
+    data = weights_to_bytes(weights)
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert same(weights_from_bytes(data, sha256, layout_of(weights), VOCAB_SIZE), weights)
+    others = {name: (shape, torch.float16) for name, (shape, _) in layout_of(weights).items()}
+    with pytest.raises(Refused, match="types") as refused:
+        weights_from_bytes(data, sha256, others, VOCAB_SIZE)
+    assert refused.value.reason == "misfit"
+
+
+def test_bytes_that_are_no_weights_are_refused() -> None:
+    for data in (b"", b"no weights at all", bytes(100)):
+        with pytest.raises(Refused) as refused:
+            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), {}, VOCAB_SIZE)
+        assert refused.value.reason == "misfit"
+
+
+def test_weights_for_tokens_that_there_are_not_are_refused() -> None:
+    for place, token in ((0, VOCAB_SIZE), (3, -1), (1, int(drafter().d2t[0]))):
+        weights = {name: value.clone() for name, value in weights_of(drafter()).items()}
+        weights[VOCABULARY][place] = token
+        data = weights_to_bytes(weights)
+        with pytest.raises(Refused, match="tokens") as refused:
+            weights_from_bytes(data, hashlib.sha256(data).hexdigest(), layout_of(weights), VOCAB_SIZE)
+        assert refused.value.reason == "misfit"
+
+
+CODEC = QueryCodec("ours", SHAPE, OURS)
+ORIGIN: dict[str, Any] = {"sender": "one", "sequence": 3, "first_weights": "a" * 64, "weights": ""}
+
+
+def message(made: QueryFeedback | None = None) -> QueryMessage:
+    return CODEC.encode(feedback(0) if made is None else made, **ORIGIN)
+
+
+def with_tensors(changed: dict[str, Tensor]) -> QueryMessage:
     """Signed as by one of us, around other tensors."""
-    sent = letter()
+    sent = message()
     tensors = {**safetensors.torch.load(sent.tensors), **changed}
     return resigned(sent, safetensors.torch.save({name: value for name, value in tensors.items() if value.ndim}))
 
 
-def resigned(sent: Letter, tensors: bytes, **changes: Any) -> Letter:
-    content = {**opened("query", sent.header, OURS), "tensors_sha256": hashlib.sha256(tensors).hexdigest(), **changes}
-    return Letter(signed("query", content, OURS), tensors)
+def resigned(sent: QueryMessage, tensors: bytes, **changes: Any) -> QueryMessage:
+    content = {**verify("query", sent.header, OURS), "tensors_sha256": hashlib.sha256(tensors).hexdigest(), **changes}
+    return QueryMessage(sign("query", content, OURS), tensors)
 
 
-def reason(received: Letter) -> str:
+def reason(received: QueryMessage) -> str:
     with pytest.raises(Refused) as refused:
-        WIRE.read(received)
+        CODEC.decode(received)
     return refused.value.reason
 
 
@@ -59,16 +137,16 @@ def assert_equal(one: QueryFeedback, other: QueryFeedback) -> None:
 
 def test_a_query_arrives_to_the_bit() -> None:
     made = feedback(4, client="somebody", accepted=(3, 0, 1))
-    received = WIRE.read(letter(made))
+    header, received = CODEC.decode(message(made))
     query = replace(made.query, first_version=-1, version=-1)
-    assert_equal(received.feedback, replace(made, query=query))
-    assert received.origin == ORIGIN
+    assert_equal(received, replace(made, query=query))
+    assert {name: getattr(header, name) for name in ORIGIN} == ORIGIN
 
 
 def test_of_the_text_only_what_is_learnt_from_travels() -> None:
     made = feedback(0)
     cut = replace(made, first=2, features=made.features[2:])
-    received = WIRE.read(letter(cut)).feedback
+    _, received = CODEC.decode(message(cut))
     assert received.query.tokens == made.query.tokens[2:]
     assert (received.first, received.prompt) == (0, made.prompt - 2)
     assert torch.equal(received.draft_labels.positions, made.draft_labels.positions - 2)
@@ -77,26 +155,26 @@ def test_of_the_text_only_what_is_learnt_from_travels() -> None:
 def test_a_query_without_marks_arrives() -> None:
     made = feedback(0)
     none = made.draft_labels.take(torch.zeros(made.draft_labels.count, dtype=torch.bool))
-    assert WIRE.read(letter(replace(made, draft_labels=none))).feedback.draft_labels.count == 0
+    assert CODEC.decode(message(replace(made, draft_labels=none)))[1].draft_labels.count == 0
 
 
 def test_numbers_that_are_none_are_not_sent() -> None:
     made = feedback(0)
     with pytest.raises(ValueError, match="JSON"):
-        letter(replace(made, query=replace(made.query, seconds=math.nan)))
+        message(replace(made, query=replace(made.query, seconds=math.nan)))
 
 
 def test_others_are_not_heard() -> None:
-    assert reason(Wire("ours", SHAPE, NoSecret()).written(feedback(0), ORIGIN)) == "forged"
-    assert reason(Wire("theirs", SHAPE, OURS).written(feedback(0), ORIGIN)) == "foreign"
+    assert reason(QueryCodec("ours", SHAPE, None).encode(feedback(0), **ORIGIN)) == "forged"
+    assert reason(QueryCodec("theirs", SHAPE, OURS).encode(feedback(0), **ORIGIN)) == "foreign"
 
 
 def test_every_altered_bit_of_the_tensors_is_seen() -> None:
-    sent = letter()
+    sent = message()
     for place in range(0, len(sent.tensors), 997):
         altered = bytearray(sent.tensors)
         altered[place] ^= 1
-        assert reason(Letter(sent.header, bytes(altered))) == "torn"
+        assert reason(QueryMessage(sent.header, bytes(altered))) == "torn"
 
 
 @pytest.mark.parametrize(
@@ -111,19 +189,19 @@ def test_every_altered_bit_of_the_tensors_is_seen() -> None:
         ("features", lambda value: value * math.inf, "not_finite"),
         ("top_ids", lambda value: value - SHAPE.vocab, "misfit"),
         ("top_logprobs", lambda value: value * math.nan, "not_finite"),
-        ("marks.states", lambda value: value * math.nan, "not_finite"),
-        ("marks.tokens", lambda value: value + SHAPE.vocab, "misfit"),
-        ("marks.positions", lambda value: value + 1, "misfit"),
-        ("marks.positions", lambda value: value.flip(0), "misfit"),
-        ("marks.rejected", lambda value: value.int(), "misfit"),
-        ("marks.rejected", lambda value: torch.tensor(0), "misfit"),  # left out
+        ("labels.states", lambda value: value * math.nan, "not_finite"),
+        ("labels.tokens", lambda value: value + SHAPE.vocab, "misfit"),
+        ("labels.positions", lambda value: value + 1, "misfit"),
+        ("labels.positions", lambda value: value.flip(0), "misfit"),
+        ("labels.rejected", lambda value: value.int(), "misfit"),
+        ("labels.rejected", lambda value: torch.tensor(0), "misfit"),  # left out
         ("more", lambda value: torch.zeros(3), "misfit"),
     ],
 )
 def test_what_cannot_be_is_refused_whoever_sends_it(
     name: str, change: Callable[[Tensor], Tensor], expected: str
 ) -> None:
-    tensors = safetensors.torch.load(letter().tensors)
+    tensors = safetensors.torch.load(message().tensors)
     value = tensors.get(name, torch.zeros(1))
     assert reason(with_tensors({name: change(value).contiguous()})) == expected
 
@@ -142,17 +220,17 @@ def test_what_cannot_be_is_refused_whoever_sends_it(
     ],
 )
 def test_a_header_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    sent = letter()
+    sent = message()
     assert reason(resigned(sent, sent.tensors, **changes)) == "misfit"
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_noise_is_no_query(header: bytes, tensors: bytes) -> None:
-    for signature in (OURS, NoSecret()):
+    for secret in (OURS, None):
         with pytest.raises(Refused):
-            Wire("ours", SHAPE, signature).read(Letter(header, tensors))
+            QueryCodec("ours", SHAPE, secret).decode(QueryMessage(header, tensors))
 
 
 @given(st.binary(max_size=400))
 def test_noise_inside_a_signed_envelope_is_no_query(tensors: bytes) -> None:
-    assert reason(resigned(letter(), tensors)) in ("torn", "misfit")
+    assert reason(resigned(message(), tensors)) in ("torn", "misfit")

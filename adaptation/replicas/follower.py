@@ -1,0 +1,335 @@
+"""What a replica that follows does: serve what the leader has announced, and send it the queries that end here.
+
+Leader and followers share the first three classes: the learner of this process, which version all shall serve, and
+which weights are served here.
+"""
+
+import hashlib
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import JsonValue
+from torch import Tensor
+
+from adaptation.learner import Learner
+from adaptation.records import Refused, StoreRefused
+from adaptation.replicas.redis_store import MAX_QUERIES, Lease, QueryMessage, QueryStream, VersionStore
+from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
+from adaptation.weights import DrafterWeights
+from adaptation.worker import Worker
+from drafters.feedback import QueryFeedback
+
+logger = logging.getLogger(__name__)
+
+MAX_QUERY_BYTES: Final = 16 << 20  # of one that is sent
+_MESSAGES_AT_ONCE: Final = 8  # before anything else is looked at
+_REFUSED_SECONDS: Final = 2.0  # until what was refused is looked at again
+_REMEMBERED_VERSIONS: Final = 256
+
+
+class LearnerClient:
+    """The learner of this process, asked in the thread that owns it."""
+
+    def __init__(self, learner: Learner, worker: Worker) -> None:
+        self._learner = learner
+        self._worker = worker
+
+    def observe(self, feedback: QueryFeedback) -> Future[object]:
+        """A query of another replica."""
+        return self._worker.ask(lambda: self._learner.observe(feedback))
+
+    def keep(self, feedback: QueryFeedback) -> None:
+        """A query of this process, as its own engine would hand it over."""
+        self._worker.offer(feedback)
+
+    def follow(self, weights: Mapping[str, Tensor]) -> Future[int]:
+        """Serve what the leader has published. # -> the version it has here"""
+        return self._worker.ask(lambda: self._learner.adopt(weights, "leader"))
+
+    def shared(self) -> Future[dict[str, JsonValue]]:
+        return self._worker.ask(self._learner.shared)
+
+    def inherit(self, shared: Mapping[str, JsonValue]) -> Future[None]:
+        return self._worker.ask(lambda: self._learner.inherit(shared))
+
+
+class VersionState:
+    """The newest version that was accepted or announced here, and what is refused in its light."""
+
+    def __init__(self, fingerprint: str, num_bytes: int, secret: Secret) -> None:
+        """`num_bytes`: of weights that fit, which all are of one size."""
+        self.fingerprint = fingerprint
+        self.secret = secret
+        self.record: VersionRecord | None = None
+        self.raw = b""  # the same as it lies in the store
+        self._num_bytes = num_bytes
+
+    @property
+    def epoch(self) -> int:
+        return self.record.epoch if self.record is not None else 0
+
+    @property
+    def next_number(self) -> int:
+        return self.record.number + 1 if self.record is not None else 0
+
+    @property
+    def sha256(self) -> str:
+        return self.record.sha256 if self.record is not None else ""
+
+    def check(self, raw: bytes) -> VersionRecord:
+        """What the store holds, if it may be followed. Raises Refused."""
+        record, known = VersionRecord.decode(raw, self.secret), self.record
+        if record.fingerprint != self.fingerprint:
+            raise Refused("foreign", f"fingerprint {record.fingerprint[:16]}, not {self.fingerprint[:16]}")
+        if record.num_bytes != self._num_bytes:
+            raise Refused("misfit", f"{record.num_bytes} bytes of weights, not {self._num_bytes}")
+        if known is None or raw == self.raw:
+            return record
+        if record.order < known.order:
+            raise Refused("old", f"version {record.order}, and {known.order} is known")
+        if record.order == known.order:
+            raise Refused("fork", f"version {record.order} is known with other content")
+        follows = record.epoch == known.epoch and record.number == known.number + 1
+        if follows and record.parent != known.sha256:
+            raise Refused("fork", f"version {record.order} does not follow from the one before it")
+        return record
+
+    def accept(self, record: VersionRecord, raw: bytes) -> None:
+        """From now on this is what all serve."""
+        self.record, self.raw = record, raw
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersion:
+    """One version of this process."""
+
+    version: int
+    sha256: str
+    data: bytes
+
+
+class ServedWeights:
+    """What this process serves, hashed once per version. To be asked by one thread."""
+
+    def __init__(self, weights: DrafterWeights) -> None:
+        self._weights = weights
+        self._hashes: dict[int, str] = {}
+        self.last_seen = self._look()  # from any thread: as it was when `now` was asked last
+
+    def now(self) -> ServedVersion:
+        """What is served, or on its way to be."""
+        if self._weights.latest()[0] != self.last_seen.version:
+            self.last_seen = self._look()
+        return self.last_seen
+
+    def sha256_of(self, version: int) -> str:
+        """Empty for a version that was not seen, or long ago."""
+        return self._hashes.get(version, "")
+
+    def version_of(self, sha256: str) -> int:
+        """The version that is served, if it has these weights; else one that there never was."""
+        return self.last_seen.version if sha256 == self.last_seen.sha256 else -1
+
+    def _look(self) -> ServedVersion:
+        version, weights = self._weights.latest()
+        data = weights_to_bytes(weights)
+        served = ServedVersion(version, hashlib.sha256(data).hexdigest(), data)
+        self._hashes[version] = served.sha256
+        for old in sorted(self._hashes)[:-_REMEMBERED_VERSIONS]:
+            del self._hashes[old]
+        return served
+
+
+@dataclass(frozen=True, slots=True)
+class _Adopting:
+    """Weights on their way through the learner's thread."""
+
+    record: VersionRecord
+    raw: bytes
+    answer: Future[int]
+
+
+class Follower:
+    """All calls come from the thread that talks to the store."""
+
+    def __init__(
+        self,
+        versions: VersionStore,
+        state: VersionState,
+        lease: Lease,
+        served: ServedWeights,
+        client: LearnerClient,
+        *,
+        decode: Callable[[bytes, str], dict[str, Tensor]],
+        clock: Callable[[], float],
+    ) -> None:
+        """`decode` checks weights against their hash, and raises Refused."""
+        self.counts: Counter[str] = Counter()  # of versions
+        self._versions = versions
+        self._state = state
+        self._lease = lease
+        self._served = served
+        self._client = client
+        self._decode = decode
+        self._clock = clock
+        self._adopting: _Adopting | None = None
+        self._refused = b""
+        self._again_at = 0.0
+
+    def step(self) -> None:
+        """Move towards what is announced, and stay with it. Raises StoreLost."""
+        raw = self._versions.current()
+        if raw is None:
+            self._reinstate()
+        elif self.settled(raw) and raw == self._state.raw and self._diverged(raw):
+            self._follow(raw)
+
+    def settled(self, raw: bytes | None) -> bool:
+        """Whether what is announced is followed, or will not be; else a step towards it is done. Raises StoreLost."""
+        if self._adopting is not None:
+            return self._adopted(self._adopting)
+        if raw is None or raw == self._state.raw or self._is_put_off(raw):
+            return True
+        self._follow(raw)
+        return self._adopting is None
+
+    def _diverged(self, raw: bytes) -> bool:
+        """What is announced was followed, and something else is served: learnt alone, or brought by an operator."""
+        return self._served.now().sha256 != self._state.sha256 and not self._is_put_off(raw)
+
+    def _is_put_off(self, raw: bytes) -> bool:
+        return raw == self._refused and self._clock() < self._again_at
+
+    def _follow(self, raw: bytes) -> None:
+        try:
+            record = self._state.check(raw)
+            if record.sha256 == self._served.now().sha256:
+                self._state.accept(record, raw)
+            else:
+                self._adopting = _Adopting(record, raw, self._client.follow(self._fetch(record)))
+        except Refused as refusal:
+            self._put_off(raw, refusal.reason, str(refusal))
+            if refusal.reason in ("old", "fork"):  # a leader that knows less than is known here leads anew, above it
+                self._lease.raise_epoch(self._state.epoch + 1)
+
+    def _fetch(self, record: VersionRecord) -> dict[str, Tensor]:
+        data = self._versions.get(record.sha256, record.num_bytes)
+        try:
+            return self._decode(data, record.sha256)
+        except Refused as refusal:
+            if refusal.reason == "torn":
+                self._versions.remove(record.sha256)
+            raise
+
+    def _adopted(self, adopting: _Adopting) -> bool:
+        if not adopting.answer.done():
+            return False
+        self._adopting = None
+        if adopting.answer.cancelled():
+            return True  # this process ends
+        error = adopting.answer.exception()
+        if error is not None:
+            self._put_off(adopting.raw, "not_served", str(error))
+            return True
+        self._state.accept(adopting.record, adopting.raw)
+        self.counts["followed"] += 1
+        logger.info("following %s: version %s", adopting.record.leader, adopting.record.order)
+        return True
+
+    def _put_off(self, raw: bytes, outcome: str, detail: str) -> None:
+        """Refused for now: what is announced may be mended meanwhile, but need not be read ten times a second."""
+        if raw != self._refused:
+            self.counts[outcome] += 1
+            logger.warning("an announced version is not followed: %s", detail)
+        self._refused, self._again_at = raw, self._clock() + _REFUSED_SECONDS
+
+    def _reinstate(self) -> None:
+        """The store has forgotten everything: tell it what all serve, if that is still served here."""
+        record, served = self._state.record, self._served.now()
+        if record is None:
+            return
+        self._lease.raise_epoch(record.epoch)
+        if record.sha256 == served.sha256:
+            if not self._versions.has(record.sha256, record.num_bytes):
+                self._versions.put(record.sha256, served.data)
+            self._versions.reinstate(self._state.raw, record.sha256)
+
+
+class QuerySender:
+    """Queries on their way to the leader: bounded, counted, each sent under a number of its own.
+
+    A message whose sending broke off is sent again under the same number, so that whoever gets it twice can tell.
+    `offer` belongs to the engine's thread, everything else to the one that talks to the store.
+    """
+
+    def __init__(
+        self,
+        stream: QueryStream,
+        codec: QueryCodec,
+        served: ServedWeights,
+        *,
+        sender: str,
+        max_queries: int = MAX_QUERIES,
+        max_query_bytes: int = MAX_QUERY_BYTES,
+    ) -> None:
+        self.counts: Counter[str] = Counter()  # of queries
+        self._stream = stream
+        self._codec = codec
+        self._served = served
+        self._sender = sender
+        self._max_query_bytes = max_query_bytes
+        self._sequence = 0
+        self._waiting: deque[QueryFeedback] = deque(maxlen=max_queries)
+        self._unsent: QueryMessage | None = None
+
+    def offer(self, feedback: QueryFeedback) -> None:
+        """What must not be stored does not leave this process; of too many the oldest is dropped."""
+        if not feedback.query.store:
+            self.counts["not_stored"] += 1
+            return
+        if len(self._waiting) == self._waiting.maxlen:
+            self.counts["queue_full"] += 1
+        self._waiting.append(feedback)
+
+    def send(self) -> None:
+        """Some of what waits. Raises StoreLost, and then it goes on waiting."""
+        for _ in range(_MESSAGES_AT_ONCE):
+            self._unsent = self._unsent or self._next()
+            if self._unsent is None:
+                return
+            try:
+                self._stream.send(self._unsent)
+                self.counts["sent"] += 1
+            except StoreRefused as error:
+                logger.warning("a query was not taken: %s", error)
+                self.counts["store_refused"] += 1
+            self._unsent = None
+
+    def keep(self, client: LearnerClient) -> None:
+        """This process learns by itself now: what waits is heard here."""
+        while self._waiting:
+            client.keep(self._waiting.popleft())
+
+    def _next(self) -> QueryMessage | None:
+        while self._waiting:
+            feedback = self._waiting.popleft()
+            self._sequence += 1
+            try:
+                message = self._codec.encode(
+                    feedback,
+                    sender=self._sender,
+                    sequence=self._sequence,
+                    first_weights=self._served.sha256_of(feedback.query.first_version),
+                    weights=self._served.sha256_of(feedback.query.version),
+                )
+            except ValueError:
+                self.counts["unusable"] += 1
+                continue
+            if message.num_bytes <= self._max_query_bytes:
+                return message
+            self.counts["too_large"] += 1
+        return None

@@ -1,0 +1,216 @@
+"""What the replica that leads does for the others: hear their queries, announce what it serves, share what it knows.
+
+Whatever changes the weights here, an update, a rollback or an operator, is announced: what is looked at is what is
+served, not why. All calls come from the thread that talks to the store.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pydantic import JsonValue
+
+from adaptation.checkpoint import now
+from adaptation.records import Refused
+from adaptation.replicas.follower import Follower, LearnerClient, ServedVersion, ServedWeights, VersionState
+from adaptation.replicas.redis_store import QueryStream, StreamEntry, VersionStore
+from adaptation.replicas.wire import QueryCodec, QueryHeader, VersionRecord, sign, verify
+from drafters.feedback import QueryFeedback
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_AT_ONCE: Final = 4  # that may wait for the learner; each holds the features of a text
+_MAX_SENDERS: Final = 4096
+_SHARE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A query that was handed to the learner."""
+
+    entry_id: bytes
+    sender: str
+    sequence: int
+    answer: Future[object]
+
+
+class QueryReceiver:
+    """The queries that reach the leader: checked, heard once each, and only then acknowledged."""
+
+    def __init__(self, stream: QueryStream, codec: QueryCodec, served: ServedWeights, client: LearnerClient) -> None:
+        self.counts: Counter[str] = Counter()  # of queries
+        self._stream = stream
+        self._codec = codec
+        self._served = served
+        self._client = client
+        self._offsets: dict[str, int] = {}  # by sender, the last sequence number that was handed to the learner
+        self._waiting: deque[_Handed] = deque()
+
+    def take_over(self) -> None:
+        """This replica leads from now on. Raises StoreLost."""
+        self._waiting.clear()
+        for sender, offset in self._stream.take_over().items():
+            self._offsets[sender] = max(offset, self._offsets.get(sender, offset))
+
+    def step(self) -> None:
+        """Hand over what has arrived, and be done with what was heard. Raises StoreLost."""
+        self._conclude()
+        room = _MESSAGES_AT_ONCE - len(self._waiting)
+        for entry in self._stream.receive(room) if room else ():
+            self._take(entry)
+
+    def _conclude(self) -> None:
+        """The learner hears in order. Whatever broke over a query breaks again: it is not handed over twice."""
+        heard: list[_Handed] = []
+        for waiting in self._waiting:
+            if not waiting.answer.done() or waiting.answer.cancelled():
+                break
+            heard.append(waiting)
+        if heard:
+            self._stream.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
+            self.counts["heard"] += len(heard)
+        for _ in heard:
+            self._waiting.popleft()
+
+    def _take(self, entry: StreamEntry) -> None:
+        try:
+            if entry.message is None:
+                raise Refused("misfit", "an entry of the stream that is no query")
+            header, feedback = self._codec.decode(entry.message)
+        except Refused as refusal:
+            if not self.counts[refusal.reason]:  # the others are counted: whoever sends one sends more
+                logger.warning("a query of another replica is not heard: %s", refusal)
+            self._drop(entry, refusal.reason)
+            return
+        if header.sequence <= self._offsets.get(header.sender, -1):
+            self._drop(entry, "duplicate")
+            return
+        self._remember(header.sender, header.sequence)
+        answer = self._client.observe(self._with_versions(header, feedback))
+        self._waiting.append(_Handed(entry.entry_id, header.sender, header.sequence, answer))
+
+    def _drop(self, entry: StreamEntry, outcome: str) -> None:
+        self.counts[outcome] += 1
+        self._stream.acknowledge([entry.entry_id], {})
+
+    def _remember(self, sender: str, sequence: int) -> None:
+        """Senders that were not heard for the longest time are forgotten first."""
+        self._offsets.pop(sender, None)
+        self._offsets[sender] = sequence
+        if len(self._offsets) > _MAX_SENDERS:
+            del self._offsets[next(iter(self._offsets))]
+
+    def _with_versions(self, header: QueryHeader, feedback: QueryFeedback) -> QueryFeedback:
+        """In the numbers by which this process counts."""
+        first, last = self._served.version_of(header.first_weights), self._served.version_of(header.weights)
+        return replace(feedback, query=replace(feedback.query, first_version=first, version=last))
+
+
+class Leader:
+    """Announces under a lease; what the leader before has published comes first."""
+
+    def __init__(
+        self,
+        versions: VersionStore,
+        state: VersionState,
+        follower: Follower,
+        receiver: QueryReceiver,
+        served: ServedWeights,
+        client: LearnerClient,
+        *,
+        name: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_announced = 0
+        self._versions = versions
+        self._state = state
+        self._follower = follower
+        self._receiver = receiver
+        self._served = served
+        self._client = client
+        self._name = name
+        self._clock = clock
+        self._epoch = 0  # that was begun
+        self._sharing: Future[dict[str, JsonValue]] | None = None
+        self._share_at = 0.0
+
+    def step(self, epoch: int) -> None:
+        """One round of everything, under a lease of this epoch. Raises StoreLost."""
+        raw = self._versions.current()
+        if epoch != self._epoch:
+            if not self._follower.settled(raw):
+                return
+            self._begin(epoch)
+        served = self._served.now()
+        if not self._is_announced(raw, served):
+            self._announce(epoch, served)
+        self._receiver.step()
+        self._share(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self._receiver.take_over()
+        shared = self._versions.shared()
+        if shared is not None:
+            self._inherit(shared)
+        self._epoch = epoch
+        self._share_at = self._clock()
+
+    def _inherit(self, raw: bytes) -> None:
+        try:
+            content = verify("state", raw, self._state.secret)
+        except Refused as refusal:
+            logger.warning("the shared state is not taken over: %s", refusal)
+            return
+        if content.get("fingerprint") == self._state.fingerprint:
+            self._client.inherit(content)
+
+    def _is_announced(self, raw: bytes | None, served: ServedVersion) -> bool:
+        """Under this lease, to the bit, with its weights: a store may forget, and others may write to it."""
+        record = self._state.record
+        return (
+            record is not None
+            and (record.epoch, record.sha256) == (self._epoch, served.sha256)
+            and raw == self._state.raw
+            and self._versions.has(record.sha256, record.num_bytes)
+        )
+
+    def _announce(self, epoch: int, served: ServedVersion) -> None:
+        before = self._state.sha256 or served.sha256
+        record = self._next_record(epoch, served)
+        if not self._versions.has(served.sha256, len(served.data)):
+            self._versions.put(served.sha256, served.data)
+        self._state.accept(record, record.encode(self._state.secret))
+        if self._versions.announce(epoch, self._state.raw, served.sha256, before):
+            self.num_announced += 1
+            logger.info("announced version %s, weights %s", record.order, served.sha256[:16])
+
+    def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
+        """A new one, unless the store has only forgotten the last."""
+        known = self._state.record
+        if known is not None and (known.epoch, known.sha256) == (epoch, served.sha256):
+            return known
+        return VersionRecord(
+            epoch=epoch,
+            number=self._state.next_number,
+            sha256=served.sha256,
+            parent=self._state.sha256,
+            num_bytes=len(served.data),
+            fingerprint=self._state.fingerprint,
+            leader=self._name,
+            date=now(),
+        )
+
+    def _share(self, epoch: int) -> None:
+        """What the policy knows, now and then, for whoever leads after this one."""
+        if self._sharing is None and self._clock() >= self._share_at:
+            self._sharing = self._client.shared()
+        if self._sharing is None or not self._sharing.done():
+            return
+        sharing, self._sharing = self._sharing, None
+        self._share_at = self._clock() + _SHARE_SECONDS
+        if not sharing.cancelled() and sharing.exception() is None:
+            content = {**sharing.result(), "fingerprint": self._state.fingerprint}
+            self._versions.share(epoch, sign("state", content, self._state.secret))
