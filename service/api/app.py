@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 
 from service import __version__
 from service.api.adaptation import adaptation_router
@@ -33,7 +34,8 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
         redirect_slashes=False,
     )
     install_error_handlers(app)
-    app.add_exception_handler(ClientGoneError, on_client_gone)
+    for gone in (ClientGoneError, ClientDisconnect):
+        app.add_exception_handler(gone, on_client_gone)
     app.include_router(chat_router(server))
     app.include_router(completions_router(server))
     app.include_router(models_router(server))

@@ -74,9 +74,18 @@ Message = MutableMapping[str, Any]
 
 
 async def call_raw(
-    app: FastAPI, path: str, body: Body, receive_later: Callable[[], Awaitable[Message]], sent: list[Message]
+    app: FastAPI,
+    path: str,
+    body: Body,
+    receive_later: Callable[[], Awaitable[Message]],
+    sent: list[Message],
+    *,
+    more_body: bool = False,
 ) -> None:
-    """A POST at the level of ASGI; once the body is read, `receive_later` says what the client does."""
+    """A POST at the level of ASGI; once the body is read, `receive_later` says what the client does.
+
+    With `more_body` the body is only the first half of one.
+    """
     raw, delivered = json.dumps(body).encode(), False
 
     async def receive() -> Message:
@@ -84,7 +93,7 @@ async def call_raw(
         if delivered:
             return await receive_later()
         delivered = True
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return {"type": "http.request", "body": raw, "more_body": more_body}
 
     async def send(message: Message) -> None:
         sent.append(message)

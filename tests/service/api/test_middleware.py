@@ -135,6 +135,20 @@ async def test_a_bug_of_ours_has_a_line_too(caplog: pytest.LogCaptureFixture) ->
     assert [vars(record)["status"] for record in caplog.records if "/broken" in record.getMessage()] == [500]
 
 
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_a_quiet_499(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    sent: list[Message] = []
+
+    async def leave() -> Message:
+        return {"type": "http.disconnect"}
+
+    app = app_of(runtime_of(ScriptedEngine(say("x"))))
+    await call_raw(app, "/v1/chat/completions", ASK, leave, sent, more_body=True)
+    lines = [record for record in caplog.records if record.name == "service.api.middleware"]
+    assert [(vars(line)["status"], line.levelname) for line in lines] == [(499, "INFO")]
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_a_body_over_the_limit_is_refused_with_and_without_a_length() -> None:
     async def trickle() -> Any:
         for _ in range(30):
