@@ -6,6 +6,7 @@ AdaptreeError
     ├── InvalidRequest      400, `param` names the field
     ├── Unauthorized        401
     ├── NotFound            404
+    ├── RequestTimeout      408
     ├── RequestTooLarge     413
     ├── QueueFull           429 with Retry-After
     ├── EngineFailure       500
@@ -57,6 +58,13 @@ class NotFound(RequestError):
     """No such model or route."""
 
     status = 404
+    kind = "invalid_request_error"
+
+
+class RequestTimeout(RequestError):
+    """Headers or body did not arrive in time."""
+
+    status = 408
     kind = "invalid_request_error"
 
 

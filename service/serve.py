@@ -14,6 +14,7 @@ from drafters.tree import MAX_DEPTH
 from service.adaptation_report import report
 from service.adaptive import Adaptive, build_adaptive, learning_folder
 from service.api.app import create_app
+from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble, choose_drafter
 from service.config import ServiceConfig
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
+_SPARE_CONNECTIONS = 256  # beside one for each request that runs or waits
 
 
 def serve(config: ServiceConfig) -> None:
@@ -45,10 +47,13 @@ async def _serve(config: ServiceConfig) -> None:
     app = create_app(runtime, _api_settings(config), live=live, render_metrics=lambda: rendered(metrics, runtime))
     settings = uvicorn.Config(
         app,
+        http=GuardedProtocol,
+        ws="none",
         host=config.host,
         port=config.port,
         log_config=None,
         access_log=False,
+        limit_concurrency=config.max_sequences + config.max_waiting + _SPARE_CONNECTIONS,
         timeout_graceful_shutdown=_READ_SECONDS_AFTER_DRAIN,
     )
     server = _DrainingServer(settings, runtime, config.drain_seconds)

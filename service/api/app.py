@@ -14,7 +14,7 @@ from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
-from service.api.middleware import AccessLogMiddleware, AuthMiddleware, BodySizeMiddleware, RequestIdMiddleware
+from service.api.middleware import AccessLogMiddleware, AuthMiddleware, BodyMiddleware, RequestIdMiddleware
 from service.api.page.router import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
@@ -69,5 +69,5 @@ def _middleware(settings: ApiSettings) -> list[Middleware]:
             admin_key=settings.admin_key,
             open_metrics=settings.open_metrics,
         ),
-        Middleware(BodySizeMiddleware, max_bytes=settings.max_request_bytes),
+        Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
     ]

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from service.errors import EngineFailure, InvalidRequest, RequestError
+from service.errors import EngineFailure, InvalidRequest, RequestError, RequestTimeout, RequestTooLarge
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
 
 def error_response(error: RequestError) -> JSONResponse:
     headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
+    if isinstance(error, RequestTimeout | RequestTooLarge):
+        headers["connection"] = "close"  # nobody reads the rest of the body
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

@@ -1,8 +1,9 @@
-"""Pure ASGI layers around every route: request ids, the access log, keys, and the size of a body.
+"""Pure ASGI layers around every route: request ids, the access log, keys, and limits of a body.
 
 They decide on `scope["path"]` alone, because everything else that describes the address comes from the client.
 """
 
+import asyncio
 import hmac
 import logging
 import re
@@ -16,9 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.errors import REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
 from service.api.page.router import PAGE_PATHS
-from service.errors import RequestError, RequestTooLarge, Unauthorized
+from service.errors import RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
 logger = logging.getLogger(__name__)
+
+BODY_SECONDS = 20.0
 
 _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
@@ -160,12 +163,13 @@ def _unauthorized(path: str) -> RequestError:
     return Unauthorized(message, code="invalid_api_key")
 
 
-class BodySizeMiddleware:
-    """Refuses bodies over the limit, whether the client announces their length or not."""
+class BodyMiddleware:
+    """Refuses bodies over the limit, whether their length is announced or not, and those that come too slowly."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,23 +179,31 @@ class BodySizeMiddleware:
         if self._announces_too_much(announced):
             await error_response(self._too_large())(scope, receive, send)
             return
-        await self._app(scope, self._counting(receive), send)
+        await self._app(scope, self._limited(receive), send)
 
     def _announces_too_much(self, announced: str) -> bool:
         return announced.isdecimal() and (len(announced) > _MOST_LENGTH_DIGITS or int(announced) > self._max_bytes)
 
-    def _counting(self, receive: Receive) -> Receive:
-        received = 0
+    def _limited(self, receive: Receive) -> Receive:
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal received, complete
+            if complete:  # what is waited for now is that the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTimeout("The request's body did not arrive in time.", code="request_timeout") from None
             received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if received > self._max_bytes:
                 raise self._too_large()
             return message
 
-        return counted
+        return limited
 
     def _too_large(self) -> RequestError:
         return RequestTooLarge(f"The request is larger than {self._max_bytes} bytes.", code="request_too_large")

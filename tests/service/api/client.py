@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from service.api.app import create_app
 from service.api.settings import ApiSettings
@@ -74,7 +75,7 @@ Message = MutableMapping[str, Any]
 
 
 async def call_raw(
-    app: FastAPI,
+    app: ASGIApp,
     path: str,
     body: Body,
     receive_later: Callable[[], Awaitable[Message]],

@@ -1,8 +1,11 @@
+import asyncio
+import json
 from typing import Any
 
 import httpx2
 import pytest
 
+from service.api.middleware import BodyMiddleware
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
@@ -147,6 +150,35 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_a_quiet_499(cap
     lines = [record for record in caplog.records if record.name == "service.api.middleware"]
     assert [(vars(line)["status"], line.levelname) for line in lines] == [(499, "INFO")]
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+async def test_a_body_that_does_not_arrive_in_time_is_refused(trickles: bool) -> None:
+    sent: list[Message] = []
+
+    async def late() -> Message:
+        await asyncio.sleep(0.01 if trickles else 60)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    runtime = runtime_of(ScriptedEngine(say("x")))
+    app = BodyMiddleware(app_of(runtime), max_bytes=10_000, seconds=0.1)
+    await call_raw(app, "/v1/chat/completions", ASK, late, sent, more_body=True)
+    assert [message.get("status") for message in sent] == [408, None]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+async def test_time_runs_for_the_body_only() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        app = BodyMiddleware(client._transport.app, max_bytes=10_000, seconds=0.1)  # type: ignore[attr-defined]
+        sent: list[Message] = []
+
+        async def stay() -> Message:
+            await asyncio.sleep(0.3)
+            return {"type": "http.disconnect"}
+
+        await call_raw(app, "/v1/chat/completions", ASK, stay, sent)
+    assert sent[0]["status"] == 200
 
 
 async def test_a_body_over_the_limit_is_refused_with_and_without_a_length() -> None:
