@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,8 +42,17 @@ def group(name: str) -> dict[str, Any]:
     return {"group": name}
 
 
-def _split_keys(value: object) -> object:
-    return tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
+def _split(value: object) -> object:
+    """What stands between commas."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address is this machine, whoever asks."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _default_state_dir() -> Path:
@@ -256,7 +266,13 @@ class ServiceConfig(BaseSettings):
         description="How long running requests may take to finish after SIGTERM.",
         json_schema_extra=group("HTTP"),
     )
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys)] = Field(
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Host names, beside those of this machine, under which requests may come, separated by commas; * "
+        "is any. Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
+        json_schema_extra=group("Access"),
+    )
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(),
         description="Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or "
         "the file: a flag can be read in the process list.",
@@ -350,6 +366,13 @@ class ServiceConfig(BaseSettings):
             return self.served_model_name
         is_path = self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
         return Path(self.model).name.removesuffix(".gguf") if is_path else self.model
+
+    @property
+    def checked_hosts(self) -> frozenset[str] | None:
+        """The host names that are taken beside those of this machine; None: any."""
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback(self.host)):
+            return None
+        return frozenset(name.lower() for name in self.allowed_hosts)
 
     @property
     def num_threads(self) -> int:

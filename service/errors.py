@@ -5,6 +5,7 @@ AdaptreeError
 └── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
     ├── InvalidRequest      400, `param` names the field
     ├── Unauthorized        401
+    ├── Forbidden           403
     ├── NotFound            404
     ├── RequestTimeout      408
     ├── RequestTooLarge     413
@@ -51,6 +52,13 @@ class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
     status = 401
+    kind = "invalid_request_error"
+
+
+class Forbidden(RequestError):
+    """It comes from, or is meant for, a host that is not allowed."""
+
+    status = 403
     kind = "invalid_request_error"
 
 

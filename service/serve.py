@@ -199,4 +199,5 @@ def _api_settings(config: ServiceConfig) -> ApiSettings:
         max_request_bytes=config.max_request_bytes,
         max_output_tokens=config.max_output_tokens,
         served_model_names=(config.public_model_name,),
+        allowed_hosts=config.checked_hosts,
     )

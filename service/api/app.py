@@ -14,7 +14,13 @@ from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
-from service.api.middleware import AccessLogMiddleware, AuthMiddleware, BodyMiddleware, RequestIdMiddleware
+from service.api.middleware import (
+    AccessLogMiddleware,
+    AuthMiddleware,
+    BodyMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from service.api.page.router import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
@@ -63,6 +69,7 @@ def _middleware(settings: ApiSettings) -> list[Middleware]:
     return [
         Middleware(RequestIdMiddleware),
         Middleware(AccessLogMiddleware),
+        *([] if settings.allowed_hosts is None else [Middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)]),
         Middleware(
             AuthMiddleware,
             api_keys=settings.api_keys,

@@ -1,6 +1,6 @@
-"""Pure ASGI layers around every route: request ids, the access log, keys, and limits of a body.
+"""Pure ASGI layers around every route: request ids, the access log, hosts, keys, and limits of a body.
 
-They decide on `scope["path"]` alone, because everything else that describes the address comes from the client.
+Keys are asked for by `scope["path"]` alone, because everything else that describes the address comes from the client.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.errors import REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
 from service.api.page.router import PAGE_PATHS
-from service.errors import RequestError, RequestTimeout, RequestTooLarge, Unauthorized
+from service.config import is_loopback
+from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 _OBSERVERS = frozenset({"/metrics", FEED_PATH})
 _OPERATORS = ("/admin", "/v1/adaptation", "/update_weights_from_disk")
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_ADDRESS = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?")
 _POLICY_VIOLATION = 1008
 _MOST_LENGTH_DIGITS = 18
 _LONGEST_LOGGED_PATH = 200
@@ -107,6 +110,42 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
         fields["request_id"],
         extra={**fields, "seconds": round(seconds, 4)},
     )
+
+
+class HostMiddleware:
+    """Refuses requests under a name that is not this server's, and changes that a page of another host asks for.
+
+    A web page can make its own name resolve to this machine (DNS rebinding), and its browser then takes our answers for
+    its own; but it sends that name.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: frozenset[str]) -> None:
+        self._app = app
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._complaint(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error_response(error))(scope, receive, send)
+
+    def _complaint(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
+        for host in headers.getlist("host"):
+            if not self._allows(host):
+                return _forbidden("host", host)
+        for origin in headers.getlist("origin") if scope["method"] not in _SAFE_METHODS else []:
+            if not self._allows(origin.partition("://")[2]):
+                return _forbidden("origin", origin)
+        return None
+
+    def _allows(self, address: str) -> bool:
+        match = _ADDRESS.fullmatch(address)
+        name = match["name"].lower().strip("[].") if match else ""
+        return name in self._allowed_hosts or is_loopback(name)
+
+
+def _forbidden(header: str, value: str) -> Forbidden:
+    message = f"This server does not answer to the {header} {value[:_LONGEST_LOGGED_PATH]!r}: see allowed_hosts."
+    return Forbidden(message, code=f"{header}_not_allowed")
 
 
 class AuthMiddleware:

@@ -25,6 +25,7 @@ class ApiSettings:
     max_request_bytes: int
     max_output_tokens: int
     served_model_names: tuple[str, ...]
+    allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
 
 
 class IgnoredFields:

@@ -76,6 +76,21 @@ def test_keys_come_as_text_or_as_a_list(tmp_path: Path) -> None:
     assert from_environment == from_file
 
 
+@pytest.mark.parametrize(
+    ("settings", "checked"),
+    [
+        ({}, frozenset()),
+        ({"host": "::1"}, frozenset()),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "llm.example"}, None),
+        ({"allowed_hosts": "*"}, None),
+        ({"host": "0.0.0.0", "allowed_hosts": "a.example, B.example"}, frozenset({"a.example", "b.example"})),
+    ],
+)
+def test_a_server_for_this_machine_alone_knows_its_names(settings: dict[str, str], checked: object) -> None:
+    assert load_config(dict(settings), {}).config.checked_hosts == checked
+
+
 def test_an_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
     file = written(tmp_path, "max_sequence: 8\n")
     message = refusal({"config": file})

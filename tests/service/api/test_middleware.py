@@ -65,6 +65,31 @@ async def test_the_host_header_has_no_say_in_who_is_let_in() -> None:
             assert (await client.get("/v1/models", headers={"host": host})).status_code == 401
 
 
+OURS = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "mine.example", "Mine.example.:80")
+FOREIGN = ("evil.example", "evil.example:8000", "localhost.evil.example", "evil@localhost", "", "127.0.0.1.nip.io")
+
+
+async def test_only_a_request_under_a_known_name_is_answered() -> None:
+    async with client_of(ScriptedEngine(say("x")), allowed_hosts=frozenset({"mine.example"})) as client:
+        for host in OURS:
+            assert (await client.get("/v1/models", headers={"host": host})).status_code == 200, host
+        for host in FOREIGN:
+            for path in ("/v1/models", "/livez", "/", "/metrics"):
+                response = await client.get(path, headers={"host": host})
+                assert (response.status_code, error_of(response)["code"]) == (403, "host_not_allowed"), host
+
+
+async def test_a_page_of_another_host_can_change_nothing() -> None:
+    async with client_of(ScriptedEngine(say("x")), allowed_hosts=frozenset()) as client:
+        for origin in ("http://evil.example", "null", "http://localhost.evil.example:8000", "localhost"):
+            headers = {"host": "localhost", "origin": origin}
+            response = await client.post("/v1/chat/completions", json=ASK, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (403, "origin_not_allowed"), origin
+            assert (await client.get("/livez", headers=headers)).status_code == 200
+        headers = {"host": "localhost:8000", "origin": "http://127.0.0.1:3000"}
+        assert (await client.post("/v1/chat/completions", json=ASK, headers=headers)).status_code == 200
+
+
 async def test_websockets_are_closed() -> None:
     sent: list[Message] = []
 
