@@ -16,19 +16,18 @@ from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
 from service import __version__
 from service.config import ServiceConfig
-from service.engine import build, room, trained
+from service.engine import build, memory_planner, trained
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.captured import capture_forwards
-from service.engine.cost_cache import Costs
+from service.engine.costs.measuring import costs_at_start
+from service.engine.costs.model import Costs
 from service.engine.dummy import dummy_drafter
 from service.engine.engine import Engine, Vocabulary
 from service.engine.graphs import graphs_for
-from service.engine.kv_pool import slots_for
 from service.engine.learning import Learning
-from service.engine.measuring import costs_at_start
-from service.engine.memory import MemoryPlan, memory_for
-from service.engine.numerics import Numerics, rehearsed_context, rows_are_independent, settle
+from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
+from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
 from service.engine.requests import GenerationRequest
 from service.engine.target import Target
 from service.engine.text_stream import TextStream
@@ -134,10 +133,12 @@ def _loaded(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> 
 def _target(config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None) -> Target:
     """The target with its pool; on a GPU what everything else will need there is set aside first."""
     network, device = weights.model if weights else None, loaded.model.device
-    target = room.target_without_room(loaded, limits, network.config.tap_layers if network else ())
+    target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
-        needs = room.needs_of(target, limits, network, _learning(config, device), captures=_captures(config, device))
+        needs = memory_planner.needs_of(
+            target, limits, network, _learning(config, device), captures=_captures(config, device)
+        )
         plan = MemoryPlan(build.free_bytes(device), needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
@@ -147,19 +148,19 @@ def _target(config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, we
         pool_bytes,
         max_model_len=limits.max_model_len,
         reserve=MAX_NODES,
-        bytes_beside=room.entry_bytes(network) if device.type == "cuda" else 0,
+        bytes_beside=memory_planner.entry_bytes(network) if device.type == "cuda" else 0,
     )
-    room.give_room(target, loaded, num_slots)
+    memory_planner.give_room(target, loaded, num_slots)
     return target
 
 
-def _learning(config: ServiceConfig, device: torch.device) -> room.Learning | None:
+def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.LearningSizes | None:
     learning = config.adaptation
     if not learning.enabled:
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
     kept_texts = learning.held_back_sequences + learning.full_queries + learning.rehearsed_texts
-    return room.Learning(trains_here, learning.window_tokens, learning.target_top, kept_texts)
+    return memory_planner.LearningSizes(trains_here, learning.window_tokens, learning.target_top, kept_texts)
 
 
 def _captures(config: ServiceConfig, device: torch.device) -> bool:
@@ -180,7 +181,7 @@ def _numerics(config: ServiceConfig, target: Target, limits: EngineLimits) -> Nu
             max_nodes=limits.max_budget,
             max_length=limits.max_model_len,
         )
-    return numerics if rows_are_independent(target, context=rehearsed_context(target)) else "tolerant"
+    return numerics if rows_are_independent(target, context=trial_context(target)) else "tolerant"
 
 
 def _costs(
@@ -191,8 +192,8 @@ def _costs(
     drafter_name: str,
     weights: TrainedWeights | None,
 ) -> Costs:
-    def drafter(blocks: int) -> Drafter:
-        return build.make_drafter(drafter_name, target, limits, weights and replace(weights, blocks=blocks))
+    def drafter() -> Drafter:
+        return build.make_drafter(drafter_name, target, limits, weights)
 
     with bar("measuring what a step costs", 1.0) as advance:
         return costs_at_start(
@@ -200,9 +201,8 @@ def _costs(
             drafter,
             folder=config.state_dir / "costs",
             model=f"{loaded.fingerprint} {loaded.model.dtype}",
-            drafter=drafter_name,
+            drafter=f"{drafter_name} {weights.blocks if weights else 1}",
             version=__version__,
-            max_blocks=weights.blocks if weights else 1,
             max_sequences=limits.max_sequences,
             max_model_len=limits.max_model_len,
             max_budget=limits.max_budget,

@@ -19,9 +19,8 @@ from service.bench.gpu_clock import device_seconds
 from service.bench.gpu_figures import Figure
 from service.bench.gpu_plan import Plan
 from service.engine.commit import lay_out
-from service.engine.cost import Point
+from service.engine.costs.measuring import Point, trees_for
 from service.engine.kv_pool import KVShape
-from service.engine.measuring import trees_for
 from service.engine.rows import Chain, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
 

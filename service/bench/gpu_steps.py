@@ -14,8 +14,7 @@ from service.bench.gpu_clock import copy_bandwidth, device_seconds, wall_seconds
 from service.bench.gpu_figures import Figure
 from service.bench.gpu_plan import Plan
 from service.engine.budget import FixedBudget
-from service.engine.cost import Point
-from service.engine.measuring import Stage
+from service.engine.costs.measuring import Point, Stage
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 
@@ -64,7 +63,7 @@ def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
         rows = stage.place(point)
         run = partial(target.forward, rows, stage.table)
         seconds = device_seconds(run, device, repeats=plan.repeats)
-        stage.take_away(rows)
+        stage.free(rows)
         at = {"rows": point.rows, "context": point.context, "sequences": point.sequences}
         yield figure("verify", "forward", seconds * 1e3, "ms", **at)
 

@@ -28,10 +28,9 @@ from service.bench.prompts import refuse_too_long
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
-from service.engine.cost_cache import Costs
-from service.engine.draft_cost import FREE
+from service.engine.costs.measuring import measure_costs
+from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
-from service.engine.measuring import measure_costs
 from service.engine.requests import GenerationRequest
 
 _HIT_RATE = 0.8

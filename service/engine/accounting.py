@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drafters.feedback import Query
-from service.engine.cost import CostTable
+from service.engine.costs.model import CostTable
 from service.engine.scheduler import Batch
 from service.engine.sequence import Finish, Sequence
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import Candidates
-from service.engine.cost import CostTable
-from service.engine.draft_cost import FREE, DraftCosts
+from service.engine.costs.model import FREE, CostTable, DraftCosts
 from service.engine.draft_gain import DraftGain
 from service.engine.load import Load, StepOutcome
 from service.engine.shares import allocate_nodes

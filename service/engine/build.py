@@ -11,8 +11,7 @@ from drafters.replays import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
-from service.engine.cost import CostTable
-from service.engine.cost_cache import Costs
+from service.engine.costs.model import Costs, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool

@@ -11,9 +11,7 @@ from collections import defaultdict
 import numpy as np
 
 from drafters.purse import PursesBySize
-from service.engine.cost import CostTable
-from service.engine.cost_online import OnlineCosts
-from service.engine.draft_cost import DraftCosts, OnlineDraftCosts
+from service.engine.costs.model import CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.load import Load, StepOutcome
 
 _FIRST_REFERENCES = 2

@@ -8,8 +8,6 @@ from torch import Tensor
 from kernels import ops
 from service.errors import StartupError
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -79,19 +77,3 @@ class KVPool:
     def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows' keys and values. # places [2, rows]; keys, values [rows, kv_heads, head_dim]"""
         self._store(self._places[index], places, keys, values)
-
-
-def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
-    """Number of slots in so much memory, of which each takes `bytes_beside` elsewhere.
-
-    Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
-    """
-    num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
-    needed = max_model_len + reserve + 1
-    if num_slots < needed:
-        enough_gib = needed * (shape.bytes_per_slot + bytes_beside) / GIB
-        raise StartupError(
-            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
-            f"{needed}: set kv_cache_gib to at least {enough_gib:.2f} or lower max_model_len"
-        )
-    return num_slots

@@ -5,14 +5,16 @@ oneDNN otherwise reorders a bf16 weight at every call, which costs more than the
 rows. Fusing changes no sum: each output column is a product of its own.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels import ops
-from service.engine import instructions
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which decoders keep layers that are applied to one and the same tensor, one after the other."""
@@ -28,6 +30,21 @@ about a thousand of them. Prompts come in all lengths: above a few rows, only mu
 _MOST_TILED_ROWS = 32
 """With AMX, how oneDNN sums a row depends on how many rows there are as soon as there are more than this: verified text
 could differ from plain text in near-ties. More rows are several products."""
+
+
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+
+
+def chosen_isa() -> str:
+    """The most that oneDNN's products may use, by its own variable."""
+    return os.environ.get(_ISA_VARIABLE, "all")
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether oneDNN may multiply bf16 by AMX: many times as fast for many rows."""
+    limit = chosen_isa().upper()
+    return torch.cpu._is_amx_tile_supported() and (limit in ("ALL", "DEFAULT") or "AMX" in limit)
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -47,7 +64,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
         rows = x.numel() // x.shape[-1]
-        if instructions.has_tiles():
+        if has_tiles():
             return self._product(x) if rows <= _MOST_TILED_ROWS else self._products(x)
         missing = -rows % _ROW_STEP if rows > _FEW_ROWS else 0
         if missing:
@@ -170,3 +187,57 @@ def _fuse(parent: nn.Module, names: Sequence[str], make: MakeProduct) -> int:
     for index, name in enumerate(names):
         setattr(parent, name, LinearPart(fused, index))
     return len(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One packed product and the names of the layers that it holds, in order."""
+
+    product: PackedLinear
+    names: tuple[str, ...]
+
+    def joined(self, weights: Mapping[str, Tensor], kind: str) -> Tensor:
+        parts = [weights[f"{name}.{kind}"] for name in self.names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def repacking(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
+    """How weights, by their names before anything was packed, reach this model.
+
+    The first call makes them ready and may come from any thread; what it returns is for the thread that computes.
+    """
+    places = _places(model)
+    biased = {name for place in places for name in place.names if place.product.bias is not None}
+    plain = {name: value for name, value in model.named_parameters() if name.removesuffix(".bias") not in biased}
+
+    @torch.no_grad()
+    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
+        ready = [packed(place.joined(weights, "weight")) for place in places]
+        biases = [None if place.product.bias is None else place.joined(weights, "bias") for place in places]
+
+        @torch.no_grad()
+        def write() -> None:
+            for place, weight, bias in zip(places, ready, biases, strict=True):
+                place.product.packed = weight
+                if place.product.bias is not None and bias is not None:
+                    place.product.bias.copy_(bias)
+            for name, value in plain.items():
+                value.copy_(weights[name])
+
+        return write
+
+    return prepare
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    single = [_Place(module, (name,)) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    together: dict[FusedLinears, dict[int, str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearPart):
+            together.setdefault(module.fused, {})[module.index] = name
+    return single + [_joined(group, names) for group, names in together.items()]
+
+
+def _joined(group: FusedLinears, names: Mapping[int, str]) -> _Place:
+    assert isinstance(group.product, PackedLinear), "drafters are fused only where they are packed"
+    return _Place(group.product, tuple(names[index] for index in sorted(names)))

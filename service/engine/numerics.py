@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
-from service.engine.rehearsal import Rehearsal
 from service.engine.rows import Chain
 from service.engine.target import Target
+from service.engine.trial import Trial
 
 Numerics = Literal["exact", "tolerant"]
 
@@ -31,7 +31,7 @@ def settle(target: Target) -> Numerics:
     When none does, rows are left unpadded and the answer is "tolerant": text may then differ between runs in rare
     near-ties, as it does in other servers.
     """
-    context = rehearsed_context(target)
+    context = trial_context(target)
     for multiple in ROW_MULTIPLES:
         target.row_multiple = multiple
         if rows_are_independent(target, context=context):
@@ -40,41 +40,41 @@ def settle(target: Target) -> Numerics:
     return "tolerant"
 
 
-def rehearsed_context(target: Target) -> int:
+def trial_context(target: Target) -> int:
     """The longest text, up to what is worth while, of which three fit into the target's pool."""
     return min(_CONTEXT, (target.pool.num_slots - 1 - _STEPS - 2 * (_STEPS + _BRANCHES)) // 3)
 
 
 def rows_are_independent(target: Target, *, context: int = _CONTEXT, steps: int = _STEPS) -> bool:
     """Compare one-row decoding with trees beside another sequence, after other prompt chunkings: bits must agree."""
-    rehearsal = Rehearsal(target, lines=3, max_length=context + 2 * steps + 2)
-    tokens = rehearsal.random_tokens(context + steps)
-    rehearsal.read(0, tokens[:context], chunk=context)
-    alone = [rehearsal.decode(0, tokens[context + step], context + step) for step in range(steps)]
+    trial = Trial(target, lines=3, max_length=context + 2 * steps + 2)
+    tokens = trial.random_tokens(context + steps)
+    trial.read(0, tokens[:context], chunk=context)
+    alone = [trial.decode(0, tokens[context + step], context + step) for step in range(steps)]
     for line, chunk in ((1, 7), (2, 33)):
-        rehearsal.read(line, tokens[:context], chunk=chunk)
-    together = _verified_paths(rehearsal, tokens, context, steps)
+        trial.read(line, tokens[:context], chunk=chunk)
+    together = _verified_paths(trial, tokens, context, steps)
     return all(torch.equal(a, b) for pair in together for a, b in zip(alone, pair, strict=True))
 
 
-def _verified_paths(rehearsal: Rehearsal, tokens: Sequence[int], context: int, steps: int) -> list[list[Tensor]]:
+def _verified_paths(trial: Trial, tokens: Sequence[int], context: int, steps: int) -> list[list[Tensor]]:
     """Logits along the true text when it is one path among random branches, for two sequences in one forward."""
     path = list(tokens[context + 1 : context + steps])
-    trees = [_tree_around(path, rehearsal), _tree_around(path, rehearsal)]
+    trees = [_tree_around(path, trial), _tree_around(path, trial)]
     tree = DraftTree.concatenated([t for t, _ in trees])
     roots = [Chain(line, context, [tokens[context]], completes=True) for line in (1, 2)]
-    logits = rehearsal.verify(roots, tree)
+    logits = trial.verify(roots, tree)
     return [[part[0], *part[1 + places]] for part, (_, places) in zip(logits, trees, strict=True)]
 
 
-def _tree_around(path: Sequence[int], rehearsal: Rehearsal) -> tuple[DraftTree, Tensor]:
+def _tree_around(path: Sequence[int], trial: Trial) -> tuple[DraftTree, Tensor]:
     """A tree that holds `path` and random branches in random order, parents first; and the path's node indices."""
-    generator, nodes = rehearsal.generator, len(path) + _BRANCHES
+    generator, nodes = trial.generator, len(path) + _BRANCHES
     places = torch.randperm(nodes, generator=generator)[: len(path)].sort().values
-    tokens = torch.tensor(rehearsal.random_tokens(nodes))
+    tokens = torch.tensor(trial.random_tokens(nodes))
     tokens[places] = torch.tensor(path)
     earlier = torch.arange(nodes).clamp(max=_SHALLOW) + 1
     parents = (torch.rand(nodes, generator=generator) * earlier).long() + ROOT
     parents[places] = torch.cat([torch.tensor([ROOT]), places[:-1]])
-    device = rehearsal.target.device
+    device = trial.target.device
     return DraftTree.of(tokens[None], parents[None]).to(device), places.to(device)

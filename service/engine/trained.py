@@ -15,7 +15,7 @@ from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.weights import VOCABULARY, weights_of
 from service.engine import linear
-from service.engine.repack import repacking
+from service.engine.linear import repacking
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 

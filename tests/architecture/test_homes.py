@@ -16,7 +16,7 @@ from tests.architecture.rules import (
 )
 
 # The configuration, and the one switch that oneDNN offers nowhere else.
-READERS = {"service.config", "service.engine.instructions"}
+READERS = {"service.config", "service.engine.linear"}
 HOMES = {"prometheus_client": "service.metrics", "redis": "adaptation.replicas.redis_store"}
 
 

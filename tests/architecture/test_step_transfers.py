@@ -10,9 +10,9 @@ from tests.architecture.rules import ROOT, device_transfers, module_name, module
 OUTSIDE_THE_STEP = frozenset(
     {
         "service.engine.build",  # puts the engine together
-        "service.engine.cost",  # measures the cost table
+        "service.engine.costs.measuring",  # measures the cost table
         "service.engine.numerics",  # the self-check
-        "service.engine.rehearsal",  # the forwards those two make
+        "service.engine.trial",  # the forwards those two make
         "service.engine.weights",  # loads the target
     }
 )

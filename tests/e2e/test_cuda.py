@@ -15,7 +15,7 @@ from service.assembly import Assembly, assemble
 from service.bench.lossless import check
 from service.bench.lossless_report import built_in_prompts
 from service.config import ServiceConfig
-from service.engine.memory import memory_for
+from service.engine.memory_planner import memory_for
 from service.engine.requests import SamplingParams
 from service.engine.streams import serving
 from service.errors import StartupError

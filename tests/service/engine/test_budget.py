@@ -8,7 +8,7 @@ import torch
 
 from drafters.tree import Candidates, DraftTree
 from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, PerBatchSizeBudget
-from service.engine.cost import CostTable
+from service.engine.costs.model import CostTable
 
 torch.set_num_threads(1)
 

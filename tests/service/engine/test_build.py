@@ -8,10 +8,9 @@ from drafters.none import NoDrafter
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.build import EngineLimits
-from service.engine.cost_cache import Costs
-from service.engine.draft_cost import FREE
+from service.engine.costs.measuring import measure_costs
+from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Vocabulary
-from service.engine.measuring import measure_costs
 from service.engine.numerics import settle
 from service.engine.objective import Latency, Throughput
 from tests.service.engine.harness import LIMITS, alone, greedy, text_streams, tiny_target

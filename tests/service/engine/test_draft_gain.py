@@ -10,8 +10,7 @@ import torch
 from drafters.recalibration import Recalibration
 from drafters.tree import DraftTree
 from service.engine.budget import CostBudget, Load
-from service.engine.cost import CostTable
-from service.engine.draft_cost import DraftCosts
+from service.engine.costs.model import CostTable, DraftCosts
 from service.engine.load import StepOutcome
 
 torch.set_num_threads(1)
@@ -51,7 +50,7 @@ class World:
         follow_seconds: float = 0.0,
         one_reads: bool = False,
     ) -> None:
-        drafts = DraftCosts(blocks=np.ones(1), batches=np.ones(1), seconds=np.array([[DRAFT_SECONDS]]))
+        drafts = DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS]))
         self.policy = CostBudget(table(error), drafts)
         self.recalibration = Recalibration()
         self.rng = random.Random(0)

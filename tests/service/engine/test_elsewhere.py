@@ -13,11 +13,10 @@ from kernels import ops
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
-from service.engine.cost import Point
+from service.engine.costs.measuring import Point, Stage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.graphs import Rerun
 from service.engine.kv_pool import KVPool
-from service.engine.measuring import Stage
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
 from service.engine.trained import embed_with

@@ -11,7 +11,7 @@ from drafters.merged.drafter import MergedDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.cost import CostTable
+from service.engine.costs.model import CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
 from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine

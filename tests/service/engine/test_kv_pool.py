@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from service.engine.kv_pool import GIB, KVPool, KVShape, slots_for
+from service.engine.kv_pool import KVPool, KVShape
 from service.errors import StartupError
 
 SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -29,21 +29,6 @@ def test_values_are_stored_in_the_type_of_the_pool() -> None:
     keys = torch.randn(1, 2, 4, dtype=torch.bfloat16)
     pool.write(0, pool.places(torch.tensor([1])), keys, keys)
     assert torch.equal(pool.layer(0)[0, 1], keys[0].float())
-
-
-@pytest.mark.parametrize("spare", [0, 1, 1000])
-def test_memory_becomes_slots(spare: int) -> None:
-    needed = 100 + 64 + 1
-    pool_bytes = (needed + spare) * SHAPE.bytes_per_slot + SHAPE.bytes_per_slot - 1
-    assert slots_for(SHAPE, pool_bytes, max_model_len=100, reserve=64) == needed + spare
-
-
-def test_too_little_memory_names_what_would_do() -> None:
-    big = KVShape(num_layers=30, kv_heads=8, head_dim=128, dtype=torch.float32)
-    with pytest.raises(StartupError, match="kv_cache_gib to at least") as caught:
-        slots_for(big, GIB, max_model_len=8192, reserve=64)
-    enough = float(str(caught.value).split("at least ")[1].split()[0])
-    assert slots_for(big, int((enough + 0.01) * GIB), max_model_len=8192, reserve=64) >= 8192 + 64 + 1
 
 
 def test_other_shapes_are_refused() -> None:

@@ -1,8 +1,11 @@
 """Packed linear layers: the products of plain ones, in every shape, without the plain weights."""
 
+import copy
+import threading
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from service.engine.linear import (
     FEWEST_ROWS,
@@ -10,8 +13,10 @@ from service.engine.linear import (
     PlannedLinear,
     can_pack,
     fewest_rows,
+    has_tiles,
     pack_linears,
     plan_linears,
+    repacking,
 )
 
 torch.set_num_threads(1)
@@ -147,3 +152,108 @@ def test_layers_of_different_inputs_are_not_joined() -> None:
     assert plan_linears(model) == 2
     assert isinstance(model.gate_proj, PlannedLinear)
     assert isinstance(model.up_proj, PlannedLinear)
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [
+        (None, True),
+        ("ALL", True),
+        ("default", True),
+        ("AVX512_CORE_AMX", True),
+        ("avx10_1_512_amx_fp16", True),
+        ("AVX512_CORE_FP16", False),
+        ("AVX2", False),
+    ],
+)
+def test_a_limit_below_them_counts(limit: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    else:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert has_tiles.__wrapped__() is allowed
+
+
+def test_a_cpu_without_them_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not has_tiles.__wrapped__()
+
+
+HIDDEN = 96
+
+
+class Layers(nn.Module):
+    """Every kind of layer that is packed, or not, with and without bias."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=bias)
+        self.k_proj = nn.Linear(HIDDEN, 32, bias=bias)
+        self.v_proj = nn.Linear(HIDDEN, 32, bias=bias)
+        self.head = nn.Sequential(nn.Linear(HIDDEN, 64), nn.SiLU(), nn.Linear(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head(x)], dim=-1)
+
+
+def layers(seed: int, bias: bool = True) -> Layers:
+    torch.manual_seed(seed)
+    model = Layers(bias).to(torch.bfloat16).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    return model
+
+
+def weights_by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def repacked(model: Layers) -> Layers:
+    loaded = copy.deepcopy(model)
+    assert pack_linears(loaded) == 5
+    return loaded
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_products_are_those_of_a_fresh_load(bias: bool, rows: int) -> None:
+    served, new = repacked(layers(1, bias)), layers(2, bias)
+    x = torch.randn(rows, HIDDEN).to(torch.bfloat16)
+    before = served(x)
+    write = repacking(served)(weights_by_name(new))
+    assert torch.equal(served(x), before)
+    write()
+    assert torch.equal(served(x), repacked(new)(x))
+    assert not torch.equal(served(x), before)
+
+
+@needs_bf16
+def test_weights_made_ready_by_a_thread_with_other_threads_are_the_same() -> None:
+    served, new = repacked(layers(1)), layers(2)
+    x = torch.randn(5, HIDDEN).to(torch.bfloat16)
+    usual = torch.get_num_threads()
+
+    def exchange() -> None:
+        torch.set_num_threads(2)
+        repacking(served)(weights_by_name(new))()
+        torch.set_num_threads(usual)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join()
+    assert torch.equal(served(x), repacked(new)(x))
+
+
+@needs_bf16
+def test_what_was_brought_may_change_afterwards() -> None:
+    served, new = repacked(layers(1)), layers(2)
+    brought = weights_by_name(new)
+    repacking(served)(brought)()
+    x = torch.randn(3, HIDDEN).to(torch.bfloat16)
+    for value in brought.values():
+        value.zero_()
+    assert torch.equal(served(x), repacked(new)(x))

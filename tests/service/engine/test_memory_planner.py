@@ -13,13 +13,28 @@ from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.weights import weights_of
+from service.config import GIB
 from service.engine.build import EngineLimits
-from service.engine.memory import GIB, MemoryPlan, Need, feedback_bytes, memory_for, total_bytes, training_bytes
-from service.engine.room import Learning, entry_bytes, give_room, needs_of, target_without_room
+from service.engine.kv_pool import KVShape
+from service.engine.memory_planner import (
+    LearningSizes,
+    MemoryPlan,
+    Need,
+    entry_bytes,
+    feedback_bytes,
+    give_room,
+    memory_for,
+    needs_of,
+    slots_for,
+    target_without_room,
+    total_bytes,
+    training_bytes,
+)
 from service.errors import StartupError
 from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny
 
+KV_SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
 LIMITS = EngineLimits(max_model_len=400, max_sequences=4, prefill_chunk=64, max_budget=8)
 
 
@@ -38,14 +53,14 @@ def test_too_little_names_what_to_lower() -> None:
 def test_more_than_is_left_is_refused() -> None:
     plan = MemoryPlan(5 * GIB, (Need("this", 3 * GIB, "lower a"),))
     plan.check(2 * GIB)
-    with pytest.raises(StartupError, match=r"2\.00 GiB .* are left beside 3\.00 GiB for this: lower kv_cache_gib$"):
+    with pytest.raises(StartupError, match=r"2\.00 GiB .* are left beside 3\.00 GiB for this: lower kv_cache$"):
         plan.check(2 * GIB + 1)
 
 
 def test_a_refusal_of_the_device_names_what_to_lower() -> None:
     with (
-        pytest.raises(StartupError, match=r"no memory left for the pool: lower kv_cache_gib$"),
-        memory_for("the pool", "lower kv_cache_gib"),
+        pytest.raises(StartupError, match=r"no memory left for the pool: lower kv_cache$"),
+        memory_for("the pool", "lower kv_cache"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -96,7 +111,7 @@ def test_feedback_tables_are_as_large_as_foreseen() -> None:
 
 def test_every_need_is_named_once_with_a_remedy() -> None:
     target = target_without_room(loaded_tiny("llama"), LIMITS, (0, 2))
-    learning = Learning(trains_here=True, window_tokens=32, top=8, kept_texts=5)
+    learning = LearningSizes(trains_here=True, window_tokens=32, top=8, kept_texts=5)
     needs = needs_of(target, LIMITS, tiny_drafter(), learning, captures=True)
     assert [need.what for need in needs] == [
         "a step's activations",
@@ -109,7 +124,7 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
     ]
     assert needs[1].num_bytes == 4 * 9 * VOCAB_SIZE * 16
     assert all(need.lower for need in needs)
-    elsewhere = needs_of(target, LIMITS, tiny_drafter(), Learning(False, 32, 8, 5), captures=False)
+    elsewhere = needs_of(target, LIMITS, tiny_drafter(), LearningSizes(False, 32, 8, 5), captures=False)
     recorded = [next(need.num_bytes for need in every if "recorded" in need.what) for every in (needs, elsewhere)]
     assert recorded[0] * LIMITS.max_sequences == recorded[1] * (LIMITS.max_sequences + 5)
     assert {need.what for need in needs} - {need.what for need in elsewhere} == {
@@ -132,3 +147,18 @@ def test_a_drafter_takes_its_own_share_of_a_slot() -> None:
     config = model.config
     expected = config.num_layers * 2 * config.block_size * model.kv_heads * model.head_dim * 4
     assert (entry_bytes(model), entry_bytes(None)) == (expected, 0)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 1000])
+def test_memory_becomes_slots(spare: int) -> None:
+    needed = 100 + 64 + 1
+    pool_bytes = (needed + spare) * KV_SHAPE.bytes_per_slot + KV_SHAPE.bytes_per_slot - 1
+    assert slots_for(KV_SHAPE, pool_bytes, max_model_len=100, reserve=64) == needed + spare
+
+
+def test_too_little_memory_names_what_would_do() -> None:
+    big = KVShape(num_layers=30, kv_heads=8, head_dim=128, dtype=torch.float32)
+    with pytest.raises(StartupError, match="kv_cache to at least") as caught:
+        slots_for(big, GIB, max_model_len=8192, reserve=64)
+    enough = float(str(caught.value).split("at least ")[1].split("GiB")[0])
+    assert slots_for(big, int((enough + 0.01) * GIB), max_model_len=8192, reserve=64) >= 8192 + 64 + 1

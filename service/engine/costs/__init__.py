@@ -1,0 +1,1 @@
+"""What steps cost on this machine: predicted, corrected while serving, measured at start-up."""

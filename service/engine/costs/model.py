@@ -1,0 +1,195 @@
+"""What verifying and drafting cost: a table measured at start-up, and how far the machine is from it now.
+
+Tables live on the host, in numpy: a prediction is a few microseconds there and a dozen launches on a device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Seconds of one forward on a grid; between its points cost is interpolated, beyond them extended linearly."""
+
+    sequences: FloatArray  # [sequence points], rising
+    contexts: FloatArray  # [context points], rising
+    rows: FloatArray  # [row points], rising
+    seconds: FloatArray  # [sequence points, context points, row points]
+
+    def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
+        """Predicted seconds of forwards of so many rows, at a mean context length per sequence. # [n] -> [n]"""
+        return along(self.rows, self.curve(context, sequences), rows)
+
+    def curve(self, context: float, sequences: int) -> FloatArray:
+        """Seconds at the row points. # -> [row points]"""
+        # What is extended beyond the last point can fall, in the end below zero.
+        by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
+        rising: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        return rising
+
+
+def table_of(sequences: Sequence[int], contexts: Sequence[int], rows: Sequence[int], seconds: FloatArray) -> CostTable:
+    """A table made monotonic along every axis. # seconds [sequence points, context points, row points]"""
+    for axis in range(3):
+        seconds = rising(seconds, axis)
+    return CostTable(
+        sequences=np.asarray(sequences, dtype=np.float64),
+        contexts=np.asarray(contexts, dtype=np.float64),
+        rows=np.asarray(rows, dtype=np.float64),
+        seconds=seconds,
+    )
+
+
+def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
+    """Each value at most as large as those after it: noise only adds, so nothing takes longer than more of it did."""
+    made: FloatArray = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+    return made
+
+
+def along(points: FloatArray, curve: FloatArray, values: FloatArray) -> FloatArray:
+    """The curve at these values. # points, curve [points], values [n] -> [n]"""
+    inside: FloatArray = np.interp(values, points, curve)
+    if points.shape[0] == 1:
+        return inside
+    slope = float((curve[-1] - curve[-2]) / (points[-1] - points[-2]))
+    beyond: FloatArray = np.maximum(0.0, values - points[-1])
+    return inside + slope * beyond
+
+
+def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray:
+    """Values interpolated along their first axis. # values [points, ...] -> [...]"""
+    if points.shape[0] == 1:
+        only: FloatArray = values[0]
+        return only
+    above = min(max(int(np.searchsorted(points, value)), 1), points.shape[0] - 1)
+    share = max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
+    between: FloatArray = values[above - 1] * (1 - share) + values[above] * share
+    return between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """Seconds of drafting one tree for each sequence of a batch."""
+
+    batches: FloatArray  # [batch points], rising
+    seconds: FloatArray  # [batch points]
+
+    def draft_seconds(self, batch: int) -> float:
+        return float(np.interp(batch, self.batches, self.seconds))
+
+
+FREE = DraftCosts(batches=np.ones(1), seconds=np.zeros(1))
+"""Of a drafter that was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured at start-up."""
+
+    verify: CostTable
+    drafts: DraftCosts
+
+
+_PER_OCTAVE = 2
+_POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # shapes at 1, 1.4, 2, 2.8, 4, ... 2048 rows
+_DEVIATION = 0.2  # of a shape from the table, as a logarithm
+_OCTAVES = 2.0  # over which deviations are alike: they correlate by e^-1
+_NOISE = 0.5  # of one forward's logarithm, its share of the day's changes included
+_FORGETTING = 0.01  # of what is known, per forward
+_PRIOR = _DEVIATION**2 * np.exp(-np.abs(_POINTS[:, None] - _POINTS) / _OCTAVES)
+_DAY_RATE = 0.1  # of an error, to the day, where the shape is known
+_MOST_SURPRISE = 0.5  # natural logarithm: one hiccup does not move a prediction by more than a tenth
+
+
+class OnlineCosts:
+    """A cost table corrected while serving, by rows and by the size of the batch in powers of two:
+
+        log seconds = log table(rows, context, sequences) + day + shape[sequences](rows)
+
+    The day follows every forward quickly and is common to all; shapes follow slowly, each by the batches of its size
+    alone (docs/decisions/0050).
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self._rows = table.rows
+        self._curve = lru_cache(maxsize=2)(table.curve)  # a step asks several times for the same
+        self._day = 0.0
+        self._shapes: dict[int, _Shape] = {}
+        self._newest = _Shape(np.zeros_like(_POINTS))
+
+    def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
+        """Corrected seconds of forwards of so many rows, which must rise. # [n] -> [n]"""
+        shape = self._shapes.get(sequences.bit_length(), self._newest)
+        table = along(self._rows, self._curve(context, sequences), rows)
+        # What more rows were seen to take, fewer cannot exceed, even if nobody has run them lately.
+        return rising(table * np.exp(self._day + shape.at(rows)))
+
+    def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
+        """Take in what a forward took; returns what had been predicted."""
+        predicted = float(self.verify_seconds(np.array([float(rows)]), context, sequences)[0])
+        if seconds <= 0.0 or predicted <= 0.0:
+            return predicted
+        surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
+        # A size of batch begins with the shape of the last one.
+        self._newest = self._shapes.setdefault(sequences.bit_length(), _Shape(self._newest.logs))
+        self._day += _DAY_RATE * surprise * self._newest.correct(rows, surprise)
+        return predicted
+
+
+class _Shape:
+    """The logarithm of what the table's predictions are multiplied by on an ordinary day, and how sure it is: a
+    Gaussian process over the logarithm of rows (Rasmussen, Williams, "Gaussian processes for machine learning", 2006,
+    section 2.2).
+
+    Legend: points = numbers of rows at which it is kept; between them it is interpolated.
+    """
+
+    def __init__(self, logs: FloatArray) -> None:
+        self.logs = logs.copy()  # [points]
+        self._covariance = _PRIOR.copy()  # [points, points]
+
+    def at(self, rows: FloatArray) -> FloatArray:
+        """# [n] -> [n]"""
+        logs: FloatArray = np.interp(np.log2(np.maximum(rows, 1.0)), _POINTS, self.logs)
+        return logs
+
+    def correct(self, rows: int, surprise: float) -> float:
+        """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
+        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - math.log2(max(rows, 1))))
+        shared = self._covariance @ near
+        variance = float(near @ shared)
+        known = 1.0 - variance / float(near @ _PRIOR @ near)
+        gain = shared / (variance + _NOISE**2)
+        self.logs += gain * surprise
+        learnt = self._covariance - np.outer(gain, shared)
+        self._covariance = (1.0 - _FORGETTING) * learnt + _FORGETTING * _PRIOR
+        return known
+
+
+_DRAFT_RATE = 0.1
+_MOST_TIMES = 4.0  # what was expected: one hiccup must not pass for the price of drafting
+
+
+class OnlineDraftCosts:
+    """Drafting seconds as they are now, by powers of two of the batch; starts from what was measured."""
+
+    def __init__(self, costs: DraftCosts) -> None:
+        self._costs = costs
+        self._seconds: dict[int, float] = {}
+
+    def draft_seconds(self, batch: int) -> float:
+        return self._seconds.get(batch.bit_length(), self._costs.draft_seconds(batch))
+
+    def learn(self, batch: int, seconds: float) -> float:
+        """Take in what drafting took; returns the same without what a hiccup added."""
+        expected = self.draft_seconds(batch)
+        likely = min(seconds, _MOST_TIMES * expected) if expected > 0 else seconds
+        self._seconds[batch.bit_length()] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
+        return likely

@@ -1,0 +1,218 @@
+"""Device memory, shared out before anything is served: what everything else will need is set aside first, and keys and
+values get a share of the rest. Nothing grows while serving. On a CPU nothing is measured: the pool's size is a setting.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from drafters.specblock.model import HEADS, SpecBlock
+from drafters.tree import MAX_NODES
+from service.config import GIB
+from service.engine.build import EngineLimits, build_target
+from service.engine.captured import ROWS
+from service.engine.kv_pool import KVPool, KVShape
+from service.engine.rows import Chain
+from service.engine.target import Target
+from service.engine.trial import Trial
+from service.engine.weights import LoadedModel
+from service.errors import StartupError
+
+_SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask of each, in fp32
+_SCORED_BLOCKS = 16  # four begun at once, as log-probabilities, with noise, sorted, and the tree's noise itself
+_SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory that something will take once the key/value pool stands."""
+
+    what: str
+    num_bytes: int
+    lower: str  # what an operator can do about it
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What is free, and what of it is spoken for."""
+
+    free_bytes: int
+    needs: tuple[Need, ...]
+
+    @property
+    def left_bytes(self) -> int:
+        """What keys and values can have. Raises StartupError when there is nothing."""
+        left = self.free_bytes - sum(need.num_bytes for need in self.needs)
+        if left <= 0:
+            largest = max(self.needs, key=lambda need: need.num_bytes)
+            raise StartupError(
+                f"{_gib(self.free_bytes)} of device memory are free beside the weights, but {self.described()} are "
+                f"needed: {largest.lower}"
+            )
+        return left
+
+    def check(self, pool_bytes: int) -> None:
+        """Raise StartupError when keys and values are to have more than is left."""
+        if pool_bytes > self.left_bytes:
+            raise StartupError(
+                f"{_gib(pool_bytes)} for keys and values are more than the {_gib(self.left_bytes)} of device memory "
+                f"that are left beside {self.described()}: lower kv_cache"
+            )
+
+    def described(self) -> str:
+        """Every need, largest first."""
+        by_size = sorted(self.needs, key=lambda need: -need.num_bytes)
+        return ", ".join(f"{_gib(need.num_bytes)} for {need.what}" for need in by_size)
+
+
+def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
+    """Number of slots in so much memory, of which each takes `bytes_beside` elsewhere.
+
+    Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
+    """
+    num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
+    needed = max_model_len + reserve + 1
+    if num_slots < needed:
+        raise StartupError(
+            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
+            f"{needed}: set kv_cache to at least {needed * (shape.bytes_per_slot + bytes_beside) / GIB:.2f}GiB "
+            "or lower max_model_len"
+        )
+    return num_slots
+
+
+@contextmanager
+def memory_for(what: str, lower: str) -> Iterator[None]:
+    """Turn a device's refusal into a StartupError that names what was being made room for and what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"the device has no memory left for {what}: {lower}") from error
+
+
+def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: tuple[int, ...]) -> Target:
+    """A target whose pool holds one prompt chunk, to measure with; it gets its own by `give_room`."""
+    with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
+        return build_target(loaded, _trial_rows(limits) + 1, tap_layers=tap_layers)
+
+
+def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
+    """Replace the pool by the one to serve with. Raises StartupError."""
+    with memory_for(f"keys and values of {num_slots} tokens", "lower kv_cache"):
+        target.pool = KVPool(loaded.kv_shape, num_slots, target.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningSizes:
+    """What learning will hold on the target's device."""
+
+    trains_here: bool
+    window_tokens: int
+    top: int
+    kept_texts: int  # of queries that have ended, to learn from or to judge by
+
+
+def needs_of(
+    target: Target, limits: EngineLimits, network: SpecBlock | None, learning: LearningSizes | None, *, captures: bool
+) -> tuple[Need, ...]:
+    """Everything but keys and values that will still be asked of the target's device."""
+    logits = limits.max_sequences * (1 + min(limits.max_budget, MAX_NODES)) * target.vocab_size
+    needs = [
+        Need("a step's activations", _measured(target, _trial_rows(limits)), "lower prefill_chunk"),
+        Need("choosing tokens", logits * _SCORE_BYTES, "lower max_sequences or max_budget"),
+        Need("what libraries keep", _SPARE_BYTES, "use a device with more memory"),
+    ]
+    if captures:
+        kept = ROWS[-1] * target.vocab_size * target.model.dtype.itemsize
+        needs.append(Need("captured forwards", _measured(target, ROWS[-1]) + kept, "set graphs to off"))
+    if captures and network is not None:
+        growth = _window_bytes(limits, network) + _proposal_bytes(limits, network)
+        needs.append(Need("the drafter's captured forwards", growth, "lower max_sequences"))
+    if network is not None and learning is not None:
+        needs += _learning_needs(limits, network, learning)
+    return tuple(needs)
+
+
+def entry_bytes(network: SpecBlock | None) -> int:
+    """Bytes per slot of the drafter's own keys and values."""
+    if network is None:
+        return 0
+    config = network.config
+    return config.num_layers * 2 * config.entries * network.kv_heads * network.head_dim * network.dtype.itemsize
+
+
+def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) -> int:
+    """What a learner of so many weights holds on its device while it updates.
+
+    In fp32: masters, anchor, gradients, two moments for each arm, the copies of masters and moments that an update is
+    undone from, and where it exchanges tokens, another copy of the masters and the rows of the head three times. As
+    they are served: replica, served, staged and previous weights.
+    """
+    masters, anchor, gradients, undo, exchanged = (4 * num_weights for _ in range(5))
+    moments, rows = 8 * (num_weights + num_head_weights), 12 * num_head_weights
+    return masters + anchor + gradients + undo + exchanged + rows + moments + 8 * num_weights + 4 * serving_bytes
+
+
+def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
+    """The tables in which running sequences collect what may be learnt from them."""
+    per_place = (width + hidden) * itemsize + 6 * top + 8 + 8 + 4 + 1
+    return max_sequences * places * per_place
+
+
+def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _window_bytes(limits: EngineLimits, network: SpecBlock) -> int:
+    """Keys and values of every sequence's window in fp32, gathered, and joined with those of the tree."""
+    window = limits.max_sequences * network.config.trained_length
+    return 2 * 2 * window * network.kv_heads * network.head_dim * 4
+
+
+def _proposal_bytes(limits: EngineLimits, network: SpecBlock) -> int:
+    """Scores of the blocks begun at once and the noise behind the roots, in fp32."""
+    positions = limits.max_sequences * network.config.block_size
+    return positions * _SCORED_BLOCKS * network.config.draft_vocab_size * 4
+
+
+def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: LearningSizes) -> list[Need]:
+    config, itemsize = network.config, network.dtype.itemsize
+    tables = feedback_bytes(
+        max_sequences=limits.max_sequences + (learning.kept_texts if learning.trains_here else 0),
+        places=learning.window_tokens,
+        width=len(config.tap_layers) * config.hidden_size,
+        hidden=config.hidden_size,
+        top=learning.top,
+        itemsize=itemsize,
+    )
+    needs = [Need("what is recorded of texts", tables, "lower max_sequences or adaptation.window_tokens")]
+    if learning.trains_here:
+        heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
+        weights = sum(value.numel() for value in network.parameters())
+        copies = training_bytes(weights, heads, total_bytes(list(network.parameters())))
+        needs.append(Need("training", copies, "set adaptation.train_device to another device"))
+    return needs
+
+
+def _trial_rows(limits: EngineLimits) -> int:
+    return min(max(limits.prefill_chunk, ROWS[-1]) + limits.max_sequences, limits.max_model_len)
+
+
+@torch.inference_mode()
+def _measured(target: Target, rows: int) -> int:
+    """Bytes that a chain of so many rows takes while it runs; 0 on a CPU."""
+    rows, device = min(rows, target.pool.num_slots - 1), target.device
+    trial, chain = Trial(target, lines=1, max_length=rows), Chain(0, 0, [0] * rows, completes=True)
+    placed, before = trial.place([chain]), 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    with memory_for("a step's activations", "lower prefill_chunk"):
+        target.forward(placed, trial.table)
+    return max(0, torch.cuda.max_memory_allocated(device) - before) if device.type == "cuda" else 0
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,270 @@
+"""What is measured at start-up: usable tables, nothing left behind; kept for the very same machine and model."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.lookup.drafter import LookupDrafter
+from drafters.protocol import Drafter
+from service.engine.costs import measuring
+from service.engine.costs.measuring import (
+    CostKey,
+    Point,
+    cached_or_measured,
+    costs_at_start,
+    measure_costs,
+    measure_drafts,
+    measure_grid,
+    read,
+    this_machine,
+    write,
+)
+from service.engine.costs.model import Costs, CostTable, DraftCosts
+from tests.service.engine.harness import tiny_target
+from tests.tiny_models import loaded_tiny
+
+torch.set_num_threads(1)
+
+KEY = CostKey(
+    machine="m x 2", device="cpu", model="abc", drafter="lookup 1", threads=1, rows="4 1", sizes="8 512", version="1"
+)
+COSTS = Costs(
+    CostTable(
+        sequences=np.array([1.0, 4.0]),
+        contexts=np.array([128.0]),
+        rows=np.array([1.0, 8.0]),
+        seconds=np.array([[[0.1, 1 / 3]], [[0.2, 0.5]]]),
+    ),
+    DraftCosts(batches=np.array([1.0, 4.0]), seconds=np.array([0.01, 0.02])),
+)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that moves only when somebody adds to it."""
+    now = [0.0]
+    monkeypatch.setattr("service.engine.costs.measuring.time.perf_counter", lambda: now[0])
+    return now
+
+
+def measured(run: Callable[[Point], None], rows: tuple[int, ...], contexts: tuple[int, ...]) -> CostTable:
+    """The table of one sequence, for which everything is possible."""
+    return measure_grid(run, (1,), contexts, rows, most_rows=lambda sequences: max(rows))
+
+
+def test_measuring_fills_the_grid(clock: list[float]) -> None:
+    def run(point: Point) -> None:
+        clock[0] += point.rows + point.context / 100
+
+    table = measured(run, (1, 2, 4), (100, 300))
+    assert table.seconds.tolist() == [[[2.0, 3.0, 5.0], [4.0, 5.0, 7.0]]]
+    assert (table.rows.tolist(), table.contexts.tolist()) == ([1, 2, 4], [100, 300])
+
+
+def test_noise_never_makes_a_larger_forward_cheaper(clock: list[float]) -> None:
+    noise = itertools.cycle([5.0, 1.0, 3.0, 0.5, 2.0, 7.0, 0.1])
+
+    def run(point: Point) -> None:
+        clock[0] += next(noise)
+
+    seconds = measured(run, (1, 2, 4, 8), (100, 300, 500)).seconds[0]
+    assert (np.diff(seconds, axis=0) >= 0).all()
+    assert (np.diff(seconds, axis=1) >= 0).all()
+
+
+def test_a_single_slow_run_is_forgotten(clock: list[float]) -> None:
+    seconds = iter([0.05, 0.01, 0.09, 0.01])
+
+    def run(point: Point) -> None:
+        clock[0] += next(seconds)
+
+    assert measured(run, (1,), (10,)).seconds.tolist() == [[[pytest.approx(0.01)]]]
+
+
+def test_a_slow_point_drags_no_larger_one_with_it(clock: list[float]) -> None:
+    def run(point: Point) -> None:
+        clock[0] += 40.0 if point.rows == 2 else point.rows
+
+    assert measured(run, (1, 2, 4), (10,)).seconds.tolist() == [[[1.0, 4.0, 4.0]]]
+
+
+def test_a_grid_with_sequences_times_what_they_can_have(clock: list[float]) -> None:
+    asked: set[Point] = set()
+    heard: list[tuple[int, int]] = []
+
+    def run(point: Point) -> None:
+        asked.add(point)
+        clock[0] += point.rows + point.sequences * point.context / 100
+
+    table = measure_grid(
+        run,
+        (1, 4),
+        (100, 300),
+        (1, 2, 4, 8),
+        most_rows=lambda sequences: 4 * sequences,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    assert {(p.sequences, p.rows) for p in asked} == {(1, 1), (1, 2), (1, 4), (4, 4), (4, 8)}
+    assert heard[0] == (0, len(asked))
+    assert heard[-1] == (len(asked), len(asked))
+    for sequences, context, rows in itertools.product((1, 4), (100, 300), (4.0, 8.0)):
+        expected = rows + sequences * context / 100
+        assert float(table.verify_seconds(np.array([rows]), context, sequences)[0]) == pytest.approx(expected)
+
+
+def test_noise_at_the_last_point_is_not_extended_below_zero(clock: list[float]) -> None:
+    """One sequence has at most 4 rows, and by chance two took much longer."""
+
+    def run(point: Point) -> None:
+        clock[0] += {1: 0.1, 2: 5.0, 4: 0.2}.get(point.rows, 6.0)
+
+    table = measure_grid(run, (1, 4), (100,), (1, 2, 4, 8, 192), most_rows=lambda sequences: 4 * sequences)
+    assert (table.verify_seconds(np.arange(1.0, 200.0), 100) >= 0.1).all()
+
+
+def lookup() -> Drafter:
+    return LookupDrafter(max_sequences=4, max_length=256, max_nodes=8, device="cpu")
+
+
+def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "lookup") -> Costs:
+    return costs_at_start(
+        tiny_target(loaded_tiny("llama"), 700),
+        lookup,
+        folder=folder,
+        model="tiny",
+        drafter=drafter,
+        version="0",
+        max_sequences=4,
+        max_model_len=128,
+        max_budget=8,
+        progress=lambda done, total: progress.append((done, total)),
+    )
+
+
+def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_CLEARLY", 1e9)
+    progress: list[tuple[int, int]] = []
+    first = costs_of(tmp_path, progress)
+    assert progress[-1][0] == progress[-1][1] > 5
+    progress.clear()
+    again = costs_of(tmp_path, progress)
+    assert progress == []
+    assert np.array_equal(first.verify.seconds, again.verify.seconds)
+    costs_of(tmp_path, progress, drafter="other")
+    assert progress
+
+
+def test_what_was_measured_beside_other_work_is_measured_again(tmp_path: Path) -> None:
+    found = costs_of(tmp_path, [])
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    content["verify"]["seconds"] = (1_000 * found.verify.seconds).tolist()
+    file.write_text(json.dumps(content))
+    progress: list[tuple[int, int]] = []
+    again = costs_of(tmp_path, progress)
+    assert progress
+    assert again.verify.seconds.max() < 100 * found.verify.seconds.max()
+
+
+def test_the_table_is_usable(tmp_path: Path) -> None:
+    found = costs_of(tmp_path, [])
+    rows = np.arange(1.0, 300.0)
+    for context in (1.0, 90.0, 5_000.0):
+        for sequences in (1, 3, 40):
+            seconds = found.verify.verify_seconds(rows, context, sequences)
+            assert np.isfinite(seconds).all()
+            assert (seconds > 0).all()
+            assert (np.diff(seconds) >= 0).all()
+    assert 0 < found.drafts.draft_seconds(1) <= found.drafts.draft_seconds(4)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_slots"), [(16, 300), (64, 400), (1024, 5000)])
+def test_any_pool_can_be_measured(max_model_len: int, num_slots: int) -> None:
+    target = tiny_target(loaded_tiny("llama"), num_slots)
+    before = target.pool.num_slots
+    table = measure_costs(target, max_sequences=3, max_model_len=max_model_len, max_budget=8)
+    assert table.contexts[-1] < max_model_len
+    assert target.pool.num_slots == before
+
+
+def test_measuring_drafts_fills_every_batch() -> None:
+    costs = measure_drafts(lookup(), tiny_target(loaded_tiny("llama"), 100), batches=(1, 4))
+    assert costs.batches.tolist() == [1, 4]
+    assert 0 < costs.seconds[0] <= costs.seconds[1]
+
+
+def never() -> Costs:
+    raise AssertionError("measured again")
+
+
+def test_what_was_measured_is_read_again_to_the_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    cached_or_measured(folder, KEY, lambda: COSTS)
+    again = cached_or_measured(folder, KEY, never)
+    for name in ("sequences", "contexts", "rows", "seconds"):
+        assert np.array_equal(getattr(again.verify, name), getattr(COSTS.verify, name))
+    assert np.array_equal(again.drafts.seconds, COSTS.drafts.seconds)
+    assert [file.name for file in folder.iterdir()] == [KEY.file_name]
+
+
+OTHERS = {
+    "machine": replace(KEY, machine="n x 2"),
+    "device": replace(KEY, device="H200"),
+    "model": replace(KEY, model="abd"),
+    "drafter": replace(KEY, drafter="lookup 2"),
+    "threads": replace(KEY, threads=2),
+    "rows": replace(KEY, rows="4 8"),
+    "sizes": replace(KEY, sizes="8 1024"),
+    "version": replace(KEY, version="2"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_key_measures_again(tmp_path: Path, name: str) -> None:
+    cached_or_measured(tmp_path, KEY, lambda: COSTS)
+    with pytest.raises(AssertionError, match="measured again"):
+        cached_or_measured(tmp_path, OTHERS[name], never)
+
+
+def test_a_file_under_the_wrong_name_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = replace(KEY, threads=2)
+    write(tmp_path / KEY.file_name, other, COSTS)
+    assert read(tmp_path / KEY.file_name, KEY) is None
+    assert "belong to something else" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "shape", "nan"])
+def test_a_damaged_file_is_measured_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / KEY.file_name
+    write(file, KEY, COSTS)
+    text = file.read_text()
+    file.write_text(
+        {
+            "cut": text[: len(text) // 2],
+            "empty": "",
+            "shape": text.replace("[1.0, 8.0]", "[1.0]"),
+            "nan": text.replace("0.5", "NaN"),
+        }[damage]
+    )
+    assert read(file, KEY) is None
+    assert "cannot be read" in caplog.text
+    assert cached_or_measured(tmp_path, KEY, lambda: COSTS) is COSTS
+    assert read(file, KEY) is not None
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert cached_or_measured(blocked, KEY, lambda: COSTS) is COSTS
+    assert "cannot be kept" in caplog.text
+
+
+def test_this_machine_has_a_name() -> None:
+    assert this_machine() == this_machine()
+    assert " x " in this_machine()
