@@ -1,6 +1,6 @@
-"""An engine whose drafter learns while it serves: puts engine, drafter, learner and learning thread together.
+"""Puts together what learns while it serves, engine, drafter, learner and its thread, or what learns for others.
 
-Composition only. What may be asked from any thread runs in the thread that learns, or touches nothing of it.
+What may be asked from any thread runs in the thread that learns, or touches nothing of it.
 """
 
 import hashlib
@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from adaptation.assembly import Built, ServedDrafter, build_learner
 from adaptation.config import AdaptationConfig
@@ -19,29 +19,31 @@ from adaptation.feedback import RecordingSampler
 from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
-from adaptation.records import AdaptationStatus, Emit
+from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Joined, Replicas, join_replicas
 from adaptation.trainer import all_finite
-from adaptation.weights import DrafterWeights
+from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import SpecBlock
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.weights import weights_of
 from service.assembly import Assembly, choose_drafter, device_of
+from service.config import ServiceConfig
 from service.engine import trained
 from service.engine.budget import BudgetPolicy
-from service.engine.build import EngineLimits
+from service.engine.build import EngineLimits, default_dtype
 from service.engine.engine import Engine
 from service.engine.trained import Replaceable
-from service.engine.weights import LoadedModel
+from service.engine.weights import LoadedModel, load_model
 from service.errors import InvalidRequest, StartupError
 
 logger = logging.getLogger(__name__)
 
 _HASH_LENGTH = 16
+_WORTH_A_LOOK: Final[frozenset[EventKind]] = frozenset({"rolled_back", "alarm", "failed", "not_stored"})
 _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and the thread gives way to everybody
 
 
@@ -63,16 +65,16 @@ class Adaptive:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
         self.weights.waits = wake
         if self.process is not None:
-            _start_early(self.process)
+            try:
+                self.process.start()  # before there is anything to serve that its imports would slow down
+            except OSError as error:
+                logger.error("the process that trains did not start; the first query tries again: %s", error)
         self.worker.start()
         self.replicas.start()
 
     def stop(self) -> None:
         """End the learning thread, which stores its state."""
-        if not self.replicas.stop():
-            logger.warning("the store of the replicas did not answer in time; leaving without a word")
-        if not self.worker.stop(_STORING_SECONDS):
-            logger.error("learning did not end within %.0f seconds; its last state may be lost", _STORING_SECONDS)
+        stop_learning(self.worker, self.replicas)
         if self.process is not None:
             self.process.close()
 
@@ -100,7 +102,12 @@ class Adaptive:
         """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored,
         InvalidRequest."""
         self._check_leads()
-        weights = self._fitting(trained.load_network(folder, self.loaded), folder)
+        network = trained.load_network(folder, self.loaded)
+        if network.config != self.network.config:
+            raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
+        weights = weights_of(network)
+        if not all_finite(weights.values()):
+            raise DrafterError(f"drafter {folder}: holds weights that are not finite")
         return self.worker.ask(lambda: self.learner.adopt(weights)).result()
 
     def _check_leads(self) -> None:
@@ -111,15 +118,6 @@ class Adaptive:
                 f"This replica serves what {replicas.leader or 'its leader'} announces; ask that one.",
                 code="not_leading",
             )
-
-    def _fitting(self, network: SpecBlock, folder: Path) -> dict[str, Tensor]:
-        """The weights of a network that may stand in for the one that serves. Raises DrafterError."""
-        if network.config != self.network.config:
-            raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
-        weights = weights_of(network)
-        if not all_finite(weights.values()):
-            raise DrafterError(f"drafter {folder}: holds weights that are not finite")
-        return weights
 
 
 def build_adaptive(
@@ -136,13 +134,20 @@ def build_adaptive(
     """An engine as the assembly would build it, with a drafter of its own that learns, or goes on with what it had
     learnt in `folder`. Raises StartupError."""
     limits = limits or assembly.limits
-    source = _replaceable(assembly)
-    network = source.weights.model
-    drafter = _served(assembly, source, limits, _train_embed(assembly, config))
-    built = _learner(assembly, config, drafter, folder, emit, seed, clock)
-    joined = _joined(config, built, drafter, assembly.loaded.parts.identity)
-    tables = _tables(config, network, limits)
-    recorder = _recorder(config, network, limits, tables, built.sampler)
+    source, parts = _replaceable(assembly), assembly.loaded.parts
+    network, table = source.weights.model, parts.embedding
+    train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
+    drafter = ServedDrafter(
+        config=network.config,
+        weights=source.first,
+        target_head=parts.head,
+        prepare=source.prepare,
+        embed=trained.embed_with(train_table),
+        embedding=table,
+        max_nodes=limits.max_budget,
+    )
+    built, joined = _learning(config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock)
+    tables, recorder = _recorders(config, network, limits, built.sampler)
     weights = replace(source.weights, recorder=recorder, version=lambda: built.weights.version)
     engine = assembly.engine(
         assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, joined.replicas)
@@ -161,12 +166,78 @@ def build_adaptive(
     )
 
 
-def _start_early(process: TrainingProcess) -> None:
-    """Before there is anything to serve that its imports would slow down."""
+def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
+    """A thread that learns, and the replicas it learns for: of the target only embedding and head are kept, and its
+    state lies beside that of a replica with the same state_dir. Raises StartupError."""
+    _, source = choose_drafter(config)
+    if source is None:
+        raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
+    device = device_of(config.device)
+    dtype = default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
+    cache = config.state_dir / "cache"
+    loaded = load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
     try:
-        process.start()
-    except OSError as error:
-        logger.error("the process that trains did not start; the first query to learn from tries again: %s", error)
+        network = trained.load_network(source, loaded)
+    except DrafterError as error:
+        raise StartupError(str(error)) from error
+    drafter = ServedDrafter(
+        config=network.config,
+        weights=weights_of(network),
+        target_head=loaded.parts.head,
+        prepare=in_place(network),
+        embed=trained.embed_with(loaded.parts.embedding),
+        embedding=None,
+        max_nodes=config.max_budget,
+    )
+    folder = learning_folder(config.state_dir, loaded.parts.identity, source)
+    folder = folder.with_name(f"{folder.name}-trainer")
+    built, joined = _learning(config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False)
+
+    def write() -> None:
+        built.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
+
+    built.weights.waits = write
+    built.learner.restore()
+    write()
+    logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
+    return joined.worker, joined.replicas
+
+
+def _learning(
+    config: AdaptationConfig,
+    drafter: ServedDrafter,
+    loaded: LoadedModel,
+    *,
+    folder: Path,
+    emit: Emit,
+    seed: int = 0,
+    clock: Callable[[], float] = time.time,
+    serves: bool = True,
+) -> tuple[Built, Joined]:
+    """The learner of this drafter, its thread, and whom it learns with."""
+    try:
+        built = build_learner(
+            config,
+            drafter,
+            folder=folder,
+            device=loaded.model.device,
+            clock=clock,
+            seed=seed,
+            in_bf16=loaded.model.dtype == torch.bfloat16,
+            emit=emit,
+            serves=serves,
+        )
+        return built, join_replicas(config, built, drafter, target_identity=loaded.parts.identity)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def stop_learning(worker: Worker, replicas: Replicas) -> None:
+    """End both threads; the one that learns stores its state."""
+    if not replicas.stop():
+        logger.warning("the store of the replicas did not answer in time; leaving without a word")
+    if not worker.stop(_STORING_SECONDS):
+        logger.error("learning did not end within %.0f seconds; its last state may be lost", _STORING_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,48 +269,30 @@ def _replaceable(assembly: Assembly) -> Replaceable:
     return replace(found, weights=replace(found.weights, capture=known.capture))
 
 
-def _train_embed(assembly: Assembly, config: AdaptationConfig) -> Embed:
-    """The target's embedding where training computes. Raises StartupError for a device that is not there."""
-    table, name = assembly.loaded.parts.embedding, config.train_device
-    return trained.embed_with(table if name == "same" else table.to(device_of(name)))
-
-
-def _served(assembly: Assembly, source: Replaceable, limits: EngineLimits, embed: Embed) -> ServedDrafter:
-    network = source.weights.model
-    return ServedDrafter(
-        config=network.config,
-        weights=source.first,
-        target_head=assembly.loaded.parts.head,
-        prepare=source.prepare,
-        embed=embed,
-        embedding=assembly.loaded.parts.embedding,
-        max_nodes=limits.max_budget,
+def _recorders(
+    config: AdaptationConfig, network: SpecBlock, limits: EngineLimits, sampler: RecordingSampler
+) -> tuple[FeedbackRecorder, BlockRecorder]:
+    shape = network.config
+    top = min(config.target_top, shape.target_vocab_size)
+    tables = FeedbackRecorder(
+        max_sequences=limits.max_sequences,
+        window_tokens=config.window_tokens,
+        width=len(shape.tap_layers) * shape.hidden_size,
+        hidden=shape.hidden_size,
+        top=top,
+        dtype=network.dtype,
+        device=network.d2t.device,
     )
-
-
-def _learner(
-    assembly: Assembly,
-    config: AdaptationConfig,
-    drafter: ServedDrafter,
-    folder: Path,
-    emit: Emit,
-    seed: int,
-    clock: Callable[[], float],
-) -> Built:
-    device, in_bf16 = assembly.target.device, assembly.loaded.model.dtype == torch.bfloat16
-    try:
-        return build_learner(
-            config, drafter, folder=folder, device=device, clock=clock, seed=seed, in_bf16=in_bf16, emit=emit
-        )
-    except ValueError as error:
-        raise StartupError(str(error)) from error
-
-
-def _joined(config: AdaptationConfig, built: Built, drafter: ServedDrafter, target_identity: str) -> Joined:
-    try:
-        return join_replicas(config, built, drafter, target_identity=target_identity)
-    except ValueError as error:
-        raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
+    recorder = BlockRecorder(
+        tables,
+        t2d=network.t2d,
+        max_sequences=limits.max_sequences,
+        block_size=shape.block_size,
+        hidden=shape.hidden_size,
+        target_top=top,
+        wanted=sampler.draws,
+    )
+    return tables, recorder
 
 
 def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:
@@ -250,32 +303,12 @@ def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Pat
     return state_dir / "adaptation" / f"{target_identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 
 
-def _tables(config: AdaptationConfig, network: SpecBlock, limits: EngineLimits) -> FeedbackRecorder:
-    shape = network.config
-    return FeedbackRecorder(
-        max_sequences=limits.max_sequences,
-        window_tokens=config.window_tokens,
-        width=len(shape.tap_layers) * shape.hidden_size,
-        hidden=shape.hidden_size,
-        top=min(config.target_top, shape.target_vocab_size),
-        dtype=network.dtype,
-        device=network.d2t.device,
-    )
-
-
-def _recorder(
-    config: AdaptationConfig,
-    network: SpecBlock,
-    limits: EngineLimits,
-    tables: FeedbackRecorder,
-    sampler: RecordingSampler,
-) -> BlockRecorder:
-    return BlockRecorder(
-        tables,
-        t2d=network.t2d,
-        max_sequences=limits.max_sequences,
-        block_size=network.config.block_size,
-        hidden=network.config.hidden_size,
-        target_top=min(config.target_top, network.config.target_vocab_size),
-        wanted=sampler.draws,
-    )
+def log_event(event: Event) -> None:
+    """What learning did, as one line."""
+    level = logging.WARNING if event.kind in _WORTH_A_LOOK else logging.INFO
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in event.numbers.items())
+    reason = " ".join(event.reason.split())  # messages of exceptions may have several lines
+    line = f"learning: {event.kind.replace('_', ' ')} ({reason}), drafter version {event.version}"
+    fields = {"event": event.kind, "drafter_version": event.version, "reason": event.reason}
+    extra = {**fields, "numbers": dict(event.numbers)}
+    logger.log(level, "%s", f"{line}: {numbers}" if numbers else line, extra=extra)

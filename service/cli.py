@@ -22,7 +22,7 @@ from service.config import CONFIG_VARIABLE, SETTINGS, LoadedConfig, load_config,
 from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
 from service.errors import StartupError
 from service.top import top
-from service.trainer_command import trainer
+from service.trainer import trainer
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2

@@ -11,8 +11,7 @@ import uvicorn
 
 from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
-from service.adaptation_report import report
-from service.adaptive import Adaptive, build_adaptive, learning_folder
+from service.adaptive import Adaptive, build_adaptive, learning_folder, log_event
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
@@ -166,7 +165,8 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         return None
 
     def emit(event: Event) -> None:
-        report(event, metrics)
+        metrics.observe_event(event)
+        log_event(event)
         live.observe_event(event)
 
     _, drafter = choose_drafter(config)

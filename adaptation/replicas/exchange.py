@@ -276,7 +276,10 @@ def join_replicas(
     fingerprint, clock = fingerprint_of(drafter, target_identity), time.monotonic
     prefix = f"adaptree:{fingerprint[:16]}"
     secret = None if config.redis_secret is None else config.redis_secret.get_secret_value().encode()
-    store = RedisStore(config.redis_url.get_secret_value(), timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE)
+    try:
+        store = RedisStore(config.redis_url.get_secret_value(), timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE)
+    except ValueError as error:
+        raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
     eligible = config.redis_role == "auto"
     lease = Lease(store, prefix, name=holder, clock=clock, seconds=lease_seconds, eligible=eligible)
     versions = VersionStore(store, prefix, name=holder)

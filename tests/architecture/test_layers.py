@@ -32,13 +32,11 @@ ALLOWED = {
     "service": LEAVES + RECORDS,  # the leaves themselves
     "service.engine": ("service.engine", *LEAVES, "drafters", "kernels"),
     "service.api": ("service.api", "service.runtime", *LEAVES, *RECORDS),
-    "service.adaptation_report": LEAVES + RECORDS,
     # The assembly, the server process, the benchmarks and the command line build and start everything.
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
     "service.assembly": ("service.assembly", "service.engine", *LEAVES, "drafters", "kernels"),
     "service.adaptive": PACKAGES,
     "service.trainer": PACKAGES,
-    "service.trainer_command": PACKAGES,
     "service.top": LEAVES,
     "service.serve": PACKAGES,
     "service.cli": PACKAGES,

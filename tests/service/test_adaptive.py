@@ -1,6 +1,7 @@
 """Engine and learner put together: what is recorded is what was served, an operator's commands reach the engine, and
 a later process goes on where an earlier one stopped."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from adaptation.records import Event
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from service.adaptive import Adaptive, build_adaptive
+from service.adaptive import Adaptive, build_adaptive, log_event
 from service.assembly import Assembly, assemble
 from service.engine import trained
 from service.engine.budget import FixedBudget
@@ -251,3 +252,28 @@ def test_a_drafter_without_weights_cannot_learn(tmp_path: Path) -> None:
     assembly = assemble(settings_for(save_two_layers(tmp_path)))
     with pytest.raises(StartupError, match="nothing to learn"):
         build_adaptive(assembly, AdaptationConfig(), folder=tmp_path / "state", emit=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("event", "level", "line"),
+    [
+        (
+            Event("published", 3, "better", {"candidate": 2.12345, "serving": 2.0}),
+            "INFO",
+            "learning: published (better), drafter version 3: candidate 2.123, serving 2",
+        ),
+        (Event("rolled_back", 4, "collapsed"), "WARNING", "learning: rolled back (collapsed), drafter version 4"),
+        (
+            Event("failed", 4, "update: ValueError: two\nlines"),
+            "WARNING",
+            "learning: failed (update: ValueError: two lines), drafter version 4",
+        ),
+    ],
+)
+def test_an_event_is_one_line(event: Event, level: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_event(event)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (level, line)
+    told = record.__dict__
+    assert (told["event"], told["reason"], told["numbers"]) == (event.kind, event.reason, event.numbers)

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from service.cli import app
 from service.config import load_config
 from service.errors import StartupError
-from service.trainer import train
-from service.trainer_command import _with_url
+from service.trainer import train, with_url
 from tests.service.bench.parts import save_two_layers, settings_for
 
 URL = "redis://localhost:1/0"
@@ -19,7 +18,7 @@ def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
     replicas = load_config(
         {"adaptation.enabled": "true", "adaptation.redis_role": "follower", "adaptation.alpha": "0.3"}
     )
-    learning = _with_url(replicas.config, URL).adaptation
+    learning = with_url(replicas.config, URL).adaptation
     assert learning.redis_url is not None
     assert (learning.redis_url.get_secret_value(), learning.redis_role, learning.enabled) == (URL, "auto", True)
     assert learning.alpha == 0.3
@@ -27,12 +26,12 @@ def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
 
 def test_without_a_url_there_is_nobody_to_learn_for() -> None:
     with pytest.raises(StartupError, match="--redis URL"):
-        _with_url(load_config({}).config, None)
+        with_url(load_config({}).config, None)
 
 
 def test_the_url_may_stand_in_the_configuration() -> None:
     config = load_config({"adaptation.enabled": "true", "adaptation.redis_url": URL}).config
-    url = _with_url(config, None).adaptation.redis_url
+    url = with_url(config, None).adaptation.redis_url
     assert url is not None
     assert url.get_secret_value() == URL
 
@@ -40,7 +39,7 @@ def test_the_url_may_stand_in_the_configuration() -> None:
 def test_without_weights_there_is_nothing_to_train(tmp_path: Path) -> None:
     settings = settings_for(save_two_layers(tmp_path))
     with pytest.raises(StartupError, match="drafter_path"):
-        train(_with_url(settings, URL))
+        train(with_url(settings, URL))
 
 
 def test_help_answers() -> None:
