@@ -26,17 +26,17 @@ class DraftContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class HostMetadata:
     """What the host knows of a batch without asking the device."""
 
     rows: tuple[int, ...]
     roots: tuple[int, ...]  # absolute positions
 
     @staticmethod
-    def asked(rows: Tensor, roots: Tensor) -> "Known":
+    def of(rows: Tensor, roots: Tensor) -> "HostMetadata":
         """Ask the device, for those who keep their books there. # both [batch] int64"""
         both: list[list[int]] = torch.stack([rows, roots]).tolist()  # planned transfer: not while serving
-        return Known(tuple(both[0]), tuple(both[1]))
+        return HostMetadata(tuple(both[0]), tuple(both[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Noise:
     temperatures: Tensor  # [batch] float32
     positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
     warm: bool = True  # whether any temperature is above 0; True where nobody knows
-    known: Known | None = None  # of rows and roots
+    host: HostMetadata | None = None  # of rows and roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Committed:
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
     scores: Scores | None = None  # there if the drafter wants them
     worth_running: bool = True  # as for `Read`
-    known: Known | None = None  # of rows and roots
+    host: HostMetadata | None = None  # of rows and roots
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from drafters.merged.drafter import MergedDrafter
 from drafters.none import NoDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
-from drafters.replays import Capture
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import POLICIES
 from drafters.specblock.recording import Recorder
+from kernels.graph_runner import Capture
 
 MERGED = "lookup+specblock"
 TRAINED = ("specblock", MERGED)

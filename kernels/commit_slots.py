@@ -25,18 +25,18 @@ def commit_slots(
     num_nodes: Tensor,
     node_slots: Tensor,
     lines: Tensor,
-    chain_end: Tensor,
+    extend_end: Tensor,
     slot_table: Tensor,
 ) -> CommittedSlots:
-    """Writes the accepted nodes' slots behind `chain_end` into the table, in place.
+    """Writes the accepted nodes' slots behind `extend_end` into the table, in place.
 
-    path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines of the table, chain_end [batch] int64;
+    path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines of the table, extend_end [batch] int64;
     node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64
     """
     on_path = path >= 0
     path_slots = node_slots.gather(1, path.clamp(min=0)) * on_path
     ahead = torch.arange(1, path.shape[1] + 1, device=path.device)
-    line, root = lines[:, None].expand_as(path), chain_end[:, None]
+    line, root = lines[:, None].expand_as(path), extend_end[:, None]
     # where nothing was accepted the root's slot is written again, so that no number has to be known
     slots = torch.where(on_path, path_slots, slot_table[lines[:, None], root])
     slot_table[line, torch.where(on_path, root + ahead, root)] = slots

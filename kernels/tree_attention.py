@@ -60,15 +60,15 @@ _FEW_ITEMS = 6
 class AttentionRows:
     """What the layout needs to know of a forward's rows.
 
-    A sequence's *chain* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the
-    slot table; its node rows hang below the last chain row. Parents come before children.
+    A sequence's *extend* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the
+    slot table; its node rows hang below the last extend row. Parents come before children.
     """
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
     positions: Tensor  # [rows] int64, absolute
-    node: Tensor  # [rows] int64, node index within the sequence's tree, -1 for chain rows
+    node: Tensor  # [rows] int64, node index within the sequence's tree, -1 for extend rows
     table_rows: Tensor  # [sequences] int64, line of the slot table
-    chain_end: Tensor  # [sequences] int64, position of the last chain row
+    extend_end: Tensor  # [sequences] int64, position of the last extend row
     node_slots: Tensor  # [sequences, MAX_NODES] int64, NULL_SLOT padded
     node_depths: Tensor  # [sequences, MAX_NODES] int64
     ancestors: Tensor  # [sequences, MAX_NODES, MAX_NODES] bool, [s, i, j]: j is on the path to i, itself included
@@ -146,7 +146,7 @@ def plan_attention(
     member_multiple: int,
     padding: int = 0,
 ) -> AttentionPlan:
-    """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the chain rows.
+    """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the extend rows.
 
     Members are padded to `member_multiple`, at which products no longer depend on their number (`exact_rows`).
     `padding` rows follow the rows proper; what they attend to is of no concern to anybody.
@@ -237,7 +237,7 @@ class _HostRows:
     positions: Ints
     node: Ints
     table_rows: Ints
-    chain_end: Ints
+    extend_end: Ints
     node_slots: Ints
     node_depths: Ints
     ancestors: Bools
@@ -250,7 +250,7 @@ class _HostRows:
             positions=_host(rows.positions),
             node=_host(rows.node),
             table_rows=_host(rows.table_rows),
-            chain_end=_host(rows.chain_end),
+            extend_end=_host(rows.extend_end),
             node_slots=_host(rows.node_slots),
             node_depths=_host(rows.node_depths),
             ancestors=_host(rows.ancestors),
@@ -258,9 +258,9 @@ class _HostRows:
         )
 
     def in_chunks(self) -> Bools:
-        """Rows whose sequence has more than one chain row. # -> [rows]"""
-        chain_rows = np.bincount(self.sequence[self.node < 0], minlength=len(self.table_rows))
-        chunked: Bools = (chain_rows > 1)[self.sequence]
+        """Rows whose sequence has more than one extend row. # -> [rows]"""
+        extend_rows = np.bincount(self.sequence[self.node < 0], minlength=len(self.table_rows))
+        chunked: Bools = (extend_rows > 1)[self.sequence]
         return chunked
 
     def slots(self, sequence: Ints, positions: Ints) -> Ints:
@@ -342,17 +342,17 @@ def _chunk_keys(rows: _HostRows, segments: _Segments, segment: Ints, start: Ints
 
 def _tail_keys(rows: _HostRows, segments: _Segments) -> tuple[Ints, Ints, Bools]:
     """Slots [segments, WIDTH], positions [segments, WIDTH] and visibility [segments, members, WIDTH] of tails."""
-    sequence, chain_end = segments.sequence, rows.chain_end[segments.sequence][:, None]
+    sequence, extend_end = segments.sequence, rows.extend_end[segments.sequence][:, None]
     committed = segments.boundary[:, None] + np.arange(COMMITTED)  # [segments, COMMITTED]
-    present = committed <= chain_end
+    present = committed <= extend_end
     slots = np.where(present, rows.slots(sequence[:, None], committed), NULL_SLOT)
     positions, nodes = rows.positions[segments.member_rows], rows.node[segments.member_rows]  # [segments, members]
-    on_chain = present[:, None] & (committed[:, None] <= positions[:, :, None])
+    on_extend = present[:, None] & (committed[:, None] <= positions[:, :, None])
     on_path = rows.ancestors[sequence[:, None], np.maximum(nodes, 0)] & (nodes >= 0)[:, :, None]
     return (
         np.concatenate([slots, rows.node_slots[sequence]], axis=1),
-        np.concatenate([committed, chain_end + rows.node_depths[sequence]], axis=1),
-        np.concatenate([on_chain, on_path], axis=2),
+        np.concatenate([committed, extend_end + rows.node_depths[sequence]], axis=1),
+        np.concatenate([on_extend, on_path], axis=2),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from drafters import late, merging
+from drafters import merging, readback
 from drafters.merged.sleep import Sleep
 from drafters.merged.worth import Worth
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
@@ -35,9 +35,9 @@ class MergedDrafter:
         self._cheap = cheap
         self._costly = costly
         self._max_nodes = max_nodes
-        self._worth = worth or Worth(late.clock_of(device))
+        self._worth = worth or Worth(readback.clock_of(device))
         self._version = costly.version
-        self._promises, self._outcomes, self._totals = (late.readings_of(device) for _ in range(3))
+        self._promises, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
         self._sleep = Sleep()
         self._has_grown = self._asked = False

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-from drafters.late import Clock, Moment, Observe
 from drafters.purse import Purse, PursesBySize
+from drafters.readback import Clock, Observe, Timestamp
 
 _EDGES = (0.3, 1.0, 2.5)  # tokens per sequence that the cheaper drafters promise
 _ALLOWANCE = 2.0  # for each book; there are several
@@ -23,8 +23,8 @@ class _Asked:
     """A question whose worth is not known yet."""
 
     purse: Purse
-    at: Moment
-    answered: Moment
+    at: Timestamp
+    answered: Timestamp
 
 
 class Worth:
@@ -67,7 +67,7 @@ class Worth:
         return None if asked is None else partial(_settle, asked, self._clock())
 
 
-def _settle(asked: _Asked, ended: Moment, known: Sequence[float]) -> None:
+def _settle(asked: _Asked, ended: Timestamp, known: Sequence[float]) -> None:
     extra, emitted = known
     whole, seconds = ended - asked.at, asked.answered - asked.at
     if whole > seconds:

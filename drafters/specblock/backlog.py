@@ -5,7 +5,7 @@ A step's host learns how much it committed only after the drafter has been told;
 
 from collections.abc import Sequence
 
-from drafters.protocol import Known
+from drafters.protocol import HostMetadata
 
 
 class Backlog:
@@ -15,22 +15,22 @@ class Backlog:
         self._before = [0] * max_sequences
         self._newest = [(0, 0)] * max_sequences  # root of the last commit and most entries it can have brought
 
-    def take(self, known: Known) -> int:
+    def take(self, host: HostMetadata) -> int:
         """The entries of these rows are run; most of any."""
-        most = max(self._waiting(row, root) for row, root in zip(known.rows, known.roots, strict=True))
-        self.clear(known.rows)
+        most = max(self._waiting(row, root) for row, root in zip(host.rows, host.roots, strict=True))
+        self.clear(host.rows)
         return most
 
-    def crowded(self, known: Known, room: int) -> Known:
+    def crowded(self, host: HostMetadata, room: int) -> HostMetadata:
         """Those rows of which more entries than this can be waiting."""
         found = [
-            (row, root) for row, root in zip(known.rows, known.roots, strict=True) if self._waiting(row, root) > room
+            (row, root) for row, root in zip(host.rows, host.roots, strict=True) if self._waiting(row, root) > room
         ]
-        return Known(tuple(row for row, _ in found), tuple(root for _, root in found))
+        return HostMetadata(tuple(row for row, _ in found), tuple(root for _, root in found))
 
-    def add(self, known: Known, most: int) -> None:
+    def add(self, host: HostMetadata, most: int) -> None:
         """A step has committed at most so many entries of each row, the first of them the root's."""
-        for row, root in zip(known.rows, known.roots, strict=True):
+        for row, root in zip(host.rows, host.roots, strict=True):
             self._waiting(row, root)
             self._newest[row] = root, most
 

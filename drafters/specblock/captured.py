@@ -13,10 +13,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from drafters.replays import Capture, Places, Replayed, Result, batches_up_to, least
 from drafters.specblock.blocks import AsItIs, Block, Blocks, Ground, Growing, Keys, Sizes
 from drafters.specblock.pool import WAITING, Entries
 from drafters.tree import Candidates, DraftTree
+from kernels.graph_runner import Capture, Places, Replayed, Result, batches_up_to, least
 
 COUNTS = (4, WAITING)
 WIDTHS = (128, 256, 512)

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from drafters import late
-from drafters.protocol import Committed, DraftContext, Known, Noise, RankOutcomes, Read
-from drafters.replays import Capture
+from drafters import readback
+from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
 from drafters.specblock.calibration import Calibration
@@ -23,6 +22,7 @@ from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waitin
 from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.specblock.stopping import Stopping
 from drafters.tree import Candidates
+from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
@@ -82,11 +82,11 @@ class SpecBlockDrafter:
         self._take_in: Callable[[Entries], Tensor] = self._as_it_is
         if capture is not None:
             self._begin, self._take_in = self._captured(capture, max_sequences)
-        self._stopping = Stopping(late.clock_of(device))
+        self._stopping = Stopping(readback.clock_of(device))
         further = range(1, shape.blocks)
-        self._promises = [late.readings_of(device) for _ in further]
+        self._promises = [readback.readback_of(device) for _ in further]
         self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
-        self._outcomes = late.readings_of(device)
+        self._outcomes = readback.readback_of(device)
         self._backlog = Backlog(max_sequences)
         self._has_grown = False  # since the last commit
         self._useful_from = [0] * max_sequences
@@ -121,7 +121,7 @@ class SpecBlockDrafter:
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
             return
-        self._make_room(Known((read.row,), (read.start,)), ROOM, positions.device)
+        self._make_room(HostMetadata((read.row,), (read.start,)), ROOM, positions.device)
         rows = torch.tensor([read.row], device=positions.device)
         counts = torch.full_like(rows, positions.shape[0])
         self._state.append(rows, positions[:1], counts, read.slots[None, kept])
@@ -132,8 +132,8 @@ class SpecBlockDrafter:
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
         self._stopping.begin(rows.shape[0])
-        known = noise.known or Known.asked(rows, noise.positions)
-        sizes = Sizes(max(1, self._backlog.take(known)), self._width(max(known.roots)), noise.warm)
+        host = noise.host or HostMetadata.of(rows, noise.positions)
+        sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
         growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
         self.num_blocks += rows.shape[0]
         for number in range(self._blocks.shape.blocks - 1):
@@ -152,9 +152,9 @@ class SpecBlockDrafter:
         self._recorder.commit(committed, grown=self._has_grown)
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
         if committed.worth_running:
-            known = committed.known or Known.asked(rows, positions)
-            self._make_room(known, slots.shape[1], rows.device)
-            self._backlog.add(known, slots.shape[1])
+            host = committed.host or HostMetadata.of(rows, positions)
+            self._make_room(host, slots.shape[1], rows.device)
+            self._backlog.add(host, slots.shape[1])
             came = self._take_in(Entries(rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(_taken(slots, counts))
@@ -192,9 +192,9 @@ class SpecBlockDrafter:
         """Of a window that holds so many positions, or those of them that can be seen."""
         return max(1, -(-min(known, self._window) // _WINDOW_STEP)) * _WINDOW_STEP
 
-    def _make_room(self, known: Known, most: int, device: torch.device) -> None:
+    def _make_room(self, host: HostMetadata, most: int, device: torch.device) -> None:
         """Run what waits where so many more would not fit beside it: nobody drafted for a while."""
-        crowded = self._backlog.crowded(known, ROOM - most)
+        crowded = self._backlog.crowded(host, ROOM - most)
         if crowded.rows:
             rows = torch.tensor(crowded.rows, device=device)
             waiting = self._state.take(rows, self._backlog.take(crowded))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
-from drafters.late import Clock, Moment, Observe
+from drafters.readback import Clock, Observe, Timestamp
 
 _RATE = 0.05
 _TRIAL = 8  # blocks before anything is decided, for each size of batch
@@ -24,9 +24,9 @@ class _Step:
     """A step whose outcome is not known yet."""
 
     size: int  # of its batch
-    began: Moment
+    began: Timestamp
     promise: float = 0.0  # of the starts of its further blocks
-    blocks: list[tuple[Moment, Moment]] = field(default_factory=list)  # when further ones began and were there
+    blocks: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # when further ones began and were there
 
 
 class Stopping:
@@ -66,7 +66,7 @@ class Stopping:
         self._step = _Step(step.size, ended)
         return partial(self._settle, step, ended)
 
-    def _settle(self, step: _Step, ended: Moment, known: Sequence[float]) -> None:
+    def _settle(self, step: _Step, ended: Timestamp, known: Sequence[float]) -> None:
         came_true, emitted = known
         for began, there in step.blocks:
             seconds = there - began

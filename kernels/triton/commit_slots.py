@@ -21,7 +21,7 @@ def commit_slots(
     num_nodes: Tensor,
     node_slots: Tensor,
     lines: Tensor,
-    chain_end: Tensor,
+    extend_end: Tensor,
     slot_table: Tensor,
 ) -> CommittedSlots:
     """As the reference's `commit_slots`."""
@@ -35,7 +35,7 @@ def commit_slots(
             num_nodes.contiguous(),
             node_slots.contiguous(),
             lines.contiguous(),
-            chain_end.contiguous(),
+            extend_end.contiguous(),
             slot_table,
             path_slots,
             freed,
@@ -57,7 +57,7 @@ def _commit(
     num_nodes: tl.tensor,
     node_slots: tl.tensor,
     lines: tl.tensor,
-    chain_end: tl.tensor,
+    extend_end: tl.tensor,
     slot_table: tl.tensor,
     path_slots: tl.tensor,
     freed: tl.tensor,
@@ -74,7 +74,7 @@ def _commit(
     step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)
     slot = tl.load(node_slots + of * nodes + step, mask=step >= 0, other=0)
     tl.store(path_slots + of * depth + ahead, slot, mask=step >= 0)
-    entry = slot_table + tl.load(lines + of) * line_length + tl.load(chain_end + of) + 1
+    entry = slot_table + tl.load(lines + of) * line_length + tl.load(extend_end + of) + 1
     tl.store(entry + ahead, slot, mask=step >= 0)
     before = everybody < of
     counts = tl.load(num_nodes + everybody, mask=before, other=0)

@@ -61,7 +61,7 @@ class TilePlan:
             tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
             rows, table = self.rows, self.slot_table
             layout = (tiles, rows.sequence, rows.positions, rows.table_rows, table, table.shape[1])
-            tree = (rows.node, rows.chain_end, rows.node_slots, rows.node_depths, rows.ancestors)
+            tree = (rows.node, rows.extend_end, rows.node_slots, rows.node_depths, rows.ancestors)
             pools = (query, pool[0], pool[1])
             _prefix_kernel[len(tiles), heads, shape.splits](
                 *pools, *layout, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
@@ -217,7 +217,7 @@ def _tail_kernel(
     table: tl.tensor,
     line_length: tl.tensor,
     node: tl.tensor,
-    chain_end: tl.tensor,
+    extend_end: tl.tensor,
     node_slots: tl.tensor,
     node_depths: tl.tensor,
     ancestors: tl.tensor,
@@ -244,18 +244,18 @@ def _tail_kernel(
     top, total, mixed = _add_splits(sums, tops_totals, at, boundary, first, DIM, MEMBERS, BLOCK_DIM)
     queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
     of = tl.load(sequence + tl.max(row, 0))
-    root = tl.load(chain_end + of)
+    root = tl.load(extend_end + of)
     own = tl.load(node + row, mask=row >= 0, other=-1)
     start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
     committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
-    chain_slots = table + tl.load(table_rows + of) * line_length + start
+    extend_slots = table + tl.load(table_rows + of) * line_length + start
     tree_slots, depths, above = node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes
     padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # behind these columns stand those of the nodes
     columns = padded + tl.max(own, 0) + 1
     highest = top
     for column in range(0, columns, _COLUMNS):
         slot, held, seen = _tail_columns(
-            column, chain_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
+            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
             own, position, boundary, first,
         )  # fmt: skip
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
@@ -265,7 +265,7 @@ def _tail_kernel(
     mixed = mixed * fade[:, None]
     for column in range(0, columns, _COLUMNS):
         slot, held, seen = _tail_columns(
-            column, chain_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
+            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
             own, position, boundary, first,
         )  # fmt: skip
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
@@ -332,7 +332,7 @@ def _add_splits(
 @triton.jit
 def _tail_columns(
     column: tl.tensor,
-    chain_slots: tl.tensor,
+    extend_slots: tl.tensor,
     committed: tl.tensor,
     start: tl.tensor,
     padded: tl.tensor,
@@ -351,17 +351,17 @@ def _tail_columns(
     First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes.
     """
     place = column + tl.arange(0, _COLUMNS)
-    on_chain = place < committed
+    on_extend = place < committed
     node = place - padded
     in_tree = (node >= 0) & (node <= tl.max(own, 0))
-    slot = tl.load(chain_slots + place, mask=on_chain, other=0)
+    slot = tl.load(extend_slots + place, mask=on_extend, other=0)
     slot += tl.load(tree_slots + node, mask=in_tree, other=0)
     depth = tl.load(depths + node, mask=in_tree, other=0)
     at = tl.where(in_tree, root + depth, start + place)[None, :]
     on_path = in_tree[None, :] & (own >= 0)[:, None]
     on_path = tl.load(above + own[:, None] * nodes + node[None, :], mask=on_path, other=0) != 0
-    before = on_chain[None, :] & (at >= boundary[:, None]) & (at <= position[:, None])
-    return slot, on_chain | in_tree, (before | on_path) & (at >= first[:, None])
+    before = on_extend[None, :] & (at >= boundary[:, None]) & (at <= position[:, None])
+    return slot, on_extend | in_tree, (before | on_path) & (at >= first[:, None])
 
 
 @triton.jit

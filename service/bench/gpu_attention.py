@@ -21,7 +21,7 @@ from service.bench.gpu_plan import Plan
 from service.engine.commit import lay_out
 from service.engine.costs.measuring import Point, trees_for
 from service.engine.kv_pool import KVShape
-from service.engine.rows import Chain, ForwardRows
+from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
 
 _NODES = 31  # beside the root: 32 rows of each sequence
@@ -96,8 +96,8 @@ def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _L
     slots.free(everything[order.to(device)])
     for line in range(batch):
         table.slots[line, :context] = slots.allocate(context)
-    chains = [Chain(line, context, [0], completes=True) for line in range(batch)]
-    rows = lay_out(chains, trees_for(Point(batch, context, batch * (1 + _NODES)), device), slots, table)
+    extends = [ExtendRows(line, context, [0], completes=True) for line in range(batch)]
+    rows = lay_out(extends, trees_for(Point(batch, context, batch * (1 + _NODES)), device), slots, table)
     generator = torch.Generator(device).manual_seed(0)
     pool = torch.randn(2, slots.capacity + 1, shape.kv_heads, shape.head_dim, generator=generator, device=device)
     heads = max(shape.kv_heads, _HEADS // shape.kv_heads * shape.kv_heads)

@@ -7,7 +7,7 @@ import torch
 
 from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
-from drafters.replays import Capture
+from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
@@ -56,13 +56,13 @@ def build_engine(
     objective: Objective | None = None,
     capture: Capture | None = None,
 ) -> Engine:
-    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are trimmed by
+    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are pruned by
     replays."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device, objective=objective)
     if capture is not None and limits.max_budget:
-        draft_stage.replay_by(capture, limits.max_sequences)
+        draft_stage.capture_pruning(capture, limits.max_sequences)
     return Engine(
         target,
         drafter,

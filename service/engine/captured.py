@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from drafters.tree import MAX_NODES, ROOT
 from kernels.tree_attention import AttentionRows
-from service.engine.choosing import CapturedChoosing
 from service.engine.graphs import Graphs
 from service.engine.rows import ForwardRows
+from service.engine.sampler import CapturedSampler
 from service.engine.slots import SlotTable
 from service.engine.target import Forward, Target, TargetOutput
 
@@ -67,7 +67,7 @@ class StepBuffers:
         self._table_rows = torch.arange(1 + sequences, device=device)
         self._lines = zeros(1 + sequences, length)  # the slot table's lines of the step's sequences
         self._lines[0] = unread_slot
-        self._chain_end = zeros(1 + sequences)
+        self._extend_end = zeros(1 + sequences)
         self._node_slots = zeros(1 + sequences, MAX_NODES)
         self._node_depths = zeros(1 + sequences, MAX_NODES)
         self._ancestors = zeros(1 + sequences, MAX_NODES, MAX_NODES).bool()
@@ -87,7 +87,7 @@ class StepBuffers:
         self._logit_rows[: shape.rows] = pad(wanted, (0, shape.rows - wanted.shape[0]))
         lines = slice(1, 1 + attention.table_rows.shape[0])
         self._lines[lines, : table.slots.shape[1]] = table.slots[attention.table_rows]
-        self._chain_end[lines] = attention.chain_end
+        self._extend_end[lines] = attention.extend_end
         self._node_slots[lines] = attention.node_slots
         self._node_depths[lines] = attention.node_depths
         self._ancestors[lines] = attention.ancestors
@@ -101,7 +101,7 @@ class StepBuffers:
             positions=positions,
             node=node,
             table_rows=self._table_rows[lines],
-            chain_end=self._chain_end[lines],
+            extend_end=self._extend_end[lines],
             node_slots=self._node_slots[lines],
             node_depths=self._node_depths[lines],
             ancestors=self._ancestors[lines],
@@ -124,7 +124,7 @@ class CapturedForward:
             device=target.device,
         )
         self._logits, self._features = self._outputs(target, most_rows)
-        self._choosing = CapturedChoosing(graphs, self._logits, {shape.rows for shape in self._shapes})
+        self._sampler = CapturedSampler(graphs, self._logits, {shape.rows for shape in self._shapes})
         self._replays = {
             shape: graphs.capture(self._computation(target, shape)) for shape in reversed(self._shapes)
         }  # the largest first: the others find their memory in the shared pool
@@ -136,7 +136,7 @@ class CapturedForward:
         self._buffers.fill(shape, rows, table)
         self._replays[shape]()
         features = None if self._features is None else self._features[shape.rows - rows.num_rows : shape.rows]
-        return TargetOutput(self._logits[: rows.logit_rows.shape[0]], features, self._choosing)
+        return TargetOutput(self._logits[: rows.logit_rows.shape[0]], features, self._sampler)
 
     def shape_of(self, rows: ForwardRows, table: SlotTable) -> Shape | None:
         """The smallest shape that holds a step, by rows and then by sequences."""

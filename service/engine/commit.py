@@ -6,10 +6,10 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, Known, Read, Scores
+from drafters.protocol import Committed, HostMetadata, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
-from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.rows import ExtendRows, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
@@ -17,18 +17,18 @@ from service.engine.verify import Verified
 
 
 def lay_out(
-    chains: Items[Chain], tree: DraftTree, slots: SlotPool, table: SlotTable, nodes: Items[int] | None = None
+    extends: Items[ExtendRows], tree: DraftTree, slots: SlotPool, table: SlotTable, nodes: Items[int] | None = None
 ) -> ForwardRows:
-    """Rows of the step in fresh slots; chain rows are committed at once, for nothing can reject them.
+    """Rows of the step in fresh slots; extend rows are committed at once, for nothing can reject them.
 
     `nodes` counts each tree's, for those who know; otherwise the device is asked.
     """
     counts: Items[int] = tree.num_nodes.tolist() if nodes is None else nodes  # planned transfer: not while serving
-    num_rows = sum(len(chain.tokens) for chain in chains) + sum(counts)
-    rows = flatten(chains, tree, slots.allocate(num_rows), counts)
-    on_chain = slice(rows.num_chain_rows)
-    lines = rows.attention.table_rows[rows.attention.sequence[on_chain]]
-    table.write(lines, rows.attention.positions[on_chain], rows.slots[on_chain])
+    num_rows = sum(len(extend.tokens) for extend in extends) + sum(counts)
+    rows = flatten(extends, tree, slots.allocate(num_rows), counts)
+    on_extend = slice(rows.num_extend_rows)
+    lines = rows.attention.table_rows[rows.attention.sequence[on_extend]]
+    table.write(lines, rows.attention.positions[on_extend], rows.slots[on_extend])
     return rows
 
 
@@ -39,16 +39,16 @@ def commit(
     table: SlotTable,
     *,
     wants_scores: bool,
-    known: Known | None = None,
+    host: HostMetadata | None = None,
     worth_running: bool = True,
 ) -> tuple[Committed, Tensor]:
     """Write accepted nodes into the slot table; says what became permanent, and which slots nobody needs any more.
 
-    `known` is what the host knows of the completing sequences; `worth_running` is passed on. The slots are
+    `host` is what the host knows of the completing sequences; `worth_running` is passed on. The slots are
     [nodes of all sequences], those that are free first, as many as nodes were not accepted.
     """
     tree, result = verified.tree, verified.result
-    table_rows, roots = rows.attention.table_rows[rows.completing], rows.attention.chain_end[rows.completing]
+    table_rows, roots = rows.attention.table_rows[rows.completing], rows.attention.extend_end[rows.completing]
     path_slots, freed = result.path, result.path.flatten()  # of no nodes
     if tree.width:
         node_slots = rows.attention.node_slots[rows.completing, : tree.width]
@@ -67,7 +67,7 @@ def commit(
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
         scores=_scores(output.logits, verified.path_logits, counts) if wants_scores else None,
         worth_running=worth_running,
-        known=known,
+        host=host,
     )
     return committed, freed
 
@@ -82,10 +82,10 @@ def reads(
         part = slice(first, first + count)
         first += item.num_rows
         if count:
-            start = item.chain.start
+            start = item.extend.start
             ahead = item.sequence.tokens[start + 1 : start + 1 + count]
             yield Read(
-                row=item.chain.table_row,
+                row=item.extend.table_row,
                 start=start,
                 tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
                 slots=rows.slots[part],

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.protocol import DraftContext, Drafter, Known, Noise
+from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise
 from drafters.recalibration import Recalibration
-from drafters.replays import Capture
 from drafters.tree import Candidates, DraftTree, VerifyResult
+from kernels.graph_runner import Capture
 from service.engine.budget import Budget, BudgetPolicy
 from service.engine.load import Load, StepOutcome
 from service.engine.objective import Objective, Throughput
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from service.engine.trimming import TrimmedAsAsked, TrimmedByReplay, Trimming
+from service.engine.tree_pruning import CapturedPruning, EagerPruning, TreePruning
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -51,15 +51,15 @@ class DraftStage:
         self._max_budget = max_budget
         self._device = device
         self._recalibration = Recalibration(device)
-        self._trimming: Trimming = TrimmedAsAsked(self._recalibration)
+        self._pruning: TreePruning = EagerPruning(self._recalibration)
         self._version = drafter.version
         self._draft: _Draft | None = None
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
 
-    def replay_by(self, capture: Capture, max_sequences: int) -> None:
-        """Trim trees by replays from now on."""
-        self._trimming = TrimmedByReplay(
+    def capture_pruning(self, capture: Capture, max_sequences: int) -> None:
+        """Prune trees by CUDA graphs from now on."""
+        self._pruning = CapturedPruning(
             self._recalibration, capture, max_batch=max_sequences, width=self._max_budget, device=self._device
         )
 
@@ -94,10 +94,10 @@ class DraftStage:
             none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
             return DraftTree.empty(len(batch.items), self._device), Budget(none, reason, (0,) * len(batch.items))
         candidates = self._grow(drafting)
-        budget = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._trimming.share)
+        budget = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
         num_keep = torch.minimum(budget.num_keep, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
-        tree = self._trimming.keep(num_keep, max(nodes))
+        tree = self._pruning.keep(num_keep, max(nodes))
         self._draft = _Draft(load, asked=True, followed=True)
         nodes += [0] * (len(batch.items) - len(nodes))
         return _pad_lines(tree, len(batch.items)), budget.told(nodes, candidates)
@@ -110,7 +110,7 @@ class DraftStage:
         assert self._draft is not None, "no trees were built in this step"
         draft, self._draft = self._draft, None
         if draft.asked and tree.width:
-            self._trimming.learn(result.path[: draft.load.num_drafting])
+            self._pruning.learn(result.path[: draft.load.num_drafting])
         predicted = self._policy.learn(self._outcome(draft, stats))
         self._num_learnt += 1
         return self._readings(replace(stats, predicted_verify_seconds=predicted))
@@ -154,12 +154,12 @@ class DraftStage:
         )
 
     def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:
-        num_chain_rows = batch.num_chain_rows
-        ends = sum(item.chain.start + item.num_rows for item in batch.items)
+        num_extend_rows = batch.num_extend_rows
+        ends = sum(item.extend.start + item.num_rows for item in batch.items)
         return Load(
-            num_rows=num_chain_rows,
+            num_rows=num_extend_rows,
             context=ends / max(1, len(batch.items)),
-            max_nodes=num_free_slots - num_chain_rows,
+            max_nodes=num_free_slots - num_extend_rows,
             num_drafting=len(drafting),
             num_sequences=len(batch.items),
             weights=self._objective.weights(drafting, self._device),
@@ -183,17 +183,17 @@ class DraftStage:
             self._policy.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
-        known = Known(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))
+        host = HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))
         temperatures = [s.sampling.params.temperature for s in drafting]
         noise = Noise(
             seeds=self._tensor([s.sampling.params.seed for s in drafting]),
             temperatures=torch.tensor(temperatures, device=self._device),
-            positions=self._tensor(known.roots),
+            positions=self._tensor(host.roots),
             warm=any(temperatures),
-            known=known,
+            host=host,
         )
         deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        return self._trimming.correct(self._drafter.grow(self._tensor(known.rows), noise), deepest)
+        return self._pruning.correct(self._drafter.grow(self._tensor(host.rows), noise), deepest)
 
     def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:
         """Most nodes of each sequence: by configuration, by its own wish, by what is worth verifying. # -> [batch]"""

@@ -122,14 +122,14 @@ class Engine:
         self._draft_stage.start(batch.started)
         tree, budget = self._draft_stage.build(batch, self.slots.num_free)
         clock.lap("draft")
-        rows = lay_out(batch.chains, tree, self.slots, self.table, budget.nodes)
+        rows = lay_out(batch.extends, tree, self.slots, self.table, budget.nodes)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing = batch.completing
-        verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.choosing)
+        verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.sampler)
         followed, scored = self._draft_stage.follows, self.drafter.wants_scores
         committed, freed = commit(
-            rows, verified, output, self.table, wants_scores=scored, known=batch.known, worth_running=followed
+            rows, verified, output, self.table, wants_scores=scored, host=batch.host, worth_running=followed
         )
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
@@ -241,7 +241,7 @@ def _finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:
 
 
 def _advance(batch: Batch, accepted: list[int]) -> None:
-    """Note which positions now have keys and values: the chains, and the accepted nodes of completing sequences."""
+    """Note which positions now have keys and values: the extends, and the accepted nodes of completing sequences."""
     lengths = iter(accepted)
     for item in batch.items:
         item.sequence.num_computed += item.num_rows + (next(lengths) if item.completes else 0)

@@ -14,7 +14,7 @@ from service.config import GIB
 from service.engine.build import EngineLimits, build_target
 from service.engine.captured import ROWS
 from service.engine.kv_pool import KVPool, KVShape
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.target import Target
 from service.engine.trial import Trial
 from service.engine.weights import LoadedModel
@@ -202,10 +202,10 @@ def _trial_rows(limits: EngineLimits) -> int:
 
 @torch.inference_mode()
 def _measured(target: Target, rows: int) -> int:
-    """Bytes that a chain of so many rows takes while it runs; 0 on a CPU."""
+    """Bytes that a prompt chunk of so many rows takes while it runs; 0 on a CPU."""
     rows, device = min(rows, target.pool.num_slots - 1), target.device
-    trial, chain = Trial(target, lines=1, max_length=rows), Chain(0, 0, [0] * rows, completes=True)
-    placed, before = trial.place([chain]), 0
+    trial, extend = Trial(target, lines=1, max_length=rows), ExtendRows(0, 0, [0] * rows, completes=True)
+    placed, before = trial.place([extend]), 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

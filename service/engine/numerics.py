@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.target import Target
 from service.engine.trial import Trial
 
@@ -62,7 +62,7 @@ def _verified_paths(trial: Trial, tokens: Sequence[int], context: int, steps: in
     path = list(tokens[context + 1 : context + steps])
     trees = [_tree_around(path, trial), _tree_around(path, trial)]
     tree = DraftTree.concatenated([t for t, _ in trees])
-    roots = [Chain(line, context, [tokens[context]], completes=True) for line in (1, 2)]
+    roots = [ExtendRows(line, context, [tokens[context]], completes=True) for line in (1, 2)]
     logits = trial.verify(roots, tree)
     return [[part[0], *part[1 + places]] for part, (_, places) in zip(logits, trees, strict=True)]
 

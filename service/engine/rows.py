@@ -1,6 +1,6 @@
-"""One forward's rows: chains (prompt chunks and roots) and draft trees of all scheduled sequences, flattened.
+"""One forward's rows: extends (prompt chunks and roots) and draft trees of all scheduled sequences, flattened.
 
-All chain rows come first, sequence by sequence and by position; then all tree nodes, parents before children.
+All extend rows come first, sequence by sequence and by position; then all tree nodes, parents before children.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ExtendRows:
     """Tokens of one sequence that are certain to be committed by this step."""
 
     table_row: int
@@ -35,8 +35,10 @@ class ForwardRows:
     tokens: Tensor  # [rows] int64
     attention: AttentionRows
     slots: Tensor  # [rows] int64, where each row's keys and values go
-    num_chain_rows: int
-    logit_rows: Tensor  # [logits] int64, rows whose next token is chosen: last chain row and nodes of completing chains
+    num_extend_rows: int
+    logit_rows: (
+        Tensor  # [logits] int64, rows whose next token is chosen: last extend row and nodes of completing extends
+    )
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
 
@@ -45,23 +47,23 @@ class ForwardRows:
         return self.tokens.shape[0]
 
 
-def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequence[int]) -> ForwardRows:
-    """Lay out chains and trees (tree line i belongs to chain i) into rows that use the given slots.
+def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes: Sequence[int]) -> ForwardRows:
+    """Lay out extends and trees (tree line i belongs to extend i) into rows that use the given slots.
 
-    slots [rows] int64, one per chain token and tree node; `nodes` counts those of each line, as `tree` does.
+    slots [rows] int64, one per extend token and tree node; `nodes` counts those of each line, as `tree` does.
     """
-    host = _HostRows.of(chains, nodes)
-    sequence, node, tokens, positions, chain_end, table_rows, completing, logit_rows, logit_sequence = host.on(
+    host = _HostRows.of(extends, nodes)
+    sequence, node, tokens, positions, extend_end, table_rows, completing, logit_rows, logit_sequence = host.on(
         slots.device
     )
-    num_chain_rows = tokens.shape[0]
+    num_extend_rows = tokens.shape[0]
     if tree.width:
-        lines, numbers = sequence[num_chain_rows:], node[num_chain_rows:]
+        lines, numbers = sequence[num_extend_rows:], node[num_extend_rows:]
         tokens = torch.cat([tokens, tree.tokens[lines, numbers]])
-        positions = torch.cat([positions, chain_end[lines] + tree.depths[lines, numbers]])
-        below = _nodes(tree, lines, numbers, slots[num_chain_rows:])
+        positions = torch.cat([positions, extend_end[lines] + tree.depths[lines, numbers]])
+        below = _nodes(tree, lines, numbers, slots[num_extend_rows:])
     else:
-        below = _no_nodes(len(chains), slots.device)
+        below = _no_nodes(len(extends), slots.device)
     return ForwardRows(
         tokens=tokens,
         attention=AttentionRows(
@@ -69,13 +71,13 @@ def flatten(chains: Sequence[Chain], tree: DraftTree, slots: Tensor, nodes: Sequ
             positions=positions,
             node=node,
             table_rows=table_rows,
-            chain_end=chain_end,
+            extend_end=extend_end,
             node_slots=below.slots,
             node_depths=below.depths,
             ancestors=below.ancestors,
         ),
         slots=slots,
-        num_chain_rows=num_chain_rows,
+        num_extend_rows=num_extend_rows,
         logit_rows=logit_rows,
         logit_sequence=logit_sequence,
         completing=completing,
@@ -113,32 +115,32 @@ def _no_nodes_of(sequences: int, device: torch.device) -> _Nodes:
 
 @dataclass(frozen=True, slots=True)
 class _HostRows:
-    """All chains' rows, one after the other, and all trees' nodes, before they become tensors."""
+    """All extends' rows, one after the other, and all trees' nodes, before they become tensors."""
 
-    sequence: list[int]  # [rows], of chains and then of nodes
+    sequence: list[int]  # [rows], of extends and then of nodes
     node: list[int]  # [rows], number in its tree
-    tokens: list[int]  # [chain rows]
-    positions: list[int]  # [chain rows]
-    end: list[int]  # [sequences], position of each chain's last row
+    tokens: list[int]  # [extend rows]
+    positions: list[int]  # [extend rows]
+    end: list[int]  # [sequences], position of each extend's last row
     table_rows: list[int]  # [sequences]
     completing: list[int]  # [completing sequences]
-    logit_rows: list[int]  # [logits], each completing sequence's last chain row, then all nodes
+    logit_rows: list[int]  # [logits], each completing sequence's last extend row, then all nodes
     logit_sequence: list[int]  # [logits]
 
     @staticmethod
-    def of(chains: Sequence[Chain], nodes: Sequence[int]) -> "_HostRows":
-        lengths = [len(chain.tokens) for chain in chains]
+    def of(extends: Sequence[ExtendRows], nodes: Sequence[int]) -> "_HostRows":
+        lengths = [len(extend.tokens) for extend in extends]
         ends = list(accumulate(lengths))
-        completing = [line for line, chain in enumerate(chains) if chain.completes]
+        completing = [line for line, extend in enumerate(extends) if extend.completes]
         place = {line: number for number, line in enumerate(completing)}
         of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
         return _HostRows(
             sequence=[line for line, length in enumerate(lengths) for _ in range(length)] + of_nodes,
             node=[ROOT] * ends[-1] + [number for count in nodes for number in range(count)],
-            tokens=[token for chain in chains for token in chain.tokens],
-            positions=[chain.start + offset for chain in chains for offset in range(len(chain.tokens))],
-            end=[chain.start + length - 1 for chain, length in zip(chains, lengths, strict=True)],
-            table_rows=[chain.table_row for chain in chains],
+            tokens=[token for extend in extends for token in extend.tokens],
+            positions=[extend.start + offset for extend in extends for offset in range(len(extend.tokens))],
+            end=[extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
+            table_rows=[extend.table_row for extend in extends],
             completing=completing,
             logit_rows=[ends[line] - 1 for line in completing] + list(range(ends[-1], ends[-1] + len(of_nodes))),
             logit_sequence=[*range(len(completing)), *(place[line] for line in of_nodes)],

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kernels.filters import likeliest
 from kernels.sample import Choice
 from kernels.sample_filtered import OFF, Filters
-from service.engine.choosing import ASKED, Choosing
 from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.requests import SamplingParams
+from service.engine.sampler import EAGER_SAMPLER, Sampler
 
 _NEVER = float("-inf")
 
@@ -79,12 +79,12 @@ Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
 
 
-_Choose = Callable[[Tensor, Tensor, Tensor, Choosing], Choice]
+_Choose = Callable[[Tensor, Tensor, Tensor, Sampler], Choice]
 """Of scores [rows, vocab], each row's sequence and position [rows]."""
 
 
-def _likeliest(scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
-    return choosing.likeliest(scores)
+def _likeliest(scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
+    return sampler.likeliest(scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
     scores = logits.to(torch.float32, copy=True) if transforms else logits
     for transform in transforms:
         transform(scores, rows)
-    return rows.table.choose(scores, rows.sequence_idx, rows.positions, ASKED)
+    return rows.table.choose(scores, rows.sequence_idx, rows.positions, EAGER_SAMPLER)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
@@ -207,8 +207,8 @@ class _Draw:
     def build(states: Sequence[SamplingState]) -> "_Draw":
         return _Draw(_seeds(states), _floats([s.params.temperature for s in states], states[0].device))
 
-    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
-        return choosing.sample(scores, self.seeds[sequence_idx], positions, self.temperatures[sequence_idx])
+    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
+        return sampler.sample(scores, self.seeds[sequence_idx], positions, self.temperatures[sequence_idx])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +227,9 @@ class _FilteredDraw:
         filters = Filters(_floats(least, device), torch.tensor(top_k, device=device), top_p)
         return _FilteredDraw(_Draw.build(states), filters)
 
-    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing) -> Choice:
+    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
         seeds, temperatures = self.draw.seeds[sequence_idx], self.draw.temperatures[sequence_idx]
-        return choosing.sample_filtered(scores, seeds, positions, temperatures, self.filters.of(sequence_idx))
+        return sampler.sample_filtered(scores, seeds, positions, temperatures, self.filters.of(sequence_idx))
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.protocol import Known
+from drafters.protocol import HostMetadata
 from kernels.tree_attention import MAX_NODES
 from service.engine.admission import Forecast
 from service.engine.fairness import Accounts
 from service.engine.prefix_cache import NoPrefixCache, SlotCache
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.sequence import Sequence
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.victims import cheapest, sheltered
@@ -33,22 +33,22 @@ class Scheduled:
     """A sequence's share of a step: its next pending tokens."""
 
     sequence: Sequence
-    chain: Chain
+    extend: ExtendRows
 
     @staticmethod
     def of(sequence: Sequence, num_rows: int) -> "Scheduled":
         first = sequence.num_computed
         tokens = sequence.tokens[first : first + num_rows]
-        return Scheduled(sequence, Chain(sequence.table_row, first, tokens, num_rows == sequence.num_pending))
+        return Scheduled(sequence, ExtendRows(sequence.table_row, first, tokens, num_rows == sequence.num_pending))
 
     @property
     def num_rows(self) -> int:
-        return len(self.chain.tokens)
+        return len(self.extend.tokens)
 
     @property
     def completes(self) -> bool:
         """Whether the step reaches the end of the text, and so chooses the next token."""
-        return self.chain.completes
+        return self.extend.completes
 
     @property
     def drafts(self) -> bool:
@@ -72,23 +72,23 @@ class Batch:
         return [item.sequence for item in self.items if item.completes]
 
     @property
-    def known(self) -> Known:
+    def host(self) -> HostMetadata:
         """Rows and roots of the completing sequences."""
-        chains = [chain for chain in self.chains if chain.completes]
-        ends = (chain.start + len(chain.tokens) - 1 for chain in chains)
-        return Known(tuple(chain.table_row for chain in chains), tuple(ends))
+        extends = [extend for extend in self.extends if extend.completes]
+        ends = (extend.start + len(extend.tokens) - 1 for extend in extends)
+        return HostMetadata(tuple(extend.table_row for extend in extends), tuple(ends))
 
     def of_completing(self, values: Items[int]) -> list[int]:
         """The completing items' part of one value per item."""
         return [value for item, value in zip(self.items, values, strict=True) if item.completes]
 
     @property
-    def chains(self) -> list[Chain]:
+    def extends(self) -> list[ExtendRows]:
         """Each item's tokens of this step."""
-        return [item.chain for item in self.items]
+        return [item.extend for item in self.items]
 
     @property
-    def num_chain_rows(self) -> int:
+    def num_extend_rows(self) -> int:
         """Rows that run whatever the budget."""
         return sum(item.num_rows for item in self.items)
 
@@ -143,7 +143,7 @@ class Scheduler:
         decoding = [Scheduled.of(sequence, 1) for sequence in in_turn if not sequence.is_reading]
         chunks = self._chunks([sequence for sequence in in_turn if sequence.is_reading], len(decoding))
         batch = Batch(decoding + chunks, started)
-        self._clear_slots(batch.num_chain_rows + len(decoding) * self._tree_nodes)
+        self._clear_slots(batch.num_extend_rows + len(decoding) * self._tree_nodes)
         return batch
 
     def remove(self, sequence: Sequence) -> None:

@@ -15,9 +15,9 @@ from kernels import ops
 from kernels.exact_rows import exact_row_multiple
 from kernels.tree_attention import WIDTH, Attention, AttentionRows
 from service.engine import linear
-from service.engine.choosing import ASKED, Choosing
 from service.engine.kv_pool import KVPool
 from service.engine.rows import ForwardRows
+from service.engine.sampler import EAGER_SAMPLER, Sampler
 from service.engine.slots import SlotTable
 from service.errors import StartupError
 
@@ -48,7 +48,7 @@ class TargetOutput:
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
-    choosing: Choosing = ASKED  # how to choose tokens of these logits as they are
+    sampler: Sampler = EAGER_SAMPLER  # how to choose tokens of these logits as they are
 
 
 Forward = Callable[[ForwardRows, SlotTable], TargetOutput]

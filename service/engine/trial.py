@@ -5,7 +5,7 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from service.engine.commit import lay_out
-from service.engine.rows import Chain, ForwardRows
+from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 
@@ -26,28 +26,28 @@ class Trial:
         tokens: list[int] = torch.randint(self.target.vocab_size, (count,), generator=self.generator).tolist()
         return tokens
 
-    def place(self, chains: list[Chain], tree: DraftTree | None = None) -> ForwardRows:
+    def place(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> ForwardRows:
         """The rows of a forward, in slots of their own."""
-        return lay_out(chains, tree or DraftTree.empty(len(chains), self.target.device), self._slots, self.table)
+        return lay_out(extends, tree or DraftTree.empty(len(extends), self.target.device), self._slots, self.table)
 
     def free(self, rows: ForwardRows) -> None:
         self._slots.free(rows.slots)
 
-    def run(self, chains: list[Chain], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
+    def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> tuple[ForwardRows, Tensor]:
         """Compute the rows' keys and values. # -> rows, logits [logits, vocab]"""
-        rows = self.place(chains, tree)
+        rows = self.place(extends, tree)
         return rows, self.target.forward(rows, self.table).logits
 
     def read(self, line: int, tokens: list[int], *, chunk: int) -> None:
         """Compute keys and values of a text from its beginning, in chunks."""
         for first in range(0, len(tokens), chunk):
-            self.run([Chain(line, first, tokens[first : first + chunk], completes=False)])
+            self.run([ExtendRows(line, first, tokens[first : first + chunk], completes=False)])
 
     def decode(self, line: int, token: int, position: int) -> Tensor:
         """Logits after one more token, a copy. # -> [vocab]"""
-        return self.run([Chain(line, position, [token], completes=True)])[1][0].clone()
+        return self.run([ExtendRows(line, position, [token], completes=True)])[1][0].clone()
 
-    def verify(self, roots: list[Chain], tree: DraftTree) -> Tensor:
+    def verify(self, roots: list[ExtendRows], tree: DraftTree) -> Tensor:
         """Logits after each root and each node of its tree; their slots are free again afterwards.
 
         -> [batch, nodes + 1, vocab]

@@ -10,8 +10,8 @@ from drafters.ancestors import path_tokens
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 from kernels.sample import Choice
-from service.engine.choosing import ASKED, Choosing
 from service.engine.rows import ForwardRows
+from service.engine.sampler import EAGER_SAMPLER, Sampler
 from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
 from service.engine.sequence import Sequence
 
@@ -50,27 +50,27 @@ class VerifyStage:
         rows: ForwardRows,
         tree: DraftTree,
         logits: Tensor,
-        choosing: Choosing = ASKED,
+        sampler: Sampler = EAGER_SAMPLER,
     ) -> Verified:
         """Verify the completing sequences; `tree` holds one line per sequence of the forward.
 
-        logits [logits, vocab], one per entry of `rows.logit_rows`; `choosing` is the way to choose of them as they are
+        logits [logits, vocab], one per entry of `rows.logit_rows`; `sampler` is the way to choose of them as they are
         """
         if tree.width == 0:
             tree = DraftTree.empty(len(completing), logits.device)
-            return _plain(tree, self._choose(completing, rows, tree, logits, choosing))
+            return _plain(tree, self._choose(completing, rows, tree, logits, sampler))
         tree = tree.take(rows.completing)
-        return _walked(rows, tree, self._choose(completing, rows, tree, logits, choosing))
+        return _walked(rows, tree, self._choose(completing, rows, tree, logits, sampler))
 
     def _choose(
-        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, choosing: Choosing
+        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, sampler: Sampler
     ) -> Choice:
         table = self._table_of(completing)
         if table.is_plain:
-            return choosing.likeliest(logits)
+            return sampler.likeliest(logits)
         if table.transforms:
             return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
-        return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, choosing)
+        return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, sampler)
 
     def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
         batch = tuple(completing)
@@ -85,7 +85,7 @@ def _sampling_rows(
     sequence, place = rows.logit_sequence, _places(rows)
     ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]
     positions = rows.attention.positions[rows.logit_rows]
-    depth = positions - rows.attention.chain_end[rows.completing][sequence]
+    depth = positions - rows.attention.extend_end[rows.completing][sequence]
     generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=place.device)
     return SamplingRows(
         table=table,

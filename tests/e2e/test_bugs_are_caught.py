@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, Known
+from drafters.protocol import Committed, HostMetadata
 from kernels.sample import Choice
 from service.assembly import Assembly
 from service.bench.lossless import LosslessResult, check
@@ -19,9 +19,9 @@ from service.bench.lossless_cases import Case, Extras, Way
 from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling
-from service.engine.choosing import Choosing
 from service.engine.numerics import rows_are_independent
 from service.engine.rows import ForwardRows
+from service.engine.sampler import Sampler
 from service.engine.sampling import SamplingRows
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
@@ -62,11 +62,11 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         table: SlotTable,
         *,
         wants_scores: bool,
-        known: Known | None,
+        host: HostMetadata | None,
         worth_running: bool,
     ) -> tuple[Committed, Tensor]:
         committed, freed = true_commit(
-            rows, verified, output, table, wants_scores=wants_scores, known=known, worth_running=worth_running
+            rows, verified, output, table, wants_scores=wants_scores, host=host, worth_running=worth_running
         )
         accepted = verified.result.num_accepted
         if freed.any() and accepted.any():
@@ -84,11 +84,11 @@ def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     true_call = sampling._FilteredDraw.__call__
 
     def choose(
-        self: sampling._FilteredDraw, scores: Tensor, sequence_idx: Tensor, positions: Tensor, choosing: Choosing
+        self: sampling._FilteredDraw, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler
     ) -> Choice:
         nowhere = torch.full_like(positions, torch.iinfo(positions.dtype).max)
         roots = nowhere.scatter_reduce(0, sequence_idx, positions, "amin")
-        return true_call(self, scores, sequence_idx, roots[sequence_idx], choosing)
+        return true_call(self, scores, sequence_idx, roots[sequence_idx], sampler)
 
     monkeypatch.setattr(sampling._FilteredDraw, "__call__", choose)
 

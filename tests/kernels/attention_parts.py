@@ -56,7 +56,7 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence's share of a step: chain rows `start` to `end` of its text, then a tree below the last of them."""
+    """One sequence's share of a step: extend rows `start` to `end` of its text, then a tree below the last of them."""
 
     text: Vectors
     start: int
@@ -95,7 +95,7 @@ def attend(
     dtype: torch.dtype = torch.float32,
     query_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Run a step in scrambled slots, with everything else in the pool NaN and chain rows before nodes.
+    """Run a step in scrambled slots, with everything else in the pool NaN and extend rows before nodes.
 
     Members are padded to so many times the multiple that is exact here. Keys and values are kept as `dtype`, queries
     are asked and answered as `query_dtype`.
@@ -151,7 +151,7 @@ def _layout(parts: Sequence[Part], places: Sequence[Tensor], longest: int) -> tu
         positions=torch.tensor(positions)[order],
         node=torch.tensor(node)[order],
         table_rows=torch.tensor(lines),
-        chain_end=torch.tensor(ends),
+        extend_end=torch.tensor(ends),
         node_slots=node_slots,
         node_depths=node_depths,
         ancestors=ancestors,

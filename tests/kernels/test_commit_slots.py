@@ -32,12 +32,12 @@ def test_accepted_slots_are_kept_and_the_others_freed(batch: int, most: int, com
     path, num_accepted, _ = accept(tokens, parents, num_nodes, targets)
     slots = 1 + torch.tensor(rng.sample(range(10_000), batch * most)).view(batch, most)
     lines = torch.tensor(rng.sample(range(batch + 3), batch))
-    chain_end = torch.tensor([rng.randrange(LENGTH - len(tree.walk())) for tree in trees])
+    extend_end = torch.tensor([rng.randrange(LENGTH - len(tree.walk())) for tree in trees])
     table = torch.randint(20_000, 30_000, (batch + 3, LENGTH), generator=torch.Generator().manual_seed(0))
     expected = table.clone()
-    for tree, own, line, end in zip(trees, slots.tolist(), lines.tolist(), chain_end.tolist(), strict=True):
+    for tree, own, line, end in zip(trees, slots.tolist(), lines.tolist(), extend_end.tolist(), strict=True):
         expected[line, end + 1 : end + 1 + len(tree.walk())] = torch.tensor([own[node] for node in tree.walk()])
-    on = [value.to(device) for value in (path, num_accepted, num_nodes, slots, lines, chain_end, table)]
+    on = [value.to(device) for value in (path, num_accepted, num_nodes, slots, lines, extend_end, table)]
     committed = commit_slots(*on)
     assert torch.equal(on[-1].cpu(), expected)
     assert committed.path.tolist() == _path_slots(trees, slots, path.shape[1])

@@ -200,7 +200,7 @@ def test_padding_rows_are_zero(device: str) -> None:
         positions=torch.tensor([0], device=device),
         node=torch.tensor([-1], device=device),
         table_rows=torch.tensor([0], device=device),
-        chain_end=torch.tensor([0], device=device),
+        extend_end=torch.tensor([0], device=device),
         node_slots=torch.full((1, MAX_NODES), NULL_SLOT, device=device),
         node_depths=torch.zeros(1, MAX_NODES, dtype=torch.int64, device=device),
         ancestors=torch.zeros(1, MAX_NODES, MAX_NODES, dtype=torch.bool, device=device),

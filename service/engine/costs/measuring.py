@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafters.protocol import DraftContext, Drafter, Known, Noise, Read
+from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising, table_of
 from service.engine.linear import chosen_isa
-from service.engine.rows import Chain, ForwardRows
+from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.target import Target
 from service.engine.trial import Trial
 
@@ -132,7 +132,7 @@ class Stage:
         self._trial = Trial(target, lines=lines, max_length=length + MAX_DEPTH + 1)
         self.table = self._trial.table
         for line in range(lines):
-            self._trial.place([Chain(line, 0, [0] * length, completes=False)])
+            self._trial.place([ExtendRows(line, 0, [0] * length, completes=False)])
 
     def run(self, point: Point) -> None:
         """One forward, until its logits can be read."""
@@ -143,8 +143,8 @@ class Stage:
 
     def place(self, point: Point) -> ForwardRows:
         """The rows of a forward."""
-        chains = [Chain(line, point.context, [0], completes=True) for line in range(point.sequences)]
-        return self._trial.place(chains, trees_for(point, self._trial.target.device))
+        extends = [ExtendRows(line, point.context, [0], completes=True) for line in range(point.sequences)]
+        return self._trial.place(extends, trees_for(point, self._trial.target.device))
 
     def free(self, rows: ForwardRows) -> None:
         self._trial.free(rows)
@@ -247,8 +247,8 @@ def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) 
 def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
     rows = torch.arange(batch, device=device)
     cold, roots = torch.zeros(batch, device=device), torch.full_like(rows, _DRAFT_TOKENS - 1)
-    known = Known(tuple(range(batch)), (_DRAFT_TOKENS - 1,) * batch)
-    noise = Noise(seeds=rows, temperatures=cold, positions=roots, warm=False, known=known)
+    host = HostMetadata(tuple(range(batch)), (_DRAFT_TOKENS - 1,) * batch)
+    noise = Noise(seeds=rows, temperatures=cold, positions=roots, warm=False, host=host)
 
     def grow() -> None:
         drafter.grow(rows, noise).survival.sum().item()  # planned transfer: waits for the device, before serving

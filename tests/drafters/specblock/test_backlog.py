@@ -1,11 +1,11 @@
 """How many entries can wait, by what the host knows a step later."""
 
-from drafters.protocol import Known
+from drafters.protocol import HostMetadata
 from drafters.specblock.backlog import Backlog
 
 
-def one(root: int) -> Known:
-    return Known((1,), (root,))
+def one(root: int) -> HostMetadata:
+    return HostMetadata((1,), (root,))
 
 
 def test_the_next_root_says_how_many_were_committed() -> None:
@@ -39,6 +39,6 @@ def test_a_row_that_starts_again_has_nothing_waiting() -> None:
 
 def test_the_fullest_row_counts() -> None:
     backlog = Backlog(3)
-    backlog.add(Known((0, 2), (5, 50)), 6)
-    assert backlog.crowded(Known((0, 2), (7, 55)), 3) == Known((2,), (55,))
-    assert backlog.take(Known((0, 2), (7, 55))) == 5
+    backlog.add(HostMetadata((0, 2), (5, 50)), 6)
+    assert backlog.crowded(HostMetadata((0, 2), (7, 55)), 3) == HostMetadata((2,), (55,))
+    assert backlog.take(HostMetadata((0, 2), (7, 55))) == 5

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.replays import Places, Replayed
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.policies import best_first
 from drafters.specblock.recording import NoRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
+from kernels.graph_runner import Places, Replayed
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE
 

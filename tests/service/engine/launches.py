@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.late import Late
+from drafters.readback import AsyncReadback
 from kernels.ops import REFERENCE
 from service.engine.graphs import Rerun
 
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
         ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
         table = replace(REFERENCE, **ops)
         monkeypatch.setattr("kernels.ops._table", lambda device_type: table)
-        monkeypatch.setattr("drafters.late.readings_of", lambda device: Late())
+        monkeypatch.setattr("drafters.readback.readback_of", lambda device: AsyncReadback())
 
     @contextmanager
     def _hush(self) -> Iterator[None]:

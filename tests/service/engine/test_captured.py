@@ -10,11 +10,11 @@ from drafters.tree import ROOT, DraftTree
 from kernels.sample_filtered import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
-from service.engine.choosing import ASKED
 from service.engine.commit import lay_out
 from service.engine.graphs import Rerun
 from service.engine.requests import SamplingParams
-from service.engine.rows import Chain, ForwardRows
+from service.engine.rows import ExtendRows, ForwardRows
+from service.engine.sampler import EAGER_SAMPLER
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target, TargetOutput
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target
@@ -33,7 +33,7 @@ class Both:
         self.table = SlotTable(4, CONTEXT + 30, self.plain.device)
         self.slots = SlotPool(600, self.plain.device)
         for line, prompt in enumerate(random_prompts(4, CONTEXT)):
-            rows = lay_out([Chain(line, 0, prompt, completes=False)], DraftTree.empty(1), self.slots, self.table)
+            rows = lay_out([ExtendRows(line, 0, prompt, completes=False)], DraftTree.empty(1), self.slots, self.table)
             self._forward(self.plain, rows)
             self._forward(self.replaying, rows)
         forward = CapturedForward(self.replaying, Rerun(), SHAPES, max_length=CONTEXT + 30)
@@ -42,7 +42,7 @@ class Both:
 
     def step(self, lines: list[int], nodes: int, seed: int) -> tuple[TargetOutput, TargetOutput, ForwardRows]:
         """A root and a random tree for some lines, on both."""
-        roots = [Chain(line, CONTEXT, [line + seed], completes=True) for line in lines]
+        roots = [ExtendRows(line, CONTEXT, [line + seed], completes=True) for line in lines]
         rows = lay_out(roots, random_trees(len(lines), nodes, seed), self.slots, self.table)
         results = self._forward(self.plain, rows), self._forward(self.replaying, rows)
         self.slots.free(rows.slots)
@@ -127,14 +127,14 @@ def test_replayed_choices_are_those_that_are_asked_for(lines: list[int]) -> None
         shares = torch.tensor([0.9, 0.5], dtype=torch.float64)[torch.arange(rows) % 2]
         filters = Filters(torch.full((rows,), -2.0), torch.arange(rows) % 4, shares)
         for chosen, expected in (
-            (replayed.choosing.likeliest(replayed.logits), ASKED.likeliest(plain.logits)),
+            (replayed.sampler.likeliest(replayed.logits), EAGER_SAMPLER.likeliest(plain.logits)),
             (
-                replayed.choosing.sample(replayed.logits, seeds, positions, temperatures),
-                ASKED.sample(plain.logits, seeds, positions, temperatures),
+                replayed.sampler.sample(replayed.logits, seeds, positions, temperatures),
+                EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures),
             ),
             (
-                replayed.choosing.sample_filtered(replayed.logits, seeds, positions, temperatures, filters),
-                ASKED.sample_filtered(plain.logits, seeds, positions, temperatures, filters),
+                replayed.sampler.sample_filtered(replayed.logits, seeds, positions, temperatures, filters),
+                EAGER_SAMPLER.sample_filtered(plain.logits, seeds, positions, temperatures, filters),
             ),
         ):
             assert torch.equal(chosen.tokens, expected.tokens)
@@ -143,9 +143,9 @@ def test_replayed_choices_are_those_that_are_asked_for(lines: list[int]) -> None
 
 def test_choices_outlive_the_next_one() -> None:
     both = Both("llama")
-    first = (one := both.step([0, 1], 3, seed=0)[1]).choosing.likeliest(one.logits).tokens
+    first = (one := both.step([0, 1], 3, seed=0)[1]).sampler.likeliest(one.logits).tokens
     before = first.clone()
-    (other := both.step([2, 3], 3, seed=1)[1]).choosing.likeliest(other.logits)
+    (other := both.step([2, 3], 3, seed=1)[1]).sampler.likeliest(other.logits)
     assert torch.equal(first, before)
 
 
@@ -153,7 +153,7 @@ def test_a_broken_row_is_told_by_a_replayed_choice() -> None:
     both = Both("llama")
     both.replaying.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
     _, replayed, _ = both.step([0, 1], 0, seed=1)
-    assert replayed.choosing.likeliest(replayed.logits).bad_rows.tolist() == [True, False]
+    assert replayed.sampler.likeliest(replayed.logits).bad_rows.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("params", [greedy(), sampled(3), replace(sampled(3), top_p=0.8, top_k=20)])

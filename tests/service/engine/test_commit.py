@@ -1,11 +1,11 @@
-"""Slots around a forward: chains stay, accepted nodes join the table in order, everything else is free again."""
+"""Slots around a forward: extends stay, accepted nodes join the table in order, everything else is free again."""
 
 import torch
 
 from drafters.tree import DraftTree, VerifyResult
 from kernels.accept import accept
 from service.engine.commit import commit, lay_out
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
 from service.engine.verify import Verified
@@ -21,8 +21,8 @@ class Step:
         self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
         both = DraftTree(*(torch.cat([getattr(tree, n), torch.zeros_like(getattr(tree, n))]) for n in tree.__slots__))
-        chains = [Chain(2, 7, [10], completes=True), Chain(0, 3, [20, 21, 22], completes=False)]
-        self.rows = lay_out(chains, both, self.slots, self.table)
+        extends = [ExtendRows(2, 7, [10], completes=True), ExtendRows(0, 3, [20, 21, 22], completes=False)]
+        self.rows = lay_out(extends, both, self.slots, self.table)
         found = accept(tree.tokens, tree.parents, tree.num_nodes, torch.tensor([target_tokens]))
         result = VerifyResult(found.path, found.num_accepted, found.bonus, torch.tensor([target_tokens]))
         verified = Verified(tree, result, torch.arange(6)[None], torch.tensor([False]))
@@ -86,7 +86,7 @@ def test_with_nothing_accepted_only_the_chains_stay() -> None:
     assert set(step.node_slots) <= set(step.slots.free_slots().tolist())
 
 
-def test_chain_rows_stand_in_the_table_before_the_forward() -> None:
+def test_extend_rows_stand_in_the_table_before_the_forward() -> None:
     step = Step([98, 0, 0, 0, 0, 0])
-    chain_slots = step.rows.slots[: step.rows.num_chain_rows].tolist()
-    assert [int(step.table.slots[2, 7]), *step.table.slots[0, 3:6].tolist()] == chain_slots
+    extend_slots = step.rows.slots[: step.rows.num_extend_rows].tolist()
+    assert [int(step.table.slots[2, 7]), *step.table.slots[0, 3:6].tolist()] == extend_slots

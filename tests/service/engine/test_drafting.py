@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """Proposes the same six-node chain to everyone and keeps what it was told."""
+    """Proposes the same six-node path to everyone and keeps what it was told."""
 
     name, tap_layers, wants_scores = "recorder", (), False
 

@@ -6,10 +6,10 @@ from time import perf_counter
 import pytest
 import torch
 
-from drafters import late
+from drafters import readback
 from drafters.registry import TrainedWeights
-from drafters.replays import Capture
 from kernels import ops
+from kernels.graph_runner import Capture
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
@@ -63,7 +63,7 @@ def weights_elsewhere(capture: Capture | None) -> TrainedWeights:
 def _references_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded_tiny("llama")  # weights are read here
     monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
-    monkeypatch.setattr(late, "clock_of", lambda device: perf_counter)
+    monkeypatch.setattr(readback, "clock_of", lambda device: perf_counter)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["as it is", "replayed"])

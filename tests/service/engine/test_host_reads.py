@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.late import Late
 from drafters.merged.drafter import MergedDrafter
 from drafters.protocol import Drafter
 from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.readback import AsyncReadback
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs.model import CostTable
 from service.engine.engine import Engine
@@ -27,7 +27,7 @@ ON_THE_HOST = (
     "kernels.sample:",
     "kernels.sample_filtered:",
     "kernels.filters:",
-    "drafters.late:",
+    "drafters.readback:",
 )
 """References that read there, as the kernels that stand for them on a device do not; what has come a step late."""
 
@@ -73,7 +73,7 @@ def two_drafters() -> Drafter:
 def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     num_drafters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafters.late.readings_of", lambda device: Late())
+    monkeypatch.setattr("drafters.readback.readback_of", lambda device: AsyncReadback())
     free = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=np.array([1.0, 99.0]), seconds=np.ones((1, 1, 2)))
     budget = CostBudget(free)
     monkeypatch.setattr(budget, "refusal", lambda load: None)

@@ -1,4 +1,4 @@
-"""Flattening chains and trees into rows, against a plain walk over them."""
+"""Flattening extends and trees into rows, against a plain walk over them."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 from drafters.tree import MAX_NODES, DraftTree
 from kernels.tree_attention import NULL_SLOT
-from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.rows import ExtendRows, ForwardRows, flatten
 from tests.kernels.test_tree_attention import random_parents
 
 torch.set_num_threads(1)
@@ -16,15 +16,15 @@ torch.set_num_threads(1)
 Row = tuple[int, int, int, int]  # sequence, position, node, token
 
 
-def random_step(rng: random.Random) -> tuple[list[Chain], DraftTree]:
+def random_step(rng: random.Random) -> tuple[list[ExtendRows], DraftTree]:
     """Chains of several kinds; only a single completing row has a tree below it."""
-    chains, counts, start = [], [], 0
+    extends, counts, start = [], [], 0
     for line in rng.sample(range(9), rng.randrange(1, 6)):
         length = rng.choice([1, 1, 2, 17])
-        chains.append(Chain(line, start, rng.choices(range(100), k=length), completes=rng.random() < 0.7))
-        counts.append(rng.choice([0, 1, 9]) if length == 1 and chains[-1].completes else 0)
+        extends.append(ExtendRows(line, start, rng.choices(range(100), k=length), completes=rng.random() < 0.7))
+        counts.append(rng.choice([0, 1, 9]) if length == 1 and extends[-1].completes else 0)
         start += rng.randrange(200)
-    return chains, tree_of([random_parents(rng, count) for count in counts], rng)
+    return extends, tree_of([random_parents(rng, count) for count in counts], rng)
 
 
 def tree_of(parents: Sequence[list[int]], rng: random.Random) -> DraftTree:
@@ -43,11 +43,11 @@ def tree_of(parents: Sequence[list[int]], rng: random.Random) -> DraftTree:
     return tree
 
 
-def expected_rows(chains: list[Chain], tree: DraftTree) -> set[Row]:
+def expected_rows(extends: list[ExtendRows], tree: DraftTree) -> set[Row]:
     rows = set()
-    for line, chain in enumerate(chains):
-        rows |= {(line, chain.start + at, -1, token) for at, token in enumerate(chain.tokens)}
-        end = chain.start + len(chain.tokens) - 1
+    for line, extend in enumerate(extends):
+        rows |= {(line, extend.start + at, -1, token) for at, token in enumerate(extend.tokens)}
+        end = extend.start + len(extend.tokens) - 1
         for node in range(int(tree.num_nodes[line])):
             rows.add((line, end + int(tree.depths[line, node]), node, int(tree.tokens[line, node])))
     return rows
@@ -60,10 +60,10 @@ def found_rows(rows: ForwardRows) -> list[Row]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_one_row(seed: int) -> None:
-    chains, tree = random_step(random.Random(seed))
-    expected = expected_rows(chains, tree)
+    extends, tree = random_step(random.Random(seed))
+    expected = expected_rows(extends, tree)
     slots = 1 + torch.randperm(len(expected))
-    rows = flatten(chains, tree, slots, tree.num_nodes.tolist())
+    rows = flatten(extends, tree, slots, tree.num_nodes.tolist())
     assert len(found_rows(rows)) == rows.num_rows == len(expected)
     assert set(found_rows(rows)) == expected
     assert torch.equal(rows.slots, slots)
@@ -71,11 +71,11 @@ def test_every_token_is_one_row(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_chooses_a_next_token(seed: int) -> None:
-    """The last row of each completing chain and the nodes below it, each knowing whose it is."""
-    chains, tree = random_step(random.Random(seed))
-    rows = flatten(chains, tree, 1 + torch.arange(len(expected_rows(chains, tree))), tree.num_nodes.tolist())
-    completing = [line for line, chain in enumerate(chains) if chain.completes]
-    ends = [chain.start + len(chain.tokens) - 1 for chain in chains]
+    """The last row of each completing extend and the nodes below it, each knowing whose it is."""
+    extends, tree = random_step(random.Random(seed))
+    rows = flatten(extends, tree, 1 + torch.arange(len(expected_rows(extends, tree))), tree.num_nodes.tolist())
+    completing = [line for line, extend in enumerate(extends) if extend.completes]
+    ends = [extend.start + len(extend.tokens) - 1 for extend in extends]
     all_rows = found_rows(rows)
     choosing = [all_rows[at] for at in rows.logit_rows.tolist()]
     assert rows.completing.tolist() == completing
@@ -85,15 +85,15 @@ def test_who_chooses_a_next_token(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_attention_is_told(seed: int) -> None:
-    chains, tree = random_step(random.Random(seed))
-    rows = flatten(chains, tree, 1 + torch.randperm(len(expected_rows(chains, tree))), tree.num_nodes.tolist())
+    extends, tree = random_step(random.Random(seed))
+    rows = flatten(extends, tree, 1 + torch.randperm(len(expected_rows(extends, tree))), tree.num_nodes.tolist())
     told = rows.attention
-    assert told.table_rows.tolist() == [chain.table_row for chain in chains]
-    assert told.chain_end.tolist() == [chain.start + len(chain.tokens) - 1 for chain in chains]
+    assert told.table_rows.tolist() == [extend.table_row for extend in extends]
+    assert told.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]
     slot_of = dict(
         zip(((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0), rows.slots[told.node >= 0].tolist(), strict=True)
     )
-    for line in range(len(chains)):
+    for line in range(len(extends)):
         for node in range(MAX_NODES):
             assert int(told.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
             above = set(path_to(tree, line, node)) if node < int(tree.num_nodes[line]) else None

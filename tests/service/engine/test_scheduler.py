@@ -44,7 +44,7 @@ class Room:
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         for item in batch.items:
-            self.table.slots[item.sequence.table_row, item.chain.start : item.chain.start + item.num_rows] = (
+            self.table.slots[item.sequence.table_row, item.extend.start : item.extend.start + item.num_rows] = (
                 self.slots.allocate(item.num_rows)
             )
             item.sequence.num_computed += item.num_rows
@@ -115,7 +115,7 @@ def test_drafting_sequences_stand_first() -> None:
         drafts = [item.drafts for item in batch.items]
         assert drafts == sorted(drafts, reverse=True)
         assert batch.drafting == [item.sequence for item in batch.items][: sum(drafts)]
-        assert batch.num_chain_rows == sum(len(chain.tokens) for chain in batch.chains)
+        assert batch.num_extend_rows == sum(len(extend.tokens) for extend in batch.extends)
     assert batch.completing == [a, b, c]
 
 
@@ -241,7 +241,7 @@ def test_trees_find_room_beside_a_full_cache() -> None:
     removed(room, started(room, 590))
     room.add(1)
     batch = room.scheduler.schedule()
-    assert room.slots.num_free >= batch.num_chain_rows + 8
+    assert room.slots.num_free >= batch.num_extend_rows + 8
 
 
 def started(room: Room, length: int) -> list[Sequence]:

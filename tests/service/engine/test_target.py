@@ -13,7 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from drafters.tree import DraftTree
 from kernels.tree_attention import NULL_SLOT
 from service.engine.commit import lay_out
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import AttentionStep, Target, decoder_layers, default_tap_layers, slot_attention
 from service.errors import StartupError
@@ -27,20 +27,20 @@ LENGTH = 150  # past the first tail, and several sliding windows long
 
 
 class Texts:
-    """A target's table and slots; runs chains and trees and gives every row's logits."""
+    """A target's table and slots; runs extends and trees and gives every row's logits."""
 
     def __init__(self, target: Target, lines: int = 3) -> None:
         self.target = target
         self.slots = SlotPool(target.pool.num_slots, target.device)
         self.table = SlotTable(lines, LENGTH + 20, target.device)
 
-    def chain(self, line: int, tokens: Sequence[int], chunk: int) -> Tensor:
+    def extend(self, line: int, tokens: Sequence[int], chunk: int) -> Tensor:
         """Logits after the last token of each chunk. # -> [chunks, vocab]"""
         starts = range(0, len(tokens), chunk)
-        return torch.cat([self.run([Chain(line, at, tokens[at : at + chunk], completes=True)]) for at in starts])
+        return torch.cat([self.run([ExtendRows(line, at, tokens[at : at + chunk], completes=True)]) for at in starts])
 
-    def run(self, chains: list[Chain], tree: DraftTree | None = None) -> Tensor:
-        rows = lay_out(chains, tree or DraftTree.empty(len(chains)), self.slots, self.table)
+    def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> Tensor:
+        rows = lay_out(extends, tree or DraftTree.empty(len(extends)), self.slots, self.table)
         return self.target.forward(rows, self.table).logits
 
 
@@ -63,7 +63,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(family: str, chunk: int) -> None:
     tokens = prompt()
-    found = Texts(tiny_target(loaded_tiny(family))).chain(0, tokens, chunk)
+    found = Texts(tiny_target(loaded_tiny(family))).extend(0, tokens, chunk)
     ends = [min(at + chunk, LENGTH) - 1 for at in range(0, LENGTH, chunk)]
     assert_close(found, stock_logits(family, tokens)[ends])
 
@@ -72,7 +72,7 @@ def test_logits_equal_those_of_transformers(family: str, chunk: int) -> None:
 def test_several_sequences_in_one_forward(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
     tokens = [prompt(seed, length) for seed, length in ((1, 90), (2, 1), (3, 33))]
-    found = texts.run([Chain(line, 0, text, completes=True) for line, text in enumerate(tokens)])
+    found = texts.run([ExtendRows(line, 0, text, completes=True) for line, text in enumerate(tokens)])
     assert_close(found, torch.stack([stock_logits(family, text)[-1] for text in tokens]))
 
 
@@ -80,10 +80,10 @@ def test_several_sequences_in_one_forward(family: str) -> None:
 def test_every_path_of_a_tree_is_a_text_of_its_own(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
     text = prompt(5, 100)
-    texts.chain(0, text[:-1], 40)
+    texts.extend(0, text[:-1], 40)
     parents = [-1, 0, -1, 1, 2, 2, 3]
     tokens = prompt(6, len(parents))
-    found = texts.run([Chain(0, 99, text[-1:], completes=True)], tree_of(tokens, parents))
+    found = texts.run([ExtendRows(0, 99, text[-1:], completes=True)], tree_of(tokens, parents))
     for node in range(len(parents)):
         path = [tokens[at] for at in path_to(node, parents)]
         assert_close(found[1 + node], stock_logits(family, text + path)[-1])
@@ -102,7 +102,7 @@ def test_tapped_features_are_layer_outputs(family: str, tmp_path: Path) -> None:
     taps = (2, 1, 0)
     texts = Texts(tiny_target(loaded_tiny(family, seed=1), tap_layers=taps))
     tokens = prompt(7, 61)
-    rows = lay_out([Chain(0, 0, tokens, completes=True)], DraftTree.empty(1), texts.slots, texts.table)
+    rows = lay_out([ExtendRows(0, 0, tokens, completes=True)], DraftTree.empty(1), texts.slots, texts.table)
     features = texts.target.forward(rows, texts.table).features
     assert features is not None
     assert_close(features, torch.cat([stock_layer_outputs(family, tokens)[tap] for tap in taps], dim=-1))
@@ -128,8 +128,8 @@ def test_slots_of_nobody_are_never_read(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
     texts.target.pool.storage[:, :, NULL_SLOT + 1 :] = torch.nan
     text = prompt(8, 100)
-    texts.chain(0, text[:-1], 9)
-    found = texts.run([Chain(0, 99, text[-1:], completes=True)], tree_of([5, 6], [-1, -1]))
+    texts.extend(0, text[:-1], 9)
+    found = texts.run([ExtendRows(0, 99, text[-1:], completes=True)], tree_of([5, 6], [-1, -1]))
     assert_close(found[0], stock_logits(family, text)[-1])
     assert_close(found[2], stock_logits(family, [*text, 6])[-1])
 
@@ -139,7 +139,7 @@ def test_padding_rows_change_nothing() -> None:
     for multiple in (1, 8, 16):
         texts = Texts(tiny_target(loaded_tiny("llama")))
         texts.target.row_multiple = multiple
-        found.append(texts.chain(0, prompt(9, 21), 5))
+        found.append(texts.extend(0, prompt(9, 21), 5))
         assert texts.target.pool.storage[0, 0].flatten(1).any(1).sum() == 21
     assert_close(found[1], found[0])
     assert_close(found[2], found[0])
@@ -157,7 +157,7 @@ def test_forwards_are_padded_to_the_fewest_rows_and_to_the_multiple(
     hook = texts.target.model.get_decoder().register_forward_hook(
         lambda module, args, output: seen.append(output.last_hidden_state.shape[1])
     )
-    found = texts.run([Chain(0, 0, prompt(4, rows), completes=True)])
+    found = texts.run([ExtendRows(0, 0, prompt(4, rows), completes=True)])
     hook.remove()
     assert seen == [padded]
     assert_close(found, stock_logits("llama", prompt(4, rows))[-1:])
@@ -170,14 +170,14 @@ def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, int,
 
 def test_without_taps_there_are_no_features() -> None:
     texts = Texts(tiny_target(loaded_tiny("llama")))
-    rows = lay_out([Chain(0, 0, [1, 2], completes=True)], DraftTree.empty(1), texts.slots, texts.table)
+    rows = lay_out([ExtendRows(0, 0, [1, 2], completes=True)], DraftTree.empty(1), texts.slots, texts.table)
     assert texts.target.forward(rows, texts.table).features is None
 
 
 @pytest.mark.parametrize("completes", [False, True])
 def test_only_chains_that_complete_have_logits(completes: bool) -> None:
     texts = Texts(tiny_target(loaded_tiny("llama")))
-    assert texts.run([Chain(0, 0, [1, 2, 3], completes)]).shape == (int(completes), VOCAB_SIZE)
+    assert texts.run([ExtendRows(0, 0, [1, 2, 3], completes)]).shape == (int(completes), VOCAB_SIZE)
 
 
 def test_attention_sinks_are_refused(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     )
     save_model(GptOssForCausalLM(config), tmp_path)
     with pytest.raises(StartupError, match="s_aux"):
-        Texts(tiny_target(load(tmp_path))).run([Chain(0, 0, [1, 2], completes=True)])
+        Texts(tiny_target(load(tmp_path))).run([ExtendRows(0, 0, [1, 2], completes=True)])
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_attention_that_is_not_plain_is_refused(
 
     monkeypatch.setattr(layer, "forward", attend)
     with pytest.raises(StartupError, match=complaint) if complaint else nullcontext():
-        texts.run([Chain(0, 0, [4, 5, 6], completes=True)])
+        texts.run([ExtendRows(0, 0, [4, 5, 6], completes=True)])
 
 
 def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = Texts(tiny_target(loaded_tiny("llama")))
     monkeypatch.setattr(attention_of(texts.target, 0), "is_causal", False)
     with pytest.raises(StartupError, match="two-way"):
-        texts.run([Chain(0, 0, [4, 5], completes=True)])
+        texts.run([ExtendRows(0, 0, [4, 5], completes=True)])
 
 
 def attention_of(target: Target, layer: int) -> nn.Module:

@@ -3,7 +3,7 @@
 import torch
 
 from drafters.tree import DraftTree
-from service.engine.rows import Chain
+from service.engine.rows import ExtendRows
 from service.engine.trial import Trial
 from tests.service.engine.harness import tiny_target
 from tests.service.engine.test_target import assert_close, stock_logits, tree_of
@@ -30,7 +30,7 @@ def test_trees_of_different_sizes_stand_in_their_own_lines() -> None:
     trial.read(0, first[:-1], chunk=100)
     trial.read(1, second[:-1], chunk=4)
     tree = two_trees([7, 8], [9, 0])
-    roots = [Chain(0, 9, first[-1:], completes=True), Chain(1, 20, second[-1:], completes=True)]
+    roots = [ExtendRows(0, 9, first[-1:], completes=True), ExtendRows(1, 20, second[-1:], completes=True)]
     logits = trial.verify(roots, tree)
     assert logits.shape == (2, 3, VOCAB_SIZE)
     assert_close(logits[0], stock_logits("llama", [*first, 7, 8])[-3:])
@@ -39,7 +39,7 @@ def test_trees_of_different_sizes_stand_in_their_own_lines() -> None:
 
 
 def two_trees(first: list[int], second: list[int]) -> DraftTree:
-    """A chain of two nodes, and one node with padding."""
+    """A extend of two nodes, and one node with padding."""
     long, short = tree_of(first, [-1, 0]), tree_of(second, [-1, -1])
     tree = DraftTree(*(torch.cat([getattr(long, name), getattr(short, name)]) for name in DraftTree.__slots__))
     return DraftTree(tree.tokens, tree.parents, tree.depths, tree.survival, torch.tensor([2, 1]))
@@ -48,7 +48,7 @@ def two_trees(first: list[int], second: list[int]) -> DraftTree:
 def test_verifying_again_and_again_does_not_use_slots_up() -> None:
     trial = trial_of()
     trial.read(0, trial.random_tokens(40), chunk=40)
-    root = Chain(0, 40, [3], completes=True)
+    root = ExtendRows(0, 40, [3], completes=True)
     first = trial.verify([root], tree_of([5, 6], [-1, -1]))
     for _ in range(300):
         again = trial.verify([root], tree_of([5, 6], [-1, -1]))

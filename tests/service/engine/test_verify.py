@@ -7,7 +7,7 @@ from torch import Tensor
 from drafters.tree import DraftTree
 from kernels.gumbel import gumbel_noise
 from service.engine.requests import SamplingParams
-from service.engine.rows import Chain, ForwardRows, flatten
+from service.engine.rows import ExtendRows, ForwardRows, flatten
 from service.engine.sequence import Sequence
 from service.engine.verify import Verified, VerifyStage
 from tests.service.engine.harness import greedy
@@ -25,13 +25,13 @@ ON_PATH = {-1: 12, 1: 14, 3: 15, 4: 99}  # what the target chooses after the roo
 def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
     """A sequence with a tree beside others that read their prompts to the end, or not."""
     lines = [sequence_of(8, greedy()), *(sequence_of(3, greedy()) for _ in range(others))]
-    chains = [Chain(2, 7, [2], completes=True)]
-    chains += [Chain(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
+    extends = [ExtendRows(2, 7, [2], completes=True)]
+    extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
     tree = tree_of(DRAFTED, PARENTS)
     padding = [torch.zeros(others, *getattr(tree, name).shape[1:]).to(getattr(tree, name)) for name in tree.__slots__]
     both = DraftTree(*map(lambda name, more: torch.cat([getattr(tree, name), more]), tree.__slots__, padding))
-    rows = flatten(chains, both, 1 + torch.arange(6 + 3 * others), both.num_nodes.tolist())
-    return [line for line, chain in zip(lines, chains, strict=True) if chain.completes], rows, both
+    rows = flatten(extends, both, 1 + torch.arange(6 + 3 * others), both.num_nodes.tolist())
+    return [line for line, extend in zip(lines, extends, strict=True) if extend.completes], rows, both
 
 
 def logits_for(rows: ForwardRows, choices: dict[int, int]) -> Tensor:
@@ -74,12 +74,12 @@ def test_each_emitted_tokens_logits_are_known() -> None:
 def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verified:
     """Verify sequences with trees of zero nodes, some of which read prompts; lines `bad` of the logits are NaN."""
     lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
-    chains = [Chain(2, 7, [2], completes=True)]
-    chains += [Chain(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
-    rows = flatten(chains, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others), [0] * (1 + others))
+    extends = [ExtendRows(2, 7, [2], completes=True)]
+    extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
+    rows = flatten(extends, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others), [0] * (1 + others))
     logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
     logits[list(bad)] = torch.nan
-    completing = [line for line, chain in zip(lines, chains, strict=True) if chain.completes]
+    completing = [line for line, extend in zip(lines, extends, strict=True) if extend.completes]
     return VerifyStage().verify(completing, rows, DraftTree.empty(1 + others), logits)
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from drafters.recalibration import Claims, Recalibration
-from drafters.replays import Capture, Places, Replayed, batches_up_to, least
 from drafters.select import select_nodes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from kernels.graph_runner import Capture, Places, Replayed, batches_up_to, least
 from service.engine.shares import allocate_nodes
 
 _NO_SEQUENCE = -1
 
 
-class Trimming(Protocol):
+class TreePruning(Protocol):
     """What is done to a step's candidates."""
 
     def correct(self, candidates: Candidates, deepest: Tensor) -> Candidates:
@@ -42,7 +42,7 @@ class Trimming(Protocol):
         ...
 
 
-class TrimmedAsAsked:
+class EagerPruning:
     """Any batch and any width, kernel by kernel."""
 
     def __init__(self, recalibration: Recalibration) -> None:
@@ -87,16 +87,16 @@ class _Replays(NamedTuple):
     learn: Callable[[], None]
 
 
-class TrimmedByReplay:
+class CapturedPruning:
     """The same on static buffers: a step's batch is filled up with trees of no nodes."""
 
     @torch.inference_mode()
     def __init__(
         self, recalibration: Recalibration, capture: Capture, *, max_batch: int, width: int, device: torch.device
     ) -> None:
-        """`width` is that of the widest candidates; wider ones, and more of them, are trimmed as they are."""
+        """`width` is that of the widest candidates; wider ones, and more of them, are pruned as they are."""
         self._recalibration, self._capture, self._width = recalibration, capture, width
-        self._as_asked = TrimmedAsAsked(recalibration)
+        self._eager = EagerPruning(recalibration)
         none = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         self._given = DraftTree(none, none.clone(), none.clone(), none.float(), none[:, 0].clone())
         self._deepest, self._limits, self._num_keep = (torch.zeros_like(self._given.num_nodes) for _ in range(3))
@@ -108,14 +108,14 @@ class TrimmedByReplay:
         self._kept: Places[_Kept] = Places()
         self._replays = {batch: self._captured(batch) for batch in batches_up_to(max_batch)}
         self._batch = 0
-        self._now: _Replays | None = None  # None: trimmed as asked
+        self._now: _Replays | None = None  # None: pruned as asked
 
     @torch.inference_mode()
     def correct(self, candidates: Candidates, deepest: Tensor) -> Candidates:
         padded = least(sorted(self._replays), candidates.batch) if 0 < candidates.width <= self._width else None
         if padded is None:
             self._now = None
-            return self._as_asked.correct(candidates, deepest)
+            return self._eager.correct(candidates, deepest)
         self._batch, self._now = candidates.batch, self._replays[padded]
         self._fill(candidates, deepest, padded)
         survival = self._now.correct().survival[: self._batch]
@@ -124,7 +124,7 @@ class TrimmedByReplay:
     @torch.inference_mode()
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
         if self._now is None:
-            return self._as_asked.share(candidates, limits, seconds, weights)
+            return self._eager.share(candidates, limits, seconds, weights)
         self._limits.fill_(_NO_SEQUENCE)
         self._seconds.fill_(float("inf"))
         for place, values in ((self._limits, limits), (self._seconds, seconds), (self._weights, weights)):
@@ -134,7 +134,7 @@ class TrimmedByReplay:
     @torch.inference_mode()
     def keep(self, num_keep: Tensor, width: int) -> DraftTree:
         if self._now is None:
-            return self._as_asked.keep(num_keep, width)
+            return self._eager.keep(num_keep, width)
         if width == 0:
             return DraftTree.empty(self._batch, num_keep.device)
         self._num_keep[: self._batch] = num_keep
@@ -143,7 +143,7 @@ class TrimmedByReplay:
     @torch.inference_mode()
     def learn(self, path: Tensor) -> None:
         if self._now is None:
-            self._as_asked.learn(path)
+            self._eager.learn(path)
             return
         mine = self._path[: self._batch]
         mine.fill_(ROOT)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from drafters.late import AtOnce, Late, Readings, clock_of, readings_of
+from drafters.readback import AsyncReadback, ImmediateReadback, Readback, clock_of, readback_of
 
 
-def heard(readings: Readings, steps: int) -> list[list[float]]:
+def heard(readings: Readback, steps: int) -> list[list[float]]:
     """What has been told by the end of each step, of which each one asks for its own number."""
     told: list[float] = []
 
@@ -23,18 +23,18 @@ def heard(readings: Readings, steps: int) -> list[list[float]]:
 
 
 def test_a_cpu_answers_at_once() -> None:
-    assert isinstance(readings_of("cpu"), AtOnce)
-    assert heard(readings_of("cpu"), 3) == [[0], [0, 1], [0, 1, 2]]
+    assert isinstance(readback_of("cpu"), ImmediateReadback)
+    assert heard(readback_of("cpu"), 3) == [[0], [0, 1], [0, 1, 2]]
 
 
 def test_a_device_answers_a_step_late() -> None:
-    assert isinstance(readings_of("cuda:1"), Late)
-    assert heard(readings_of("cuda"), 3) == [[], [0], [0, 1]]
+    assert isinstance(readback_of("cuda:1"), AsyncReadback)
+    assert heard(readback_of("cuda"), 3) == [[], [0], [0, 1]]
 
 
 def test_what_is_told_is_what_was_asked_for() -> None:
     told: list[float] = []
-    values, readings = torch.tensor([3.0]), Late()
+    values, readings = torch.tensor([3.0]), AsyncReadback()
     for _ in range(2):
         readings.read(values, told.extend)
         values.zero_()
@@ -49,7 +49,7 @@ def test_seconds_of_a_cpu() -> None:
 
 @pytest.mark.gpu
 def test_seconds_and_numbers_of_a_device_come_without_waiting() -> None:
-    clock, readings = clock_of("cuda"), readings_of("cuda")
+    clock, readings = clock_of("cuda"), readback_of("cuda")
     told: list[float] = []
     began = clock()
     torch.cuda._sleep(100_000_000)  # cycles

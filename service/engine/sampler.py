@@ -16,7 +16,7 @@ from kernels.sample_filtered import OFF, Filters
 from service.engine.graphs import Graphs
 
 
-class Choosing(Protocol):
+class Sampler(Protocol):
     """Tokens of one forward's logits."""
 
     def likeliest(self, logits: Tensor) -> Choice:
@@ -34,7 +34,7 @@ class Choosing(Protocol):
         ...
 
 
-class Asked:
+class EagerSampler:
     """Kernel by kernel, of any logits."""
 
     def likeliest(self, logits: Tensor) -> Choice:
@@ -49,10 +49,10 @@ class Asked:
         return ops.on(logits.device).sample_filtered(logits, seeds, positions, temperatures, filters)
 
 
-ASKED = Asked()
+EAGER_SAMPLER = EagerSampler()
 
 
-class CapturedChoosing:
+class CapturedSampler:
     """Replays, of logits that stand at the head of one static buffer."""
 
     def __init__(self, graphs: Graphs, logits: Tensor, counts: Iterable[int]) -> None:
@@ -66,7 +66,7 @@ class CapturedChoosing:
         self._choice = Choice(tokens, torch.zeros(most, dtype=torch.bool, device=logits.device))
         self._counts = sorted(counts)
         largest_first = self._counts[::-1]
-        self._likeliest = {count: graphs.capture(self._choosing_likeliest(logits[:count])) for count in largest_first}
+        self._likeliest = {count: graphs.capture(self._sampling_likeliest(logits[:count])) for count in largest_first}
         self._sample = {count: graphs.capture(self._sampling(logits[:count])) for count in largest_first}
         self._filtered = {count: graphs.capture(self._filtering(logits[:count])) for count in largest_first}
 
@@ -88,17 +88,17 @@ class CapturedChoosing:
             replays[next(count for count in self._counts if count >= rows)]()
         return Choice(*(result[:rows].clone() for result in self._choice))  # whoever learns reads them late
 
-    def _choosing_likeliest(self, logits: Tensor) -> Callable[[], None]:
-        return lambda: self._keep(ASKED.likeliest(logits))
+    def _sampling_likeliest(self, logits: Tensor) -> Callable[[], None]:
+        return lambda: self._keep(EAGER_SAMPLER.likeliest(logits))
 
     def _sampling(self, logits: Tensor) -> Callable[[], None]:
         keys = [part[: logits.shape[0]] for part in self._keys]
-        return lambda: self._keep(ASKED.sample(logits, *keys))
+        return lambda: self._keep(EAGER_SAMPLER.sample(logits, *keys))
 
     def _filtering(self, logits: Tensor) -> Callable[[], None]:
         seeds, positions, temperatures = (part[: logits.shape[0]] for part in self._keys)
         filters = Filters(*(part[: logits.shape[0]] for part in self._filters))
-        return lambda: self._keep(ASKED.sample_filtered(logits, seeds, positions, temperatures, filters))
+        return lambda: self._keep(EAGER_SAMPLER.sample_filtered(logits, seeds, positions, temperatures, filters))
 
     def _keep(self, choice: Choice) -> None:
         for place, found in zip(self._choice, choice, strict=True):

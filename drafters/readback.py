@@ -13,18 +13,18 @@ from torch import Tensor
 Observe = Callable[[Sequence[float]], None]
 
 
-class Moment(Protocol):
-    """A point in time; those before it may be subtracted once it has been heard of."""
+class Timestamp(Protocol):
+    """A point in time; those before it may be subtracted once it is known."""
 
     def __sub__(self, earlier: Any, /) -> float:
         """Seconds since."""
         ...
 
 
-Clock = Callable[[], Moment]
+Clock = Callable[[], Timestamp]
 
 
-class Readings(Protocol):
+class Readback(Protocol):
     """Numbers that somebody is to be told, one request per step."""
 
     def read(self, values: Tensor, observe: Observe) -> None:
@@ -32,14 +32,14 @@ class Readings(Protocol):
         ...
 
 
-class AtOnce:
+class ImmediateReadback:
     """Of a CPU, where nothing needs to be waited for."""
 
     def read(self, values: Tensor, observe: Observe) -> None:
         observe(values.tolist())  # planned transfer: none, it is here
 
 
-class Late:
+class AsyncReadback:
     """Tells what the request before asked for: a step waits for its tokens, so by then it has arrived."""
 
     def __init__(self) -> None:
@@ -59,26 +59,26 @@ class Late:
         observe(values.tolist())  # planned transfer: none, it is here
 
 
-class DeviceMoment:
+class DeviceTimestamp:
     """When the device gets to what this stream is asked for next."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
 
-    def __sub__(self, earlier: "DeviceMoment", /) -> float:
+    def __sub__(self, earlier: "DeviceTimestamp", /) -> float:
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1e3
 
 
-def readings_of(device: torch.device | str) -> Readings:
-    """Readings of tensors on this device."""
-    return AtOnce() if torch.device(device).type == "cpu" else Late()
+def readback_of(device: torch.device | str) -> Readback:
+    """Readback of tensors on this device."""
+    return ImmediateReadback() if torch.device(device).type == "cpu" else AsyncReadback()
 
 
 def clock_of(device: torch.device | str) -> Clock:
     """The time at which this device does what it is asked for."""
-    return perf_counter if torch.device(device).type == "cpu" else DeviceMoment
+    return perf_counter if torch.device(device).type == "cpu" else DeviceTimestamp
 
 
 def _reached(values: Tensor) -> torch.cuda.Event | None:

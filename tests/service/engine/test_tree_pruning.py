@@ -1,15 +1,15 @@
-"""Replayed trimming keeps the trees, and learns the labels, of trimming as it is asked for."""
+"""Captured pruning keeps the trees, and learns the labels, of pruning as it is asked for."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from drafters.recalibration import Recalibration
-from drafters.replays import Capture
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels import ops
+from kernels.graph_runner import Capture
 from service.engine.graphs import Rerun
-from service.engine.trimming import TrimmedAsAsked, TrimmedByReplay, Trimming
+from service.engine.tree_pruning import CapturedPruning, EagerPruning, TreePruning
 from tests.drafters.trees import assert_valid_tree
 
 torch.set_num_threads(1)
@@ -46,13 +46,13 @@ def same(one: DraftTree, other: DraftTree) -> bool:
 
 
 class Steps:
-    """A way of trimming, with a calibration of its own."""
+    """A way of pruning, with a calibration of its own."""
 
     def __init__(self, capture: Capture | None) -> None:
         self.calibration = Recalibration()
-        self.trimming: Trimming = TrimmedAsAsked(self.calibration)
+        self.pruning: TreePruning = EagerPruning(self.calibration)
         if capture is not None:
-            self.trimming = TrimmedByReplay(
+            self.pruning = CapturedPruning(
                 self.calibration, capture, max_batch=BATCH, width=WIDTH, device=torch.device("cpu")
             )
 
@@ -61,18 +61,18 @@ class Steps:
         generator = torch.Generator().manual_seed(seed)
         batch, width = (int(torch.randint(1, most + 1, (), generator=generator)) for most in (BATCH + 1, WIDTH + 1))
         raw = random_trees(batch, width, generator)
-        corrected = self.trimming.correct(raw, torch.randint(MAX_DEPTH, (batch,), generator=generator))
+        corrected = self.pruning.correct(raw, torch.randint(MAX_DEPTH, (batch,), generator=generator))
         limits = torch.minimum(corrected.num_nodes, (corrected.survival > 0).sum(1))
         rises = torch.rand((BATCH + 1) * (WIDTH + 1), generator=generator)[: corrected.tokens.numel()]
         seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.2])
         seconds[int(limits.sum()) // 2 + 2 :] = float("inf")
-        num_keep = self.trimming.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
+        num_keep = self.pruning.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
         assert (num_keep <= limits).all()
         corrected = DraftTree(*(value.clone() for value in corrected.fields))
-        kept = self.trimming.keep(num_keep, int(num_keep.max()))
+        kept = self.pruning.keep(num_keep, int(num_keep.max()))
         kept = DraftTree(*(value.clone() for value in kept.fields))
         if kept.width:
-            self.trimming.learn(accepted_path(kept, generator))
+            self.pruning.learn(accepted_path(kept, generator))
         if seed % 7 == 0:
             self.calibration.renew()
         return corrected, kept
@@ -95,14 +95,14 @@ def test_replays_trim_and_learn_as_is_asked_for(both: tuple[Steps, Steps]) -> No
     assert asked.calibration.error() == replayed.calibration.error() > 0
 
 
-def test_more_than_was_captured_is_trimmed_as_it_is() -> None:
+def test_more_than_was_captured_is_pruned_as_it_is() -> None:
     replayed = Steps(Rerun().capture)
     generator = torch.Generator().manual_seed(0)
     for batch, width in ((BATCH + 1, WIDTH), (2, WIDTH + 1), (2, 0)):
         raw = random_trees(batch, width, generator)
-        corrected = replayed.trimming.correct(raw, torch.full((batch,), MAX_DEPTH))
+        corrected = replayed.pruning.correct(raw, torch.full((batch,), MAX_DEPTH))
         assert corrected.tokens.shape == (batch, width)
-        tree = replayed.trimming.keep(corrected.num_nodes, width)
+        tree = replayed.pruning.keep(corrected.num_nodes, width)
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 
