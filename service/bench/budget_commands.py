@@ -47,44 +47,6 @@ def drafters(
         raise typer.Exit(1)
 
 
-def calibration(
-    loaded: LoadedConfig,
-    before: Annotated[
-        list[Path], typer.Option(metavar="FILE", help="Prompts of the first half. Give it again to mix several files.")
-    ],
-    after: Annotated[list[Path], typer.Option(metavar="FILE", help="Prompts of the second half, likewise.")],
-    queries: Annotated[int, typer.Option(min=2, help="Queries in all.")] = 240,
-    concurrency: Annotated[
-        str, typer.Option(metavar="N,...", help="Queries in flight, changing in this cycle.")
-    ] = "1,2,4,8",
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Verified nodes in each half after which survival is judged.")
-    ] = 5000,
-    temperature: _Temperature = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
-    seed: _Seed = 0,
-    out: _Out = None,
-) -> None:
-    """Whether what the budget counts with comes true: seconds of a verify, and survival of drafted nodes.
-
-    Real prompts with changing concurrency, of another kind from the middle on, through the engine as it is served.
-    Reports how far the cost table's seconds were off (an error of 10 % in the median is good), and the calibration
-    error of survival (0.03 is good) once so many nodes were verified before the change, and again after it.
-    """
-    _log_as(loaded)
-    from service.bench.calibration_report import Plan, run_calibration
-    from service.bench.speed import Measure
-
-    plan = Plan(
-        before=tuple(before),
-        after=tuple(after),
-        queries=queries,
-        concurrency=numbers(concurrency),
-        nodes=nodes,
-    )
-    run_calibration(loaded.config, plan, Measure(temperature, max_tokens, 1, seed), out=out)
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """What --concurrency says: positive numbers in a list with commas. Raises StartupError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]

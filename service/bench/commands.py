@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.bench import budget_commands, gpu_command, observing_command, poison_command, sharing_commands
+from service.bench import budget_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -28,21 +28,6 @@ _Prompts = Annotated[
 _Temperatures = Annotated[
     list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
 ]
-_Observe = Annotated[
-    int, typer.Option(min=0, help="Prompts of each file to answer once more, untimed, to look into the drafts.")
-]
-_Ablate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PART,...",
-        help="Instead, compare the trained drafter without some of its parts: shift, broadcast, rank, valid_prefix, "
-        "coupling, prefix.",
-    ),
-]
-_AblationWeights = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Drafters trained equally long: DIR/full, and DIR/PART for each part."),
-]
 _Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32, help="Seed of everything random.")]
 
 
@@ -50,16 +35,10 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     """`adaptree bench`"""
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
     app.command("speed")(with_settings(_speed))
-    app.command("prefill")(with_settings(_prefill))
-    app.command("prefix")(with_settings(sharing_commands.prefix))
-    app.command("neighbours")(with_settings(sharing_commands.neighbours))
     app.command("load")(with_settings(_load))
     app.command("drafters")(with_settings(budget_commands.drafters))
-    app.command("calibration")(with_settings(budget_commands.calibration))
     app.command("shift")(with_settings(_shift))
-    app.command("poison")(with_settings(poison_command.poison))
-    app.command("observing")(with_settings(observing_command.observing))
-    app.command("gpu")(with_settings(gpu_command.gpu))
+    app.command("gpu")(with_settings(_gpu))
     return app
 
 
@@ -82,64 +61,17 @@ def _speed(
     peer: Annotated[
         Literal["transformers"] | None, typer.Option(help="Also measure Hugging Face generate on the same weights.")
     ] = None,
-    observe: _Observe = 2,
-    ablate: _Ablate = None,
-    ablation_weights: _AblationWeights = None,
-    ablation_nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes of each step of an ablation.")] = 16,
     seed: _Seed = 0,
     out: _Out = None,
 ) -> None:
     """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
     _log_as(loaded.config)
-    from service.bench.ablation_report import run_ablation
     from service.bench.speed import Measure
     from service.bench.speed_report import run_speed
 
-    _refuse_unused(ablate, peer, ablation_weights)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    files = [*prompts, *(more_prompts or [])]
-    if ablate is None:
-        peers = () if peer is None else (peer,)
-        _exit(run_speed(loaded.config, files, measures, limit=limit, peers=peers, observe=observe, out=out))
-        return
-    holds = run_ablation(
-        loaded.config,
-        files,
-        measures,
-        list(dict.fromkeys(part.strip() for part in ablate.split(","))),
-        weights=ablation_weights,
-        nodes=ablation_nodes,
-        limit=limit,
-        observe=observe,
-        out=out,
-    )
-    _exit(holds)
-
-
-def _refuse_unused(ablate: str | None, peer: str | None, ablation_weights: Path | None) -> None:
-    """Raise StartupError for options that would be without effect."""
-    if ablate is not None and peer is not None:
-        raise StartupError("--peer has no part in --ablate: leave one of them out")
-    if ablate is None and ablation_weights is not None:
-        raise StartupError("--ablation-weights says nothing without --ablate: name the parts to compare")
-
-
-def _prefill(
-    loaded: LoadedConfig,
-    prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="JSONL file with the streams' prompts.")],
-    streams: Annotated[int, typer.Option(min=1, help="Streams that run when the long prompt arrives.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the long prompt.")] = 3000,
-    max_tokens: Annotated[int, typer.Option(min=32, help="Length of each stream's answer.")] = 256,
-    out: _Out = None,
-) -> None:
-    """What a long prompt does to running streams, read in chunks and in one go."""
-    _log_as(loaded.config)
-    from service.bench.prefill_report import run_prefill
-
-    holds = run_prefill(
-        loaded.config, prompts, streams=streams, prompt_tokens=prompt_tokens, max_tokens=max_tokens, out=out
-    )
-    _exit(holds)
+    peers = () if peer is None else (peer,)
+    _exit(run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peers=peers, out=out))
 
 
 def _load(
@@ -221,7 +153,7 @@ def _shift(
 ) -> None:
     """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
     _log_as(loaded.config)
-    from service.bench.shift_report import Traffic, policies_of, run_shift
+    from service.bench.shift import Traffic, policies_of, run_shift
     from service.bench.speed import Measure
 
     if not after and epochs is None:
@@ -231,6 +163,21 @@ def _shift(
     )
     measure = Measure(temperature, max_tokens, concurrency, seed)
     _exit(run_shift(loaded.config, traffic, policies_of(policies), measure, out=out))
+
+
+def _gpu(
+    loaded: LoadedConfig,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run every part on a CPU with tiny shapes; the figures say nothing.")
+    ] = False,
+    tests: Annotated[bool, typer.Option(help="Run the tests marked gpu first.")] = True,
+    out: _Out = None,
+) -> None:
+    """Confirm and measure this GPU, in under eight minutes. Exit code 1 if anything fails or a token differs."""
+    _log_as(loaded.config)
+    from service.bench.gpu import run_gpu
+
+    _exit(run_gpu(loaded.config, dry_run=dry_run, with_tests=tests, out=out))
 
 
 def _lossless(
@@ -269,7 +216,7 @@ def draw_tree(
 ) -> None:
     """Draw the draft tree of a step, who proposed its nodes and what was accepted, and colour the answer."""
     _log_as(loaded.config)
-    from service.bench.tree_report import Question, run_tree
+    from service.bench.tree import Question, run_tree
 
     question = Question(prompt, raw, temperature, max_tokens, seed)
     run_tree(loaded.config, question, first=step, count=steps, out=out)

@@ -20,7 +20,7 @@ from service.bench.drafters_figures import (
 )
 from service.bench.drafters_turns import engines_of, take_turns, warm_up
 from service.bench.generate import Run
-from service.bench.shift_stream import mixed
+from service.bench.shift_play import mixed
 from service.bench.speed import PLAIN, Measure
 from service.bench.speed_report import read_sets
 from service.config import ServiceConfig

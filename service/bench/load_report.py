@@ -17,7 +17,7 @@ from service.bench.load_policies import engine_for, policy_names
 from service.bench.load_rows import LoadRow, Slo, row_of, summary_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.bench.speed import Measure, requests_from
-from service.bench.tree_paint import refuse_png_without_matplotlib
+from service.bench.tree import refuse_png_without_matplotlib
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest

@@ -1,24 +1,17 @@
-"""What the turns of a shift benchmark say: windows, gains over the plain comparison, recovery, latencies.
-
-Every policy answers the same queries, so that policies are compared query by query and turn by turn: how hard a
-prompt is, and how fast the machine was just then, cancels. Knows nothing of engines.
-"""
+"""What the turns of a shift benchmark say, as figures and as a picture."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Final
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from service.bench.generate import count_mismatches
-from service.bench.shift_learning import Counts, Noted
-from service.bench.shift_stream import Stream
-from service.bench.shift_turns import Played
-
-PLAIN: Final = "never"
-"""The policy all others are compared with."""
+from service.bench.shift_play import PLAIN, Counts, Noted, Played, Stream
 
 _RECOVERED = 0.9
 _RESAMPLES = 2000
@@ -274,3 +267,70 @@ def _percent(sums: np.ndarray) -> np.ndarray:  # [4, ...] -> [...]
 def _quantiles(values: Sequence[float], percents: tuple[int, ...]) -> tuple[float, ...]:
     """0 where nothing was measured."""
     return tuple(float(found) for found in np.percentile(values, percents)) if values else (0.0,) * len(percents)
+
+
+_MARKS = {"published": ("^", "publish"), "refused": ("x", "refusal"), "rolled_back": ("v", "rollback")}
+
+
+def draw(
+    file: Path, windows: Mapping[str, Sequence[Window]], events: Mapping[str, Sequence[Noted]], stream: Stream
+) -> None:
+    """Draw all policies' windows, by name; the plain comparison is one of them."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    (taus, speeds), (tau_gains, speed_gains) = figure.subplots(2, 2, sharex=True)
+    plain = windows[PLAIN]
+    for index, (policy, mine) in enumerate(windows.items()):
+        style = {"color": f"C{index}", "label": policy}
+        middles = [window.first + window.num_queries / 2 for window in mine]
+        taus.plot(middles, [window.tau for window in mine], marker=".", **style)
+        speeds.plot(middles, [net_speed(window.played) for window in mine], marker=".", **style)
+        if policy != PLAIN:
+            ahead = [ours.tau - theirs.tau for ours, theirs in zip(mine, plain, strict=True)]
+            tau_gains.plot(middles, ahead, marker=".", **style)
+            speed_gains.plot(middles, _percent_faster(mine, plain), marker=".", **style)
+            mark(tau_gains, events[policy], mine, ahead, f"C{index}")
+    name_axes(
+        {
+            taus: "tau",
+            speeds: "net tokens per second, training included",
+            tau_gains: f"tau above {PLAIN}, same queries",
+            speed_gains: f"percent more net tokens per second than {PLAIN}, same queries",
+        },
+        stream,
+    )
+    taus.legend(fontsize=8)
+    explain_marks(tau_gains)
+    figure.savefig(file, dpi=110)
+
+
+def mark(axes: Any, events: Sequence[Noted], windows: Sequence[Window], heights: Sequence[float], color: str) -> None:
+    """Each event at its query, at the height of the window it fell into."""
+    for kind, (marker, _) in _MARKS.items():
+        queries = [noted.query for noted in events if noted.event.kind == kind]
+        places = [max(0, sum(window.first < query for window in windows) - 1) for query in queries]
+        axes.scatter(queries, [heights[place] for place in places], marker=marker, color=color, s=45, zorder=3)
+
+
+def name_axes(titles: Mapping[Any, str], stream: Stream) -> None:
+    """Title each axes, and show where phases begin."""
+    for axes, title in titles.items():
+        axes.set_title(title)
+        axes.set_xlabel("queries")
+        axes.grid(alpha=0.3)
+        first = 0
+        for phase in stream.phases:
+            axes.axvline(first, color="grey", linestyle=":")
+            place = {"xycoords": ("data", "axes fraction"), "va": "top"}
+            axes.annotate(f" {phase.name}", (first, 0.99), fontsize=7, color="grey", **place)
+            first += len(phase.prompts)
+
+
+def explain_marks(axes: Any) -> None:
+    """Say below the axes what the marks mean."""
+    words = ", ".join(f"{marker} {name}" for marker, name in _MARKS.values())
+    axes.set_xlabel(f"queries ({words})")
+
+
+def _percent_faster(mine: Sequence[Window], plain: Sequence[Window]) -> list[float]:
+    pairs = zip(mine, plain, strict=True)
+    return [100 * (net_speed(ours.played) / net_speed(theirs.played) - 1) for ours, theirs in pairs]

@@ -10,13 +10,9 @@ from rich.table import Table
 
 from drafters.none import NoDrafter
 from service.assembly import Assembly, assemble
-from service.bench.anatomy import Anatomy
-from service.bench.anatomy_report import anatomy_tables
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.observed_run import judged, observe_sets
 from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet, read_prompts, refuse_too_long
-from service.bench.records import StepRecord
 from service.bench.speed import (
     PLAIN,
     SPECULATIVE,
@@ -40,24 +36,16 @@ def run_speed(
     *,
     limit: int | None,
     peers: Sequence[str],
-    observe: int,
     out: Path | None,
 ) -> bool:
-    """Measure all files and report; whether plain and speculative text were the same.
-
-    `observe` prompts of each file are answered once more under observation, when all that is timed is done.
-    """
+    """Measure all files and report; whether plain and speculative text were the same."""
     refuse_unwritable(out)
     assembly = assemble(config)
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
     rows = _measure_all(sets, contestants_of(assembly, peers), measures)
-    steps = _observe_all(assembly, [first_prompts(prompts, observe) for prompts in sets], measures) if observe else []
-    anatomies = [judged(assembly, mine) for mine in steps]
-    console, summary = Console(), summary_of(rows)
-    console.print(_table(rows, summary))
-    if steps:
-        console.print(*anatomy_tables(_by_temperature(assembly, measures, steps)))
-    write_report(out, conditions_of(assembly), _json_rows(rows, anatomies), summary)
+    summary = summary_of(rows)
+    Console().print(_table(rows, summary))
+    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
     return summary["mismatched_tokens"] == 0
 
 
@@ -97,33 +85,6 @@ def _measure_all(
                 progress.update(task, description=f"{prompts.name}, T = {measure.temperature:g}")
                 rows.append(measure_set(prompts, contestants, measure, lambda done: progress.advance(task, done)))
         return rows
-
-
-def _observe_all(assembly: Assembly, sets: Sequence[PromptSet], measures: Sequence[Measure]) -> list[list[StepRecord]]:
-    """Steps in the order of the rows."""
-    with counting() as progress:
-        total = len(measures) * sum(len(prompts.prompts) for prompts in sets)
-        task = progress.add_task("observing", total=total)
-        return observe_sets(assembly, sets, measures, lambda done: progress.advance(task, done))
-
-
-def _by_temperature(
-    assembly: Assembly, measures: Sequence[Measure], steps: Sequence[Sequence[StepRecord]]
-) -> list[tuple[str, Anatomy]]:
-    """All sets of a temperature together."""
-    each = len(steps) // len(measures)
-    parts = [steps[first : first + each] for first in range(0, len(steps), each)]
-    return [
-        (f"T = {measure.temperature:g}", judged(assembly, [step for mine in part for step in mine]))
-        for measure, part in zip(measures, parts, strict=True)
-    ]
-
-
-def _json_rows(rows: Sequence[SpeedRow], anatomies: Sequence[Anatomy]) -> list[dict[str, object]]:
-    plain = [row.as_json() for row in rows]
-    if not anatomies:
-        return plain
-    return [{**row, **anatomy.as_json()} for row, anatomy in zip(plain, anatomies, strict=True)]
 
 
 def _table(rows: Sequence[SpeedRow], summary: dict[str, Any]) -> Table:

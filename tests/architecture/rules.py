@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("service", "adaptation", "drafters", "kernels")
+BENCHMARKS = "benchmarks"  # outside of what is installed
 PLANNED_TRANSFER = "# planned transfer"
 
 

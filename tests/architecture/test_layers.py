@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.rules import PACKAGES, imports_of, imports_upwards, module_name, modules
+from tests.architecture.rules import BENCHMARKS, PACKAGES, imports_of, imports_upwards, module_name, modules
 
 LEAVES = (
     "adaptation.config",
@@ -63,8 +63,13 @@ def test_no_torch_on_the_http_side(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
-def test_nobody_imports_deploy_or_tests(path: Path) -> None:
-    assert imports_of(path.read_text(), ["deploy", "tests"]) == []
+def test_nobody_imports_deploy_benchmarks_or_tests(path: Path) -> None:
+    assert imports_of(path.read_text(), ["deploy", BENCHMARKS, "tests"]) == []
+
+
+@pytest.mark.parametrize("path", modules(BENCHMARKS), ids=module_name)
+def test_benchmarks_import_no_tests(path: Path) -> None:
+    assert imports_of(path.read_text(), ["tests"]) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.rules import PACKAGES, ROOT, foreign_words, has_docstring, long_functions, module_name, modules
+from tests.architecture.rules import (
+    BENCHMARKS,
+    PACKAGES,
+    ROOT,
+    foreign_words,
+    has_docstring,
+    long_functions,
+    module_name,
+    modules,
+)
 
 CEILING = 60
 KERNEL_CEILING = 100
@@ -22,13 +31,13 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
+@pytest.mark.parametrize("path", modules(*PACKAGES, BENCHMARKS), ids=module_name)
 def test_functions_fit_on_a_screen(path: Path) -> None:
     ceiling = KERNEL_CEILING if path.relative_to(ROOT).parts[0] == "kernels" else CEILING
     assert long_functions(path.read_text(), ceiling) == []
 
 
-@pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
+@pytest.mark.parametrize("path", modules(*PACKAGES, BENCHMARKS), ids=module_name)
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert has_docstring(path.read_text())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.assembly import Assembly, assemble
-from service.bench.shift_learning import Learning
+from service.bench.shift_play import Learning
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 
 

@@ -3,9 +3,7 @@
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
 from service.bench.prompts import PromptSet
-from service.bench.shift_learning import Counts, Noted
-from service.bench.shift_stream import Phase, Stream, Turn
-from service.bench.shift_turns import AnsweredQuery, Played
+from service.bench.shift_play import AnsweredQuery, Counts, Noted, Phase, Played, Stream, Turn
 
 EAGER = AdaptationConfig(
     warm_up_queries=1,

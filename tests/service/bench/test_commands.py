@@ -67,39 +67,16 @@ def test_speed_reports_each_set(prompt_file: Path, tmp_path: Path) -> None:
     assert set(report["conditions"]) == set(Conditions.__slots__)
 
 
-def test_speed_measures_every_temperature_and_looks_into_the_drafts(
-    prompt_file: Path, tmp_path: Path, trained_assembly: Assembly, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speed_report, "assemble", lambda config: trained_assembly)
+def test_speed_measures_every_temperature_once(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, output = run(
-        *("bench", "speed", "--prompts", prompt_file, "--max-tokens", 16, "--observe", 2, "--out", out),
+        *("bench", "speed", "--prompts", prompt_file, "--max-tokens", 8, "--out", out),
         *("--temperature", 0, "--temperature", 0.8, "--temperature", 0),
     )
     assert code == 0, output
-    for words in ("mean", "alpha 12", "ranks 2-4", "position 1", "specblock", "T = 0.8"):
-        assert words in output
     report = json.loads(out.read_text())
     assert [row["temperature"] for row in report["rows"]] == [0.0, 0.8]
-    for row in report["rows"]:
-        assert (row["alpha_of"], len(row["alpha"]), len(row["spine_alpha"])) == ("specblock", 12, 12)
-        assert [score["rank_class"] for score in row["rank_head"]] == [0, 1, 2, 3]
-        assert row["block_positions"][0]["forward"] == "first"
-        assert set(row["accepted_by_source"]) == set(row["observed_by_source"]) == {"lookup", "specblock"}
-        assert row["observed_by_source"]["lookup"]["accepted"] >= row["observed_by_source"]["lookup"]["alone"]
-        assert 0 <= row["conditional_ece"] <= 1
-        assert row["observed_steps"] > 0
     assert [means["temperature"] for means in report["summary"]["by_temperature"]] == [0.0, 0.8]
-
-
-def test_speed_without_observation_has_the_plain_keys(prompt_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    code, output = run(
-        "bench", "speed", "--prompts", prompt_file, "--max-tokens", 4, "--limit", 1, "--observe", 0, "--out", out
-    )
-    assert code == 0, output
-    assert "alpha 1" not in output
-    assert "alpha" not in json.loads(out.read_text())["rows"][0]
 
 
 def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:

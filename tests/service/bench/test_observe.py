@@ -10,10 +10,8 @@ from drafters.none import NoDrafter
 from drafters.protocol import Noise
 from drafters.tree import Candidates
 from service.assembly import Assembly
-from service.bench.around import DrafterAround, without_noise
 from service.bench.generate import Run, generate
-from service.bench.observe import observed
-from service.bench.records import StepRecord
+from service.bench.observe import DrafterAround, StepRecord, observed, without_noise
 from service.bench.speed import Measure, requests_from
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine

@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from service.bench.shift_figures import Window, net_gain, recovery_of, rows_of, summary_of, windows_of
-from service.bench.shift_learning import Counts
-from service.bench.shift_stream import turns_of
-from service.bench.shift_turns import AnsweredQuery, Played
+from service.bench.shift_play import AnsweredQuery, Counts, Played, turns_of
 from tests.service.bench.shift_parts import played, publish, stream_of_halves
 
 STREAM = stream_of_halves(80)

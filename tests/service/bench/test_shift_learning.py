@@ -17,10 +17,7 @@ from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.prompts import PromptSet
 from service.bench.shift_figures import mismatches
-from service.bench.shift_learning import Counts, Learning, Noted, Notes
-from service.bench.shift_players import players_of
-from service.bench.shift_stream import shifted, turns_of
-from service.bench.shift_turns import Player, play_all
+from service.bench.shift_play import Counts, Learning, Noted, Notes, Player, play_all, players_of, shifted, turns_of
 from service.bench.speed import Measure
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER

@@ -9,13 +9,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import shift_report
+from service.bench import shift as shift_report
 from service.bench.conditions import Conditions
-from service.bench.shift_figures import rows_of, summary_of, windows_of
-from service.bench.shift_learning import Counts
-from service.bench.shift_picture import draw
-from service.bench.shift_report import policies_of, table_of
-from service.bench.shift_stream import turns_of
+from service.bench.shift import policies_of, table_of
+from service.bench.shift_figures import draw, rows_of, summary_of, windows_of
+from service.bench.shift_play import Counts, turns_of
 from service.cli import app
 from service.errors import StartupError
 from tests.service.bench.parts import written_prompts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.bench.shift_stream import repeated, shifted, turns_of
+from service.bench.shift_play import repeated, shifted, turns_of
 from service.errors import StartupError
 from tests.service.bench.shift_parts import prompt_set
 

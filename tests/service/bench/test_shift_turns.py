@@ -10,9 +10,7 @@ from adaptation.records import Event
 from service.assembly import Assembly
 from service.bench.generate import generate
 from service.bench.prompts import PromptSet
-from service.bench.shift_learning import Counts, Nobody, Notes
-from service.bench.shift_stream import shifted, turns_of
-from service.bench.shift_turns import Player, play_all
+from service.bench.shift_play import Counts, Nobody, Notes, Player, play_all, shifted, turns_of
 from service.bench.speed import Measure
 from service.engine.requests import GenerationRequest, SamplingParams
 from tests.service.bench.parts import varied_prompts

@@ -7,13 +7,27 @@ import pytest
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import tree_report
-from service.bench.records import BlockRecord, StepRecord
-from service.bench.tree_layout import Box, Label, Line, lay_out
-from service.bench.tree_paint import refuse_png_without_matplotlib, svg_of, write_png
-from service.bench.tree_picture import Picture, Piece, answer_pieces, drawn_tree, tree_title
-from service.bench.tree_report import Question, answered, chosen_steps, picture_of
-from service.bench.tree_text import text_of
+from service.bench import tree as tree_report
+from service.bench.observe import BlockRecord, StepRecord
+from service.bench.tree import (
+    Box,
+    Label,
+    Line,
+    Picture,
+    Piece,
+    Question,
+    answer_pieces,
+    answered,
+    chosen_steps,
+    drawn_tree,
+    lay_out,
+    picture_of,
+    refuse_png_without_matplotlib,
+    svg_of,
+    text_of,
+    tree_title,
+    write_png,
+)
 from service.cli import app
 from service.errors import StartupError
 

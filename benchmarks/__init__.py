@@ -1,0 +1,1 @@
+"""Experiments behind claims that were made once: run as `python -m benchmarks NAME`, not part of what is installed."""

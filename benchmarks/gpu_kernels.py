@@ -1,0 +1,204 @@
+"""Attention and linear layers of one model by themselves on a GPU, beside what else there is."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import PreTrainedConfig
+
+from benchmarks.options import Out
+from kernels import ops
+from kernels.exact_rows import exact_row_multiple
+from kernels.linear import Product
+from kernels.tree_attention import WIDTH
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.gpu import figures_table, forget
+from service.bench.gpu_sections import DRY, FULL, Figure, Plan, check_device, device_seconds, large_assembly
+from service.config import LoadedConfig
+from service.engine.commit import lay_out
+from service.engine.costs.measuring import Point, trees_for
+from service.engine.graphs import graphs_for
+from service.engine.kv_pool import KVShape
+from service.engine.rows import ExtendRows, ForwardRows
+from service.engine.slots import SlotPool, SlotTable
+from service.engine.weights import LoadedModel
+
+_NODES = 31  # beside the root: 32 rows of each sequence
+_HEADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Rows of some sequences, one layer's pool, and queries of all rows."""
+
+    rows: ForwardRows
+    table: SlotTable
+    pool: Tensor  # [2, slots, kv_heads, head_dim]
+    queries: Tensor  # [rows, heads, head_dim] float32
+    batch: int
+    context: int
+
+
+def attention_figures(device: torch.device, shape: KVShape, plan: Plan) -> Iterator[Figure]:
+    """Our kernel and its peers over batches and contexts, for keys and values of this shape."""
+    swept = torch.empty(plan.copied_bytes, dtype=torch.uint8, device=device)
+    for batch in plan.kernel_batches:
+        for context in plan.contexts:
+            layer = _layer(device, shape, batch, context)
+            at: dict[str, int | float | str] = {"batch": batch, "context": context, "rows": layer.rows.num_rows}
+            for name, run in _contestants(layer, device):
+                seconds = device_seconds(run, device, repeats=plan.repeats, before=swept.zero_)
+                yield Figure("attention", name, seconds * 1e3, "ms", at)
+
+
+def _contestants(layer: _Layer, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    yield "tree attention", _ours(layer, device)
+    query, key, value, mask = _gathered(layer)
+    yield "SDPA with a mask", partial(scaled_dot_product_attention, query, key, value, attn_mask=mask, enable_gqa=True)
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    # fused forms take a mask or grouped heads, but not both
+    yield "SDPA with a mask, heads repeated", partial(scaled_dot_product_attention, query, keys, values, attn_mask=mask)
+    if device.type == "cuda":
+        yield "flex attention", _flex(query, key, value, mask)
+
+
+@torch.inference_mode()
+def _ours(layer: _Layer, device: torch.device) -> Callable[[], object]:
+    heads, head_dim = layer.pool.shape[2:]
+    planned = ops.on(device).plan_attention(
+        layer.rows.attention,
+        layer.table.slots,
+        num_slots=layer.pool.shape[1],
+        query_heads=layer.queries.shape[1],
+        kv_heads=heads,
+        member_multiple=exact_row_multiple(WIDTH, head_dim, device),
+    )
+    return partial(planned.attend, layer.queries, layer.pool, scale=head_dim**-0.5)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Callable[[], object]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return mask[batch, 0, row, column]
+
+    blocks = create_block_mask(seen, query.shape[0], None, query.shape[2], key.shape[2], device=str(query.device))
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, query, key, value, block_mask=blocks, enable_gqa=True)
+
+
+def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _Layer:
+    slots = SlotPool(batch * (context + 2 + _NODES) + 1, device)
+    table = SlotTable(batch, context + 2 + _NODES, device)
+    everything = slots.allocate(slots.num_free)
+    order = torch.randperm(everything.shape[0], generator=torch.Generator().manual_seed(0))
+    slots.free(everything[order.to(device)])
+    for line in range(batch):
+        table.slots[line, :context] = slots.allocate(context)
+    extends = [ExtendRows(line, context, [0], completes=True) for line in range(batch)]
+    rows = lay_out(extends, trees_for(Point(batch, context, batch * (1 + _NODES)), device), slots, table)
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.randn(2, slots.capacity + 1, shape.kv_heads, shape.head_dim, generator=generator, device=device)
+    heads = max(shape.kv_heads, _HEADS // shape.kv_heads * shape.kv_heads)
+    queries = torch.randn(rows.num_rows, heads, shape.head_dim, generator=generator, device=device)
+    return _Layer(rows, table, pool.to(shape.dtype), queries, batch, context)
+
+
+def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as [batch, heads, rows, head_dim] in the pool's type, and who sees whom."""
+    attention, batch, each = layer.rows.attention, layer.batch, 1 + _NODES
+    prefix = layer.table.slots[:batch, : layer.context + 1]
+    slots = torch.cat([prefix, attention.node_slots[:, :_NODES]], dim=1)  # [batch, context + 1 + nodes]
+    keys, values = layer.pool[:, slots].transpose(2, 3)
+    roots, nodes = layer.queries[:batch, None], layer.queries[batch:].unflatten(0, (batch, _NODES))
+    queries = torch.cat([roots, nodes], dim=1).transpose(1, 2).to(layer.pool.dtype)
+    mask = torch.zeros(batch, 1, each, slots.shape[1], dtype=torch.bool, device=slots.device)
+    mask[..., : layer.context + 1] = True
+    mask[:, 0, 1:, layer.context + 1 :] = attention.ancestors[:, :_NODES, :_NODES]
+    return queries.contiguous(), keys.contiguous(), values.contiguous(), mask
+
+
+@torch.inference_mode()
+def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
+    """Both products of each kind of layer, by rows; a replay of all copies, divided by how many there are."""
+    device, dtype = loaded.model.device, loaded.model.dtype
+    plan_linear, graphs = ops.on(device).plan_linear, graphs_for(device)
+    for name, (features, columns) in layers_of(loaded.model.config.get_text_config(), loaded.kv_shape).items():
+        weights = _copies(features, columns, dtype, device, plan.copied_bytes)
+        for rows in plan.rows:
+            x = torch.randn(rows, columns, dtype=dtype, device=device)
+            at: dict[str, int | float | str] = {
+                "layer": name, "rows": rows, "features": features, "columns": columns,
+            }  # fmt: skip
+            contestants: dict[str, Sequence[Product]] = {
+                "one order": [plan_linear(weight, None) for weight in weights],
+                "library": [partial(linear, weight=weight) for weight in weights],
+            }
+            for which, products in contestants.items():
+                replay = graphs.capture(partial(_run, products, x))
+                seconds = device_seconds(replay, device, repeats=plan.repeats) / len(products)
+                yield Figure("linear", which, seconds * 1e6, "us", at)
+
+
+def layers_of(config: PreTrainedConfig, shape: KVShape) -> dict[str, tuple[int, int]]:
+    """Features and columns of a decoder's joined layers."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "q, k, v": (queries + 2 * keys, hidden),
+        "o": (hidden, queries),
+        "gate, up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (config.vocab_size, hidden),
+    }
+
+
+def _copies(features: int, columns: int, dtype: torch.dtype, device: torch.device, most_bytes: int) -> Sequence[Tensor]:
+    count = max(1, min(4, most_bytes // (features * columns * dtype.itemsize)))
+    return [torch.randn(features, columns, dtype=dtype, device=device) / columns**0.5 for _ in range(count)]
+
+
+def _run(products: Sequence[Product], x: Tensor) -> None:
+    for product in products:
+        product(x)
+
+
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="On a CPU with tiny shapes; the figures say nothing.")]
+
+
+def run_attention(loaded: LoadedConfig, dry_run: _DryRun = False, out: Out = None) -> bool:
+    """The attention of one layer by itself: our kernel on scattered slots, SDPA and flex attention on gathered keys."""
+    return _report(
+        loaded, out, dry_run, lambda model, plan: attention_figures(model.model.device, model.kv_shape, plan)
+    )
+
+
+def run_linear(loaded: LoadedConfig, dry_run: _DryRun = False, out: Out = None) -> bool:
+    """The linear layers of large models by themselves: our product, whose rows know no company, and the library's."""
+    return _report(loaded, out, dry_run, linear_figures)
+
+
+def _report(
+    loaded: LoadedConfig, out: Path | None, dry_run: bool, measure: Callable[[LoadedModel, Plan], Iterator[Figure]]
+) -> bool:
+    """Measure the layers of every large model in turn."""
+    refuse_unwritable(out)
+    plan = DRY if dry_run else FULL
+    check_device(loaded.config, plan, torch.cuda.device_count())
+    figures: list[Figure] = []
+    for name in plan.large:
+        assembly = large_assembly(loaded.config, plan, name)
+        conditions = conditions_of(assembly)
+        figures += [replace(found, at={"model": name, **found.at}) for found in measure(assembly.loaded, plan)]
+        del assembly
+        forget()
+    Console().print(figures_table(figures))
+    write_report(out, conditions, [figure.as_json() for figure in figures], {"dry_run": dry_run})
+    return True

@@ -1,0 +1,232 @@
+"""What being watched costs: the same requests with metrics, live state and a reader of both, and without any."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.options import AnswerTokens, Concurrency, Limit, Out, PromptFile
+from service.api.app import create_app
+from service.api.settings import ApiSettings
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.generate import count_mismatches
+from service.bench.prompts import read_prompts, refuse_too_long
+from service.config import LoadedConfig
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.thread import EngineThread
+from service.live import Live
+from service.logging import counting
+from service.runtime import Runtime, Served
+from service.serve import card_of, metrics_of, rendered, status_of, telling
+
+_STARTING_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a reader has read."""
+
+    scrapes: int = 0
+    moments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One run over all requests."""
+
+    watched: bool
+    answers: tuple[tuple[int, ...], ...]
+    seconds: float
+    seen: Seen
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservingRow:
+    """All turns of one way."""
+
+    watched: bool
+    turns: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    scrapes: int
+    moments: int
+    mismatched_tokens: int  # against the very first turn
+
+
+async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *, streams: int, watched: bool) -> Turn:
+    """Answer all requests, so many at a time."""
+    metrics, live = metrics_of(assembly.config), Live()
+    observe = telling(metrics, live) if watched else telling()
+    engine = EngineThread(assembly.engine(), observe)
+    runtime = Runtime(
+        lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
+    )
+    metrics.watch_server(lambda: status_of(runtime))
+    app = create_app(runtime, _open(assembly), live=live, render_metrics=lambda: rendered(metrics, runtime))
+    async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
+        await runtime.wait_until_loaded()
+        async with _read(url) if watched else _unread() as seen:
+            began = time.perf_counter()
+            answers = await _answers(runtime, requests, streams)
+            seconds = time.perf_counter() - began
+    return Turn(watched, answers, seconds, seen[0])
+
+
+def rows_of(turns: Sequence[Turn]) -> list[ObservingRow]:
+    """The figures of both ways."""
+    return [_row([turn for turn in turns if turn.watched == watched], turns[0]) for watched in (False, True)]
+
+
+def _row(turns: Sequence[Turn], first: Turn) -> ObservingRow:
+    tokens, seconds = sum(turn.num_tokens for turn in turns), sum(turn.seconds for turn in turns)
+    pairs = [pair for turn in turns for pair in zip(first.answers, turn.answers, strict=True)]
+    return ObservingRow(
+        watched=turns[0].watched,
+        turns=len(turns),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        scrapes=sum(turn.seen.scrapes for turn in turns),
+        moments=sum(turn.seen.moments for turn in turns),
+        mismatched_tokens=sum(count_mismatches(expected, got) for expected, got in pairs),
+    )
+
+
+async def _answers(
+    runtime: Runtime, requests: Sequence[GenerationRequest], streams: int
+) -> tuple[tuple[int, ...], ...]:
+    answers: dict[str, tuple[int, ...]] = {}
+    waiting: Iterator[GenerationRequest] = iter(requests)
+
+    async def ask() -> None:
+        for request in waiting:
+            with runtime.generate(request) as generation:
+                answers[request.request_id] = tuple(
+                    [token async for output in generation for token in output.token_ids]
+                )
+
+    await asyncio.gather(*(ask() for _ in range(streams)))
+    return tuple(answers[request.request_id] for request in requests)
+
+
+@asynccontextmanager
+async def _listening(config: uvicorn.Config) -> AsyncIterator[str]:
+    """A server on a free port. # -> its address"""
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(_STARTING_SECONDS):
+            while not server.started:
+                await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def _read(url: str) -> AsyncIterator[list[Seen]]:
+    """A process reads meanwhile; what it saw is there at the end."""
+    command = (sys.executable, "-m", "benchmarks.reader", url)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    try:
+        await asyncio.wait_for(process.stdout.readline(), _STARTING_SECONDS)
+        seen = [Seen()]
+        yield seen
+        last, _ = await process.communicate(b"")  # without input Python 3.11 leaves its standard input open
+        seen[0] = Seen(**json.loads(last))
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+@asynccontextmanager
+async def _unread() -> AsyncIterator[list[Seen]]:
+    """Nobody reads."""
+    yield [Seen()]
+
+
+def _open(assembly: Assembly) -> ApiSettings:
+    """Readers need no key."""
+    config = assembly.config
+    return ApiSettings(
+        api_keys=(),
+        admin_key=None,
+        open_metrics=True,
+        max_request_bytes=config.max_request_bytes,
+        max_output_tokens=config.max_output_tokens,
+        served_model_names=(config.public_model_name,),
+    )
+
+
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFile,
+    limit: Limit = None,
+    max_tokens: AnswerTokens = 128,
+    streams: Concurrency = 1,
+    turns: Annotated[int, typer.Option(min=1, help="How often each way has its turn.")] = 4,
+    out: Out = None,
+) -> bool:
+    """Tokens per second with metrics, live state and a reader of both, and without."""
+    refuse_unwritable(out)
+    assembly = assemble(loaded.config)
+    texts = read_prompts(prompts, assembly.tokenizer, limit=limit).prompts
+    refuse_too_long(texts, max_tokens, assembly.limits.max_model_len, "--max-tokens")
+    rows = rows_of(asyncio.run(_taking_turns(assembly, _requests(texts, max_tokens), streams, turns)))
+    unwatched, watched = rows
+    share = watched.tokens_per_second / unwatched.tokens_per_second
+    mismatched = sum(row.mismatched_tokens for row in rows)
+    Console().print(_table(rows, share))
+    summary = {"watched_to_unwatched": share, "mismatched_tokens": mismatched}
+    write_report(out, conditions_of(assembly), [asdict(row) for row in rows], summary)
+    return mismatched == 0
+
+
+async def _taking_turns(
+    assembly: Assembly, requests: Sequence[GenerationRequest], streams: int, turns: int
+) -> list[Turn]:
+    """Both ways in turn, the first of each pair alternating, because a machine's speed drifts. One more comes first
+    and is not counted: it reads the model's pages."""
+    order = [way for number in range(turns) for way in ((False, True) if number % 2 else (True, False))]
+    with counting() as progress:
+        task = progress.add_task("answering", total=1 + len(order))
+        done = []
+        for watched in (False, *order):
+            done.append(await run_turn(assembly, requests, streams=streams, watched=watched))
+            progress.advance(task)
+    return done[1:]
+
+
+def _requests(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [
+        GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _table(rows: Sequence[ObservingRow], share: float) -> Table:
+    table = Table("watched", "turns", "tokens/s", "scrapes", "moments of the feed", "mismatched")
+    for row in rows:
+        counts = (row.scrapes, row.moments, row.mismatched_tokens)
+        table.add_row("yes" if row.watched else "no", str(row.turns), f"{row.tokens_per_second:.1f}", *map(str, counts))
+    table.caption = f"watched, with a scrape a second and the feed followed: {share:.3f} of unwatched"
+    return table

@@ -1,0 +1,152 @@
+"""What the prefix cache saves: time to first token of prompts that begin alike."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.options import AnswerTokens, Out, PromptFile
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.generate import count_mismatches
+from service.bench.prompts import read_prompts, refuse_too_long
+from service.config import LoadedConfig
+from service.engine.engine import Engine
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.logging import counting
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, one after the other: nobody else runs."""
+
+    tokens: tuple[int, ...]
+    first_token_seconds: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRow:
+    """All requests with or without the cache."""
+
+    prefix_cache: bool
+    requests: int
+    shared_tokens: int
+    ttft_first_seconds: float
+    ttft_later_p50_seconds: float
+    ttft_later_p95_seconds: float
+    cached_tokens: int
+    mismatched_tokens: int  # against the run without the cache
+
+    @property
+    def ratio(self) -> float:
+        """Of a later request's time to first token to the first one's."""
+        return self.ttft_later_p50_seconds / self.ttft_first_seconds
+
+
+def measure(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int, watch: Callable[[], None] = lambda: None
+) -> list[Asked]:
+    """Ask everything, one after the other. `watch` hears of each prompt's end."""
+    answers = []
+    for number, prompt in enumerate(prompts):
+        answers.append(ask(engine, prompt, max_tokens=max_tokens, name=str(number)))
+        watch()
+    return answers
+
+
+def ask(engine: Engine, prompt: Sequence[int], *, max_tokens: int, name: str) -> Asked:
+    """One greedy answer."""
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    engine.add(GenerationRequest(request_id=name, prompt=prompt, sampling=sampling))
+    tokens: list[int] = []
+    start, first, cached = time.perf_counter(), 0.0, 0
+    while not engine.idle:
+        for output in engine.step().outputs:
+            first = first or time.perf_counter() - start
+            tokens += output.token_ids
+            cached = max(cached, output.cached_tokens)
+    return Asked(tuple(tokens), first, cached)
+
+
+def row_of(asked: Sequence[Asked], reference: Sequence[Asked], *, prefix_cache: bool, shared_tokens: int) -> PrefixRow:
+    """The figures of one way, its answers compared with those of `reference`."""
+    later = torch.tensor([one.first_token_seconds for one in asked[1:]])
+    return PrefixRow(
+        prefix_cache=prefix_cache,
+        requests=len(asked),
+        shared_tokens=shared_tokens,
+        ttft_first_seconds=asked[0].first_token_seconds,
+        ttft_later_p50_seconds=float(later.quantile(0.5)),
+        ttft_later_p95_seconds=float(later.quantile(0.95)),
+        cached_tokens=sum(one.cached_tokens for one in asked),
+        mismatched_tokens=sum(
+            count_mismatches(theirs.tokens, mine.tokens) for mine, theirs in zip(asked, reference, strict=True)
+        ),
+    )
+
+
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFile,
+    requests: Annotated[int, typer.Option(min=2, help="Requests, one after the other.")] = 64,
+    shared_tokens: Annotated[int, typer.Option(min=2, help="Tokens that all prompts begin with.")] = 1500,
+    max_tokens: AnswerTokens = 16,
+    out: Out = None,
+) -> bool:
+    """Time to first token of prompts that begin alike, with and without the prefix cache."""
+    refuse_unwritable(out)
+    assembly = assemble(loaded.config)
+    asked = prompts_alike(read_prompts(prompts, assembly.tokenizer).prompts, requests, shared_tokens)
+    refuse_too_long(asked, max_tokens, assembly.limits.max_model_len, "--shared-tokens")
+    rows = _measure(assembly, asked, shared_tokens, max_tokens)
+    Console().print(_table(rows))
+    mismatched = sum(row.mismatched_tokens for row in rows)
+    summary = {"mismatched_tokens": mismatched, "later_to_first": rows[0].ratio}
+    write_report(out, conditions_of(assembly), [asdict(row) for row in rows], summary)
+    return mismatched == 0
+
+
+def prompts_alike(prompts: Sequence[Sequence[int]], requests: int, shared_tokens: int) -> list[list[int]]:
+    """So many prompts that share their first tokens: real text, then a prompt of the file each."""
+    shared = list(islice(cycle([token for prompt in prompts for token in prompt]), shared_tokens))
+    return [[*shared, *prompt] for prompt in islice(cycle(prompts), requests)]
+
+
+def _measure(
+    assembly: Assembly, prompts: Sequence[Sequence[int]], shared_tokens: int, max_tokens: int
+) -> list[PrefixRow]:
+    ways = (False, True)
+    with counting() as progress:
+        task = progress.add_task("asking", total=len(ways) * len(prompts))
+        read, kept = (
+            measure(
+                assembly.engine(limits=replace(assembly.limits, prefix_cache=way)),
+                prompts,
+                max_tokens=max_tokens,
+                watch=lambda: progress.advance(task),
+            )
+            for way in ways
+        )
+    return [row_of(asked, read, prefix_cache=asked is kept, shared_tokens=shared_tokens) for asked in (kept, read)]
+
+
+def _table(rows: Sequence[PrefixRow]) -> Table:
+    table = Table("prefix cache", "first", "later p50", "later p95", "later / first", "cached tokens", "mismatched")
+    for row in rows:
+        seconds = (row.ttft_first_seconds, row.ttft_later_p50_seconds, row.ttft_later_p95_seconds)
+        table.add_row(
+            "on" if row.prefix_cache else "off",
+            *(f"{1000 * value:.0f} ms" for value in seconds),
+            f"{row.ratio:.3f}",
+            str(row.cached_tokens),
+            str(row.mismatched_tokens),
+        )
+    table.caption = f"time to first token of {rows[0].requests} prompts that share {rows[0].shared_tokens} tokens"
+    return table

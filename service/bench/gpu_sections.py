@@ -1,0 +1,501 @@
+"""The measurements of `adaptree bench gpu`: steps, speed, load, exactness and training beside serving, as figures."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Literal
+
+import torch
+
+from adaptation.config import AdaptationConfig
+from adaptation.records import Event
+from drafters.specblock import checkpoint
+from service.adaptive import Adaptive, build_adaptive
+from service.assembly import Assembly, assemble
+from service.bench.generate import generate
+from service.bench.load import ClosedLoop, LoadRun, drive
+from service.bench.lossless import check
+from service.bench.lossless_report import built_in_prompts
+from service.bench.prompts import PromptSet
+from service.bench.speed import PLAIN, SPECULATIVE, EngineContestant, Measure, measure_set, requests_from, warm_up
+from service.config import ServiceConfig
+from service.engine.budget import FixedBudget
+from service.engine.costs.measuring import Point, Stage
+from service.engine.engine import Engine
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.stats import StepStats
+from service.engine.streams import serving
+from service.errors import StartupError
+
+Verdict = Literal["met", "missed", "not measured", "not judged"]
+
+
+class NotMeasured(Exception):
+    """What a section was to measure did not happen; the message says what did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number, of one section, under conditions of its own."""
+
+    section: str
+    name: str
+    value: float
+    unit: str
+    at: dict[str, int | float | str] = field(default_factory=dict)
+    costs_only: bool = False  # from random weights
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a figure shall be."""
+
+    what: str
+    section: str
+    name: str
+    holds: Callable[[float], bool]
+    of_large: bool = False  # judged by large models alone, whose weights are random
+
+
+AIMS = (
+    Aim("large plain decode at batch 1 is at 80 % of its floor", "decode", "share of floor", lambda v: v >= 0.8, True),
+    Aim("host and glue take at most 10 % of a large step", "decode", "share outside kernels", lambda v: v <= 0.1, True),
+    Aim("drafting takes at most 16 % of a large step", "drafter", "share of a step", lambda v: v <= 0.16, True),
+    Aim("speculation is 2.5 times plain decode", "speed", "decode speedup at T=0", lambda v: v >= 2.5),
+    Aim("training beside costs at most 10 % of tokens/s", "training", "loss of tokens/s", lambda v: v <= 0.1),
+    Aim("no token differs", "exactness", "mismatched tokens", lambda v: v == 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An aim and what became of it."""
+
+    what: str
+    verdict: Verdict
+    value: float | None
+
+
+def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
+    """Every aim against its worst figure; a rehearsal is not judged, but for exactness."""
+    return [_judged(aim, [figure.value for figure in figures if _concerns(aim, figure)], for_real) for aim in AIMS]
+
+
+def _concerns(aim: Aim, figure: Figure) -> bool:
+    is_meant = (figure.section, figure.name) == (aim.section, aim.name)
+    return is_meant and (figure.costs_only or not aim.of_large)
+
+
+def _judged(aim: Aim, values: Sequence[float], for_real: bool) -> Judged:
+    if not values:
+        return Judged(aim.what, "not measured", None)
+    failing = [value for value in values if not aim.holds(value)]
+    value = failing[0] if failing else values[0]
+    if not for_real and aim.section != "exactness":
+        return Judged(aim.what, "not judged", value)
+    return Judged(aim.what, "missed" if failing else "met", value)
+
+
+_DRY: dict[str, object] = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "threads": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Sizes of every measurement."""
+
+    for_real: bool
+    minutes: float
+    large: tuple[str, ...]  # random weights
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    kernel_batches: tuple[int, ...]
+    concurrencies: tuple[int, ...]
+    repeats: int
+    copied_bytes: int
+    steps: int  # of an engine, to see what one takes
+    answers: int
+    answer_tokens: int
+    exact_tokens: int
+    training_requests: int
+    updates: int  # to be made while they are served, again and again if need be
+    patience_seconds: float
+
+
+FULL = Plan(
+    for_real=True,
+    minutes=8,
+    large=("llama-3.1-8b", "qwen3-8b"),
+    rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(256, 2048),
+    kernel_batches=(1, 8),
+    concurrencies=(1, 4, 16, 32),
+    repeats=20,
+    copied_bytes=1 << 30,
+    steps=64,
+    answers=8,
+    answer_tokens=128,
+    exact_tokens=5_000,
+    training_requests=64,
+    updates=4,
+    patience_seconds=40,
+)
+DRY = Plan(
+    for_real=False,
+    minutes=8,
+    large=("tiny",),
+    rows=(1, 16),
+    contexts=(32,),
+    kernel_batches=(2,),
+    concurrencies=(2,),
+    repeats=1,
+    copied_bytes=1 << 20,
+    steps=3,
+    answers=1,
+    answer_tokens=8,
+    exact_tokens=60,
+    training_requests=12,
+    updates=1,
+    patience_seconds=60,
+)
+
+
+def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
+    """Raise StartupError where the plan cannot be carried out."""
+    if plan.for_real and (cuda_devices == 0 or config.device == "cpu"):
+        raise StartupError("bench gpu measures a GPU, and there is none: add --dry-run to try every part on a CPU")
+
+
+def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
+    """Random weights of that shape, with a random drafter of two blocks."""
+    longest = max(plan.contexts) + 512
+    sizes = {
+        "max_model_len": longest,
+        "max_sequences": 8 if plan.for_real else 2,
+        "kv_cache_gib": 8 if plan.for_real else 0.1,
+    }
+    drafting = {"drafter": "specblock", "drafter_path": None, "draft_blocks": 2, "budget_policy": "fixed"}
+    return assemble(_changed(config, plan, {"model": name, "load_format": "dummy", **sizes, **drafting}))
+
+
+def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
+    """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
+    if plan.for_real:  # room beside it for more engines than a server has
+        return assemble(_changed(config, plan, {"kv_cache_gib": 8}))
+    sizes = {"max_model_len": 512, "max_sequences": 2, "kv_cache_gib": 0.1, "max_budget": 8, "budget_policy": "fixed"}
+    values = {**_DRY, **sizes, "drafter": "specblock"}
+    first = assemble(_changed(config, plan, values))
+    assert first.weights is not None, "a dummy has a drafter"
+    identity = first.loaded.parts.identity
+    checkpoint.save(folder, first.weights.model, target_identity=identity, facts={}, own_head=True)
+    return assemble(_changed(config, plan, {**values, "drafter_path": folder}))
+
+
+def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
+    """Built-in prompts that leave room for an answer."""
+    most = assembly.limits.max_model_len - plan.answer_tokens - 1
+    return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
+
+
+def _changed(config: ServiceConfig, plan: Plan, values: dict[str, object]) -> ServiceConfig:
+    on_cpu = {} if plan.for_real else {**_DRY, "device": "cpu", "graphs": "on"}
+    return ServiceConfig.model_validate({**config.model_dump(), **on_cpu, **values, "kv_cache_share": None})
+
+
+def device_seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    warm_ups: int = 2,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Median seconds between what a device did before `run` and after it; by the wall on a CPU.
+
+    What `before` asks for ahead of each run is not counted.
+    """
+    for _ in range(warm_ups):
+        run()
+    if device.type != "cuda":
+        return median(_wall(run, before) for _ in range(repeats))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        before()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    milliseconds: list[float] = [begin.elapsed_time(end) for begin, end in events]
+    return median(milliseconds) / 1000
+
+
+def wall_seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 2) -> float:
+    """Median seconds until the host may go on with the results."""
+
+    def until_done() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(warm_ups):
+        until_done()
+    return median(_wall(until_done) for _ in range(repeats))
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second that a large copy reads and writes: what nothing on this device can beat."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / device_seconds(lambda: target.copy_(source), device, repeats=5)
+
+
+def _wall(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    before()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+_PROMPT = 64
+_NODES = 32
+_SEQUENCES = 4  # 256 rows of a root and 64 nodes each
+
+
+def step_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """Decode, verify, replaying and drafting of one model."""
+    model, costs_only = assembly.config.model, assembly.config.load_format == "dummy"
+
+    def figure(section: str, name: str, value: float, unit: str, **at: int | float | str) -> Figure:
+        return Figure(section, name, value, unit, {"model": model, **at}, costs_only)
+
+    yield from _decode(assembly, plan, figure)
+    yield from _verify(assembly, plan, figure)
+    yield from _graphs(assembly, plan, figure)
+    yield from _drafter(assembly, plan, figure)
+
+
+_Make = Callable[..., Figure]
+
+
+def _decode(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+    """A plain step of one short text, as the engine makes it, and the target's part of it."""
+    target, device = assembly.target, assembly.target.device
+    bandwidth = copy_bandwidth(device, plan.copied_bytes)
+    stage = Stage(target, lines=1, length=_PROMPT)
+    rows = stage.place(Point(1, _PROMPT, 1))
+    forward = device_seconds(partial(target.forward, rows, stage.table), device, repeats=plan.repeats)
+    floor = read_bytes(assembly, _PROMPT) / bandwidth
+    step = median(seconds for _, seconds in _steps(assembly, plan, nodes=0))
+    yield figure("decode", "copy bandwidth", bandwidth / 1e9, "GB/s")
+    yield figure("decode", "floor", floor * 1e3, "ms", context=_PROMPT)
+    yield figure("decode", "target forward", forward * 1e3, "ms", context=_PROMPT)
+    yield figure("decode", "step", step * 1e3, "ms", context=_PROMPT)
+    yield figure("decode", "share of floor", floor / step, "")
+    yield figure("decode", "share outside kernels", max(0.0, 1 - forward / step), "")
+
+
+def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+    target, device = assembly.target, assembly.target.device
+    stage = Stage(target, lines=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
+    for point in (Point(-(-rows // 65), context, rows) for context in plan.contexts for rows in plan.rows):
+        rows = stage.place(point)
+        run = partial(target.forward, rows, stage.table)
+        seconds = device_seconds(run, device, repeats=plan.repeats)
+        stage.free(rows)
+        at = {"rows": point.rows, "context": point.context, "sequences": point.sequences}
+        yield figure("verify", "forward", seconds * 1e3, "ms", **at)
+
+
+def _graphs(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+    """The same forward of one row, replayed and kernel by kernel."""
+    target, device = assembly.target, assembly.target.device
+    stage = Stage(target, lines=1, length=plan.contexts[0])
+    rows = stage.place(Point(1, plan.contexts[0], 1))
+    replayed = wall_seconds(partial(target.forward, rows, stage.table), device, repeats=plan.repeats)
+    with torch.inference_mode():
+        as_it_is = wall_seconds(partial(target.forward_once, rows, stage.table), device, repeats=plan.repeats)
+    yield figure("graphs", "replayed", replayed * 1e3, "ms", rows=1)
+    yield figure("graphs", "kernel by kernel", as_it_is * 1e3, "ms", rows=1)
+    yield figure("graphs", "gain", as_it_is / replayed, "times")
+
+
+def _drafter(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+    """Grow and step of one sequence; drafting is timed where its results are waited for, at the tree's size."""
+    steps = list(_steps(assembly, plan, nodes=_NODES))
+    drafts = median(stats.draft_seconds for stats, _ in steps)
+    whole = median(seconds for _, seconds in steps)
+    yield figure("drafter", "forwards and growth", drafts * 1e3, "ms", blocks=2, nodes=_NODES)
+    yield figure("drafter", "step", whole * 1e3, "ms", nodes=_NODES)
+    yield figure("drafter", "share of a step", drafts / whole, "")
+
+
+def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> Iterator[tuple[StepStats, float]]:
+    """Steps of one decoding sequence that read no prompt; the first ones warm up."""
+    drafter = assembly.drafter("none" if nodes == 0 else None)
+    engine = assembly.engine(drafter, FixedBudget(min(nodes, assembly.limits.max_budget)))
+    most_tokens = min(4 * plan.steps + 8, assembly.limits.max_model_len - _PROMPT)
+    sampling = SamplingParams(seed=0, max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
+    prompt = tuple(range(_PROMPT))
+    run = generate(engine, [GenerationRequest(request_id="steps", prompt=prompt, sampling=sampling)])
+    decoding = [step for step in run.steps if not step.stats.prompt_tokens][2:]
+    yield from ((step.stats, step.seconds) for step in decoding[: plan.steps])
+
+
+def read_bytes(assembly: Assembly, context: int) -> int:
+    """What decoding one token cannot help reading: weights, and keys and values of the context."""
+    return assembly.loaded.read_bytes + context * assembly.loaded.kv_shape.bytes_per_slot
+
+
+def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """Speculation against plain decoding on the same replayed forwards, greedy and sampled."""
+    prompts = PromptSet("built-in", tuple(map(tuple, small_prompts(assembly, plan)[: plan.answers])))
+    contestants = [EngineContestant(PLAIN, _plain(assembly)), EngineContestant(SPECULATIVE, assembly.engine())]
+    for temperature in (0.0, 1.0):
+        measure = Measure(temperature, plan.answer_tokens, concurrency=1, seed=0)
+        warm_up(contestants, prompts.prompts[0], measure)
+        row = measure_set(prompts, contestants, measure)
+        at: dict[str, int | float | str] = {"temperature": temperature, "model": assembly.config.model}
+        name = f"at T={temperature:g}"
+        yield Figure("speed", f"plain decode {name}", row.plain_decode_tokens_per_second, "tokens/s", at)
+        yield Figure("speed", f"speculative decode {name}", row.speculative_decode_tokens_per_second, "tokens/s", at)
+        yield Figure("speed", f"decode speedup {name}", row.decode_speedup, "times", at)
+        yield Figure("speed", f"tau {name}", row.tau, "tokens", at)
+        yield Figure("exactness", "mismatched tokens", row.mismatched_tokens, "tokens", at)
+
+
+def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """Throughput by requests in flight, with the configured budget and without drafts."""
+    engines = {"plain": _plain(assembly), "adaptive": assembly.engine()}
+    for concurrency in plan.concurrencies:
+        for name, engine in engines.items():
+            run = serve(engine, assembly, plan, concurrency, 2 * concurrency)
+            yield Figure("load", name, num_tokens(run) / run.seconds, "tokens/s", {"concurrency": concurrency})
+
+
+def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """Every way of decoding against plain decoding."""
+    result = check(
+        assembly,
+        small_prompts(assembly, plan),
+        num_tokens=plan.exact_tokens,
+        answer_tokens=min(64, plan.answer_tokens),
+    )
+    at: dict[str, int | float | str] = {"numerics": assembly.numerics, "cases": len(result.cases)}
+    yield Figure("exactness", "tokens compared", result.tokens_compared, "tokens", at)
+    yield Figure("exactness", "mismatched tokens", result.mismatched_tokens, "tokens", at)
+
+
+def _plain(assembly: Assembly) -> Engine:
+    return assembly.engine(assembly.drafter("none"), FixedBudget(0))
+
+
+def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> LoadRun:
+    """Answer so many of the built-in prompts, in turn, as the engine's thread would."""
+    prompts = small_prompts(assembly, plan)
+    chosen: Sequence[Sequence[int]] = [prompts[number % len(prompts)] for number in range(count)]
+    measure = Measure(0.0, plan.answer_tokens, concurrency=count, seed=0)
+    requests = [replace(one, request_id=f"load-{n}") for n, one in enumerate(requests_from(chosen, 0, measure))]
+    with serving(assembly.target.device):
+        return drive(engine, requests, ClosedLoop(concurrency))
+
+
+def num_tokens(run: LoadRun) -> int:
+    """Tokens of all answers."""
+    return sum(len(one.token_ids) for one in run.served)
+
+
+_TRAINING_CONCURRENCY = 4
+_TRAINING_NODES = 16
+_EAGER: dict[str, object] = {
+    "enabled": True,
+    "duty_cycle": 1.0,
+    "always_queries": 4,
+    "gate_sequences": 4,
+    "held_back_share": 0.5,
+    "train_niceness": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What was served, and how many updates were made meanwhile."""
+
+    runs: tuple[LoadRun, ...]
+    updates: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(num_tokens, self.runs)) / sum(run.seconds for run in self.runs)
+
+    def step_seconds(self, share: float) -> float:
+        """What so large a share of the steps stays below."""
+        steps = [step for run in self.runs for step in run.steps]
+        seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
+        return float(torch.tensor(seconds).quantile(share))
+
+
+def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """Steps and throughput without updates and with them. Raises NotMeasured when none was made."""
+    quiet = _served_beside(assembly, plan, "never", updates=0)
+    busy = _served_beside(assembly, plan, "always", updates=plan.updates)
+    yield Figure("training", "updates", busy.updates, "")
+    for name, beside in (("off", quiet), ("on", busy)):
+        for share in (0.5, 0.99):
+            yield Figure("training", f"step p{share * 100:g} {name}", beside.step_seconds(share) * 1e3, "ms")
+        yield Figure("training", f"throughput {name}", beside.tokens_per_second, "tokens/s")
+    loss = 1 - busy.tokens_per_second / quiet.tokens_per_second
+    yield Figure("training", "loss of tokens/s", max(0.0, loss), "")
+
+
+def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> Beside:
+    """Serve beside a learner, until it has made so many updates or patience ends. Raises NotMeasured without any."""
+    learning = assembly.config.adaptation
+    config = AdaptationConfig.model_validate({**learning.model_dump(), **_EAGER, "policy": policy})
+    with _learning(assembly, config) as (adaptive, told):
+        _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
+        beside = _serve_until(adaptive, assembly, plan, updates)
+    if updates and not beside.updates:
+        raise NotMeasured(f"no update in {plan.patience_seconds:g} s of serving; learning told of {dict(told)}")
+    return beside
+
+
+def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> Beside:
+    """All requests at least once, and again while updates are wanted and patience lasts."""
+    before, start = _made(adaptive), monotonic()
+    runs = [serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests)]
+    while _made(adaptive) - before < updates and monotonic() - start < plan.patience_seconds:
+        runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
+    return Beside(tuple(runs), _made(adaptive) - before)
+
+
+def _made(adaptive: Adaptive) -> int:
+    return sum(adaptive.learner.num_updates.values())
+
+
+@contextmanager
+def _learning(assembly: Assembly, config: AdaptationConfig) -> Iterator[tuple[Adaptive, Counter[str]]]:
+    """A learner at work, and what it tells: how often which event had which reason."""
+    told: Counter[str] = Counter()
+    budget = FixedBudget(
+        min(_TRAINING_NODES, assembly.limits.max_budget)
+    )  # nothing can be learnt where nothing is drafted
+
+    def tell(event: Event) -> None:
+        told[f"{event.kind}: {event.reason}"] += 1
+
+    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
+        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=tell, policy=budget)
+        adaptive.start()
+        try:
+            yield adaptive, told
+        finally:
+            adaptive.stop()

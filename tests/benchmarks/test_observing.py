@@ -1,0 +1,55 @@
+"""Watched and unwatched turns give the same tokens, and what is watched is really read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.observing import Seen, Turn, rows_of
+from tests.service.bench.parts import save_two_layers, written_prompts
+
+
+def turn(watched: bool, seconds: float, *answers: tuple[int, ...]) -> Turn:
+    return Turn(watched, answers, seconds, Seen(3, 2) if watched else Seen())
+
+
+def test_each_way_has_a_row_of_all_its_turns() -> None:
+    turns = [
+        turn(False, 2.0, (1, 2), (3, 4)),
+        turn(True, 4.0, (1, 2), (3, 5)),
+        turn(True, 2.0, (1, 2), (3, 4)),
+        turn(False, 2.0, (1, 2), (3, 4)),
+    ]
+    unwatched, watched = rows_of(turns)
+    assert (unwatched.watched, unwatched.turns, unwatched.tokens_per_second) == (False, 2, 2.0)
+    assert (watched.watched, watched.turns, watched.tokens_per_second) == (True, 2, 8 / 6)
+    assert (unwatched.mismatched_tokens, watched.mismatched_tokens) == (0, 1)
+    assert (unwatched.scrapes, watched.scrapes, watched.moments) == (0, 6, 4)
+
+
+def test_a_run_prints_and_writes_both_ways(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text("\n".join(written_prompts()))
+    threads = torch.get_num_threads()
+    try:
+        code, output = run(
+            *("observing", "--prompts", prompts, "--limit", 2, "--max-tokens", 16, "--streams", 2, "--turns", 1),
+            *("--out", out, "--model", folder, "--load-dtype", "float32", "--device", "cpu", "--threads", 1),
+            *("--max-model-len", 256, "--kv-cache-gib", 0.01, "--state-dir", folder / "state"),
+            *("--drafter", "lookup", "--budget-policy", "fixed", "--max-budget", 4),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0, output
+    report = json.loads(out.read_text())
+    rows = {row["watched"]: row for row in report["rows"]}
+    assert [rows[way]["tokens"] for way in (False, True)] == [32, 32]
+    assert rows[True]["scrapes"] >= 1
+    assert rows[True]["moments"] >= 1
+    assert (rows[False]["scrapes"], rows[False]["moments"]) == (0, 0)
+    assert report["summary"]["mismatched_tokens"] == 0
+    assert report["summary"]["watched_to_unwatched"] > 0
+    assert report["conditions"]["commit"]
+    assert "of unwatched" in output
