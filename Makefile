@@ -58,4 +58,4 @@ bench: $(STAMP) ## say how to measure
 
 clean: ## remove caches and build output; the environment stays
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find service adaptation drafters kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find service adaptation drafters kernels benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
