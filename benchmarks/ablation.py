@@ -73,8 +73,8 @@ class AblationRow:
 
 def config_for(config: ServiceConfig, folder: Path | None) -> ServiceConfig:
     """The same configuration with the trained drafter alone: the one in `folder`/full, or the configured one."""
-    if not config.speculation:
-        raise StartupError("--ablate compares drafters: leave speculation on")
+    if config.drafter == "none":
+        raise StartupError("--ablate compares drafters: leave drafter unset")
     path = config.drafter_path if folder is None else folder / FULL
     return config.model_copy(update={"drafter": DRAFTER, "drafter_path": path})
 
@@ -142,14 +142,11 @@ def _compared(assembly: Assembly, ablation: str, folder: Path | None) -> Iterato
 
 
 def _weights(assembly: Assembly, folder: Path) -> TrainedWeights:
-    config = assembly.config
     assert assembly.weights is not None
     taps, expected = trained.tap_layers(folder), assembly.weights.model.config.tap_layers
     if taps != expected:
         raise StartupError(f"drafter {folder}: reads target layers {taps}, the full drafter reads {expected}")
-    return trained.load_weights(
-        folder, assembly.loaded, blocks=config.draft_blocks, starts=config.draft_starts, policy=config.growth
-    )
+    return trained.load_weights(folder, assembly.loaded, blocks=assembly.config.draft_blocks)
 
 
 def _drafter(assembly: Assembly, variant: Variant) -> Drafter:

@@ -170,7 +170,6 @@ def _open(assembly: Assembly) -> ApiSettings:
         api_keys=(),
         admin_key=None,
         open_metrics=True,
-        max_request_bytes=config.max_request_bytes,
         max_output_tokens=config.max_output_tokens,
         served_model_names=(config.public_model_name,),
     )

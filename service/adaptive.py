@@ -175,7 +175,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     device = device_of(config.device)
     dtype = default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
     cache = config.state_dir / "cache"
-    loaded = load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    loaded = load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
     try:
         network = trained.load_network(source, loaded)
     except DrafterError as error:
@@ -263,10 +263,8 @@ def _replaceable(assembly: Assembly) -> Replaceable:
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "
             "trained weights, or set adaptation.enabled to false"
         )
-    found = trained.load_replaceable(
-        folder, assembly.loaded, blocks=known.blocks, starts=known.starts, policy=known.policy
-    )
-    return replace(found, weights=replace(found.weights, capture=known.capture))
+    found = trained.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
+    return replace(found, weights=replace(known, model=found.weights.model, embed=found.weights.embed))
 
 
 def _recorders(

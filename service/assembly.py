@@ -87,7 +87,7 @@ class Assembly:
             policy or build.make_policy(self.costs, self.limits),
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
-            objective=build.make_objective(self.config.budget_objective, self.config.budget_pace_seconds),
+            objective=build.make_objective(self.config.budget_pace_seconds),
             capture=graphs_for(self.target.device).capture if self.target.replays else None,
         )
 
@@ -101,19 +101,25 @@ class Assembly:
         )
 
 
-def assemble(config: ServiceConfig) -> Assembly:
-    """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change."""
+def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
+    """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change.
+
+    `graphs`: whether forwards of decoding are captured, which changes no text; None: on a GPU.
+    """
     torch.set_num_threads(config.num_threads)
     device = device_of(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
+    captures = device.type == "cuda" if graphs is None else graphs
     dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
     loaded = _loaded(config, dtype, device)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config)
-    weights = _replayed(_weights(config, drafter_name, folder, loaded), _captures(config, device), device)
-    target = _target(config, loaded, limits, weights)
-    numerics = _numerics(config, target, limits)
+    weights = _weights(config, drafter_name, folder, loaded)
+    if weights is not None and captures:
+        weights = replace(weights, capture=graphs_for(device).capture)
+    target = _target(config, loaded, limits, weights, captures=captures)
+    numerics = _numerics(target, limits, captures=captures)
     costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
     tokenizer = ChatTokenizer(loaded.tokenizer)
     assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, weights)
@@ -127,18 +133,18 @@ def _loaded(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> 
             logger.warning("random weights: the text means nothing, and results are costs only")
             return random_model(config.model, dtype=dtype, device=device)
         cache = config.state_dir / "cache"
-        return load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+        return load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
 
 
-def _target(config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None) -> Target:
+def _target(
+    config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None, *, captures: bool
+) -> Target:
     """The target with its pool; on a GPU what everything else will need there is set aside first."""
     network, device = weights.model if weights else None, loaded.model.device
     target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
-        needs = memory_planner.needs_of(
-            target, limits, network, _learning(config, device), captures=_captures(config, device)
-        )
+        needs = memory_planner.needs_of(target, limits, network, _learning(config, device), captures=captures)
         plan = MemoryPlan(build.free_bytes(device), needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
@@ -163,17 +169,13 @@ def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.Lea
     return memory_planner.LearningSizes(trains_here, learning.window_tokens, learning.target_top, kept_texts)
 
 
-def _captures(config: ServiceConfig, device: torch.device) -> bool:
-    return config.graphs == "on" or (config.graphs == "auto" and device.type == "cuda")
-
-
-def _numerics(config: ServiceConfig, target: Target, limits: EngineLimits) -> Numerics:
+def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
     """Settle how rows are padded and, where forwards are replayed, check those too."""
     logger.info("checking that rows do not depend on their company")
     numerics = settle(target)
-    if not _captures(config, target.device):
+    if not captures:
         return numerics
-    with memory_for("captured forwards", "set graphs to off, or lower kv_cache_gib or kv_cache_share"):
+    with memory_for("captured forwards", "lower kv_cache"):
         capture_forwards(
             target,
             graphs_for(target.device),
@@ -212,9 +214,7 @@ def _costs(
 
 def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
-    if not config.speculation:
-        return "none", None
-    folder = config.drafter_path or shipped_folder(config.model)
+    folder = config.drafter_path or shipped_folder(config.model_source)
     if config.load_format == "dummy" and config.drafter_path is None:
         return ("specblock" if config.drafter == "auto" else config.drafter), None
     if config.drafter == "auto":
@@ -232,16 +232,11 @@ def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
 def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
-    blocks, starts, policy = config.draft_blocks, config.draft_starts, config.growth
     if folder is not None:
-        return trained.load_weights(folder, loaded, blocks=blocks, starts=starts, policy=policy)
+        return trained.load_weights(folder, loaded, blocks=config.draft_blocks)
     if config.load_format == "dummy" and drafter_name in TRAINED:
-        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=blocks, starts=starts, policy=policy)
+        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None
-
-
-def _replayed(weights: TrainedWeights | None, captures: bool, device: torch.device) -> TrainedWeights | None:
-    return replace(weights, capture=graphs_for(device).capture) if weights and captures else weights
 
 
 def start_up_line(assembly: Assembly) -> str:
@@ -285,6 +280,6 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         max_sequences=config.max_sequences,
         prefill_chunk=config.prefill_chunk,
         max_budget=config.max_budget,
-        prefix_cache=config.prefix_cache,
-        isolate_clients=config.isolate_clients,
+        prefix_cache=config.prefix_cache != "off",
+        isolate_clients=config.prefix_cache == "per_client",
     )

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from service import __version__
 from service.bench.commands import bench_app, check_app, draw_tree
-from service.config import CONFIG_VARIABLE, SETTINGS, LoadedConfig, load_config, panel_of
+from service.config import CONFIG_VARIABLE, REMOVED, SETTINGS, LoadedConfig, load_config, panel_of
 from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
 from service.errors import StartupError
 from service.top import top
@@ -26,6 +26,7 @@ from service.trainer import trainer
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
+_REMOVED_SWITCHES = frozenset({"speculation", "isolate_clients"})
 _IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         )
 
     settings = [_setting_parameter(name, field) for name, field in SETTINGS.items()]
+    settings += [_removed_parameter(name) for name in REMOVED]
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
     run.__signature__ = inspect.Signature([*keywords, _config_parameter(), *settings])  # type: ignore[attr-defined]
     run.__doc__ = command.__doc__
@@ -89,7 +91,21 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     )
     # Text goes to the settings as it is, so that a bad value is explained in the same words wherever it was set.
     annotation = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
-    return _keyword(name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS), annotation)
+    return _keyword(_identifier(name), annotation)
+
+
+def _removed_parameter(name: str) -> inspect.Parameter:
+    """An option that there was: `load_config` says what has taken its place."""
+    flag = flag_name(name)
+    if name in _REMOVED_SWITCHES:
+        return _keyword(name, Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", hidden=True)])
+    if name.startswith("no_"):
+        return _keyword(name, Annotated[bool | None, typer.Option(flag, hidden=True)])
+    return _keyword(_identifier(name), Annotated[str | None, typer.Option(flag, hidden=True)])
+
+
+def _identifier(name: str) -> str:
+    return name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS)
 
 
 def _setting_of(parameter: str) -> str:

@@ -1,21 +1,32 @@
-"""Every knob of the server, written once: the command line, the environment, the file and the help all derive from it.
+"""Every setting of the server, written once: the command line, the environment, the file and the help derive from it.
 
-The only module that reads the environment. It knows nothing of torch: what depends on the device found at start-up
-is computed from values handed in.
+The only module that reads the environment.
 """
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+import adaptation.config
 from adaptation.config import AdaptationConfig, usable_cores
 from service.config_sources import (
     SECTION_SEPARATOR,
@@ -26,6 +37,7 @@ from service.config_sources import (
     flag_name,
     flat_fields,
     nested,
+    refuse_removed,
 )
 from service.errors import StartupError
 
@@ -33,18 +45,59 @@ ENV_PREFIX = "ADAPTREE_"
 CONFIG_VARIABLE = "ADAPTREE_CONFIG"
 GIB = 1024**3
 
-_CPU_KV_CACHE_GIB = 1.0
-_CUDA_KV_CACHE_SHARE = 0.8
+_WAITING_PER_SEQUENCE = 8
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
+_CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
+_LARGEST_SHARE = 95  # percent; steps need what is left
+
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "revision": "part of model: id@revision",
+        "graphs": "fixed: CUDA graphs on a GPU, none on a CPU",
+        "kv_cache_gib": "kv_cache, as in 4GiB",
+        "kv_cache_share": "kv_cache, as in 80%",
+        "max_waiting": f"fixed at {_WAITING_PER_SEQUENCE} times max_sequences",
+        "no_prefix_cache": "prefix_cache: off",
+        "isolate_clients": "prefix_cache: per_client",
+        "speculation": "drafter, of which none decodes plainly",
+        "draft_starts": "fixed at 4",
+        "growth": "fixed at best_first",
+        "budget_objective": "budget_pace_seconds, which selects latency",
+        "max_request_bytes": "fixed at 4194304",
+    }
+    | {
+        f"adaptation{SECTION_SEPARATOR}{name}": now
+        for name, now in getattr(adaptation.config, "REMOVED_SETTINGS", {}).items()
+    }
+)
+"""Settings that there were, each with its new name or with what it is fixed at."""
 
 
-def group(name: str) -> dict[str, Any]:
-    """Which panel of the help a setting stands in."""
-    return {"group": name}
+def _setting(group: str, default: Any, description: str, **limits: Any) -> Any:
+    """A setting in this panel of the help."""
+    extra: dict[str, JsonValue] = {"group": group}
+    if callable(default):
+        return Field(default_factory=default, description=description, json_schema_extra=extra, **limits)
+    return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
 def _split(value: object) -> object:
     """What stands between commas."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _memory(value: str | None) -> str | None:
+    match = None if value is None else _MEMORY.fullmatch(value)
+    if value is not None and (match is None or float(match[1]) == 0):
+        raise ValueError("say how much, as in 4GiB, 512MiB or 80%")
+    if match is not None and match[2] == "%" and float(match[1]) > _LARGEST_SHARE:
+        raise ValueError(f"at most {_LARGEST_SHARE}%, for steps need memory too")
+    return value
+
+
+def _word_for_switch(value: object) -> object:
+    """YAML reads `off` as false."""
+    return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
 
 
 def is_loopback(host: str) -> bool:
@@ -70,250 +123,149 @@ class ServiceConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    model: str = Field(
-        default="smollm2-135m",
+    model: str = _setting(
+        "Model",
+        "smollm2-135m",
+        "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
+        "folder, or a .gguf file.",
         min_length=1,
-        description="Target model: the embedded smollm2-135m, a Hugging Face id, a folder, or a .gguf file.",
-        json_schema_extra=group("Model"),
     )
-    revision: str | None = Field(
-        default=None,
-        description="Branch, tag or commit of a Hugging Face id. Unset: its main branch.",
-        json_schema_extra=group("Model"),
+    load_format: Literal["auto", "dummy"] = _setting(
+        "Model",
+        "auto",
+        "auto: the model's own weights. dummy: random weights in the shape that model names (llama-3.1-8b, qwen3-8b, "
+        "tiny), to measure what steps cost; the text means nothing.",
     )
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto",
-        description="auto: the model's own weights. dummy: random weights in the shape that model names (llama-3.1-8b, "
-        "qwen3-8b, tiny), to measure what steps cost; the text means nothing.",
-        json_schema_extra=group("Model"),
+    load_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "Model",
+        "auto",
+        "Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today.",
     )
-    load_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today.",
-        json_schema_extra=group("Model"),
-    )
-    device: str = Field(
-        default="auto",
-        description="Where the target runs: auto (a GPU if there is one), cpu, cuda or cuda:N.",
+    device: str = _setting(
+        "Model",
+        "auto",
+        "Where the target runs: auto (a GPU if there is one), cpu, cuda or cuda:N.",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        json_schema_extra=group("Model"),
     )
-    threads: int | None = Field(
-        default=None,
+    threads: int | None = _setting(
+        "Model",
+        None,
+        "CPU threads for tensor work. Unset: one per physical core this process may use.",
         ge=1,
         le=1024,
-        description="CPU threads for tensor work. Unset: one per physical core this process may use.",
-        json_schema_extra=group("Model"),
     )
-    graphs: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Record the forwards of decoding once and replay them. auto: on a GPU, as CUDA graphs. on: also on "
-        "a CPU, where it saves nothing. It never changes the text.",
-        json_schema_extra=group("Model"),
+    max_model_len: int | None = _setting(
+        "Model", None, "Longest prompt plus answer, in tokens. Unset: what the model was made for.", ge=16
     )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=16,
-        description="Longest prompt plus answer, in tokens. Unset: what the model was made for.",
-        json_schema_extra=group("Model"),
+    kv_cache: Annotated[str | None, AfterValidator(_memory)] = _setting(
+        "Memory and batching",
+        None,
+        "Memory for keys and values: a size (4GiB, 512MiB), or a share of the device memory that is free once the "
+        "weights are loaded (80%). Unset: 1GiB on a CPU, 80% on a GPU.",
     )
-    kv_cache_gib: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Memory for keys and values, in GiB. Unset, and no share given: 1 GiB on a CPU.",
-        json_schema_extra=group("Memory and batching"),
-    )
-    kv_cache_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=0.95,
-        description="The same as a share of the device memory that is free once the weights are loaded. "
-        "Unset, and no GiB given: 0.8 on a GPU.",
-        json_schema_extra=group("Memory and batching"),
-    )
-    max_sequences: int = Field(
-        default=32,
+    max_sequences: int = _setting(
+        "Memory and batching",
+        32,
+        "Most sequences generated at the same time; 8 times as many may wait, and the next one is answered 429.",
         ge=1,
         le=1024,
-        description="Most sequences generated at the same time; more of them wait.",
-        json_schema_extra=group("Memory and batching"),
     )
-    prefill_chunk: int = Field(
-        default=256,
+    prefill_chunk: int = _setting(
+        "Memory and batching",
+        256,
+        "Most prompt tokens read in one step. Smaller: smoother streams. Larger: prompts are read sooner.",
         ge=1,
         le=8192,
-        description="Most prompt tokens read in one step. Smaller: smoother streams. Larger: prompts are read sooner.",
-        json_schema_extra=group("Memory and batching"),
     )
-    max_waiting: int = Field(
-        default=256,
-        ge=0,
-        description="Most requests that may wait for a place; the next one is answered 429.",
-        json_schema_extra=group("Memory and batching"),
+    prefix_cache: Annotated[Literal["shared", "per_client", "off"], BeforeValidator(_word_for_switch)] = _setting(
+        "Memory and batching",
+        "shared",
+        "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
+        "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
     )
-    prefix_cache: bool = Field(
-        default=True,
-        description="Keep the keys and values of texts that have ended, for requests that begin alike. It changes the "
-        "time to the first token, never the text.",
-        json_schema_extra=group("Memory and batching"),
+    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = _setting(
+        "Speculation",
+        "auto",
+        "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
+        "target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup. none: nobody.",
     )
-    isolate_clients: bool = Field(
-        default=False,
-        description="Let no client find in the prefix cache what another has asked: times to the first token could "
-        "tell it.",
-        json_schema_extra=group("Memory and batching"),
+    drafter_path: Path | None = _setting(
+        "Speculation",
+        None,
+        "Folder with a trained drafter's config.json and model.safetensors. Unset: the weights that come with this "
+        "package, for the embedded model.",
     )
-    speculation: bool = Field(
-        default=True,
-        description="Draft ahead and verify. It changes the speed of an answer, never its text.",
-        json_schema_extra=group("Speculation"),
-    )
-    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = Field(
-        default="auto",
-        description="Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network "
-        "trained for the target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup.",
-        json_schema_extra=group("Speculation"),
-    )
-    drafter_path: Path | None = Field(
-        default=None,
-        description="Folder with a trained drafter's config.json and model.safetensors. Unset: the weights that come "
-        "with this package, for the embedded model.",
-        json_schema_extra=group("Speculation"),
-    )
-    draft_blocks: int = Field(
-        default=1,
+    draft_blocks: int = _setting(
+        "Speculation",
+        1,
+        "M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best beside the "
+        "embedded model on a CPU; more where the target is large against the drafter.",
         ge=1,
         le=4,
-        description="M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best "
-        "beside the embedded model on a CPU; more where the target is large against the drafter.",
-        json_schema_extra=group("Speculation"),
     )
-    draft_starts: int = Field(
-        default=4,
-        ge=1,
-        le=16,
-        description="Where each block after the first begins: at so many of the likeliest nodes at once.",
-        json_schema_extra=group("Speculation"),
+    budget_policy: Literal["cost", "fixed"] = _setting(
+        "Speculation",
+        "cost",
+        "How many nodes a step verifies. cost: as many as pay for themselves under the present load. fixed: always "
+        "max_budget, for measurements.",
     )
-    growth: Literal["best_first", "rank", "rank_narrow", "uniform", "beam", "salf"] = Field(
-        default="best_first",
-        description="Which of a trained drafter's tokens become candidates. best_first: by survival. rank, "
-        "rank_narrow: widths by the rank head's class. uniform, beam, salf: for comparison.",
-        json_schema_extra=group("Speculation"),
-    )
-    budget_policy: Literal["cost", "fixed"] = Field(
-        default="cost",
-        description="How many nodes a step verifies. cost: as many as pay for themselves under the present load. "
-        "fixed: always max_budget, for measurements.",
-        json_schema_extra=group("Speculation"),
-    )
-    budget_objective: Literal["throughput", "latency"] = Field(
-        default="throughput",
-        description="What that budget maximises. throughput: tokens per second, whose ever they are. latency: those of "
-        "answers that fall behind budget_pace_seconds count up to four times.",
-        json_schema_extra=group("Speculation"),
-    )
-    budget_pace_seconds: float = Field(
-        default=0.05,
+    budget_pace_seconds: float | None = _setting(
+        "Speculation",
+        None,
+        "Seconds per token, from an answer's first token on, that a budget by cost tries to keep: tokens of answers "
+        "behind it count up to four times. Unset: all tokens count alike, for the highest throughput.",
         gt=0,
         allow_inf_nan=False,
-        description="Seconds per token, from an answer's first token on, that the latency objective tries to keep.",
-        json_schema_extra=group("Speculation"),
     )
-    max_budget: int = Field(
-        default=48,
-        ge=0,
-        le=64,
-        description="Most nodes verified per sequence and step. 0 decodes plainly.",
-        json_schema_extra=group("Speculation"),
+    max_budget: int = _setting(
+        "Speculation", 48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=64
     )
-    host: str = Field(
-        default="127.0.0.1",
+    host: str = _setting(
+        "HTTP",
+        "127.0.0.1",
+        "Address to listen on. 0.0.0.0 answers the whole network: set api_keys first.",
         min_length=1,
-        description="Address to listen on. 0.0.0.0 answers the whole network: set api_keys first.",
-        json_schema_extra=group("HTTP"),
     )
-    port: int = Field(
-        default=8000,
-        ge=0,
-        le=65535,
-        description="Port to listen on. 0 takes a free one.",
-        json_schema_extra=group("HTTP"),
+    port: int = _setting("HTTP", 8000, "Port to listen on. 0 takes a free one.", ge=0, le=65535)
+    served_model_name: str | None = _setting(
+        "HTTP", None, "Name clients use for the model. Unset: the value of model.", min_length=1
     )
-    served_model_name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name clients use for the model. Unset: the value of model.",
-        json_schema_extra=group("HTTP"),
+    max_output_tokens: int = _setting(
+        "HTTP", 4096, "Longest answer, in tokens, for requests that ask for more or name no limit.", ge=1
     )
-    max_request_bytes: int = Field(
-        default=4 * 1024 * 1024,
-        ge=1024,
-        description="Largest request body, in bytes; a larger one is answered 413.",
-        json_schema_extra=group("HTTP"),
+    drain_seconds: float = _setting(
+        "HTTP", 30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
     )
-    max_output_tokens: int = Field(
-        default=4096,
-        ge=1,
-        description="Longest answer, in tokens, for requests that ask for more or name no limit.",
-        json_schema_extra=group("HTTP"),
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        "Access",
+        (),
+        "Host names, beside those of this machine, under which requests may come, separated by commas; * is any. "
+        "Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
     )
-    drain_seconds: float = Field(
-        default=30,
-        ge=0,
-        allow_inf_nan=False,
-        description="How long running requests may take to finish after SIGTERM.",
-        json_schema_extra=group("HTTP"),
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        "Access",
+        (),
+        "Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or the file: a "
+        "flag can be read in the process list.",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
-        default=(),
-        description="Host names, beside those of this machine, under which requests may come, separated by commas; * "
-        "is any. Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
-        json_schema_extra=group("Access"),
+    admin_key: SecretStr | None = _setting("Access", None, "Key of the administration routes. Unset: they are closed.")
+    open_metrics: bool = _setting("Access", True, "Whether /metrics answers without a key.")
+    vllm_metric_names: bool = _setting(
+        "Operation",
+        False,
+        "Also export what vLLM exports under its vllm: names and labels, which other tools read.",
     )
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
-        default=(),
-        description="Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or "
-        "the file: a flag can be read in the process list.",
-        json_schema_extra=group("Access"),
+    state_dir: Path = _setting(
+        "Operation",
+        _default_state_dir,
+        "Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs nothing "
+        "else.",
     )
-    admin_key: SecretStr | None = Field(
-        default=None,
-        description="Key of the administration routes. Unset: they are closed.",
-        json_schema_extra=group("Access"),
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "Operation", "info", "Least important messages to log."
     )
-    open_metrics: bool = Field(
-        default=True,
-        description="Whether /metrics answers without a key.",
-        json_schema_extra=group("Access"),
-    )
-    vllm_metric_names: bool = Field(
-        default=False,
-        description="Also export what vLLM exports under its vllm: names and labels, which other tools read.",
-        json_schema_extra=group("Operation"),
-    )
-    state_dir: Path = Field(
-        default_factory=_default_state_dir,
-        description="Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs "
-        "nothing else.",
-        json_schema_extra=group("Operation"),
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info",
-        description="Least important messages to log.",
-        json_schema_extra=group("Operation"),
-    )
-    log_json: bool = Field(
-        default=False,
-        description="Log one JSON object per line instead of text.",
-        json_schema_extra=group("Operation"),
-    )
-    adaptation: AdaptationConfig = Field(
-        default_factory=AdaptationConfig,
-        description="Learning while serving.",
-        json_schema_extra=group("Learning while serving"),
-    )
+    log_json: bool = _setting("Operation", False, "Log one JSON object per line instead of text.")
+    adaptation: AdaptationConfig = _setting("Learning while serving", AdaptationConfig, "Learning while serving.")
 
     @classmethod
     def settings_customise_sources(
@@ -327,20 +279,12 @@ class ServiceConfig(BaseSettings):
         # load_config reads the sources itself, to know which one each value came from.
         return (init_settings,)
 
-    @field_validator("kv_cache_share")
+    @field_validator("budget_pace_seconds")
     @classmethod
-    def _one_memory_setting(cls, share: float | None, info: ValidationInfo) -> float | None:
-        gib = info.data.get("kv_cache_gib")
-        if share is not None and gib is not None:
-            raise ValueError(f"kv_cache_gib is set too, to {gib:g}; keep one of the two")
-        return share
-
-    @field_validator("budget_objective")
-    @classmethod
-    def _objective_with_effect(cls, objective: str, info: ValidationInfo) -> str:
-        if objective == "latency" and info.data.get("budget_policy") == "fixed":
-            raise ValueError("a fixed budget_policy maximises nothing; set it to cost")
-        return objective
+    def _pace_with_effect(cls, pace: float | None, info: ValidationInfo) -> float | None:
+        if pace is not None and info.data.get("budget_policy") == "fixed":
+            raise ValueError("a fixed budget_policy keeps no pace; set it to cost")
+        return pace
 
     @field_validator("api_keys", "admin_key")
     @classmethod
@@ -360,12 +304,25 @@ class ServiceConfig(BaseSettings):
         return path.expanduser()
 
     @property
+    def model_source(self) -> str:
+        """The model without its revision."""
+        return self.model if self._is_path else self.model.partition("@")[0]
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit of a Hugging Face id; None: its main branch."""
+        return None if self._is_path else self.model.partition("@")[2] or None
+
+    @property
+    def _is_path(self) -> bool:
+        return self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
+
+    @property
     def public_model_name(self) -> str:
         """What clients put into `model`."""
         if self.served_model_name is not None:
             return self.served_model_name
-        is_path = self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
-        return Path(self.model).name.removesuffix(".gguf") if is_path else self.model
+        return Path(self.model).name.removesuffix(".gguf") if self._is_path else self.model_source
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:
@@ -375,17 +332,21 @@ class ServiceConfig(BaseSettings):
         return frozenset(name.lower() for name in self.allowed_hosts)
 
     @property
+    def max_waiting(self) -> int:
+        """Most requests that may wait for a place."""
+        return _WAITING_PER_SEQUENCE * self.max_sequences
+
+    @property
     def num_threads(self) -> int:
         """CPU threads for tensor work; fixed for the whole run, because sums depend on how they are split."""
         return usable_cores() if self.threads is None else self.threads
 
     def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
         """Memory for keys and values on a device of this type with so much free memory."""
-        if self.kv_cache_gib is not None:
-            return int(self.kv_cache_gib * GIB)
-        if self.kv_cache_share is not None:
-            return int(self.kv_cache_share * free_bytes)
-        return int(_CPU_KV_CACHE_GIB * GIB) if device_type == "cpu" else int(_CUDA_KV_CACHE_SHARE * free_bytes)
+        match = _MEMORY.fullmatch(self.kv_cache or (_CPU_MEMORY if device_type == "cpu" else _CUDA_MEMORY))
+        assert match is not None, "checked when it was set"
+        unit = {"gib": GIB, "mib": 1024**2, "%": free_bytes / 100}[match[2].lower()]
+        return int(float(match[1]) * unit)
 
 
 SETTINGS: Mapping[str, FieldInfo] = flat_fields(ServiceConfig)
@@ -417,9 +378,11 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
     file = flags.get("config") or named
     layers = [
         _file_layer(Path(str(file)).expanduser()) if file else [],
-        environment_entries(variables, ServiceConfig, prefix=ENV_PREFIX),
+        environment_entries(variables, ServiceConfig, REMOVED, prefix=ENV_PREFIX),
         [(name, value, f"flag {flag_name(name)}") for name, value in flags.items() if name != "config"],
     ]
+    for name, _, source in layers[2]:
+        refuse_removed(name, REMOVED, f"the {source} sets")
     values: dict[str, object] = {}
     origin = dict.fromkeys(SETTINGS, "default")
     for name, value, source in (entry for layer in layers for entry in layer):
@@ -431,4 +394,4 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
 
 
 def _file_layer(path: Path) -> list[Entry]:
-    return file_entries(path, ServiceConfig, hint=f"--config and {CONFIG_VARIABLE}")
+    return file_entries(path, ServiceConfig, REMOVED, hint=f"--config and {CONFIG_VARIABLE}")

@@ -52,7 +52,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
-def file_entries(path: Path, model: type[BaseSettings], *, hint: str) -> list[Entry]:
+def file_entries(path: Path, model: type[BaseSettings], removed: Mapping[str, str], *, hint: str) -> list[Entry]:
     """What a YAML file sets. Raises StartupError; `hint` says how the file was named."""
     if not path.is_file():
         raise StartupError(f"the configuration file {path} does not exist; check {hint}")
@@ -62,14 +62,18 @@ def file_entries(path: Path, model: type[BaseSettings], *, hint: str) -> list[En
         raise StartupError(f"the configuration file {path} is not valid YAML: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise StartupError(f"the configuration file {path} must hold `setting: value` lines") from error
-    return [(name, value, f"file {path}") for name, value in _read(values, "", list(flat_fields(model)), path)]
+    return [(name, value, f"file {path}") for name, value in _read(values, "", list(flat_fields(model)), removed, path)]
 
 
-def environment_entries(environ: Mapping[str, str], model: type[BaseSettings], *, prefix: str) -> list[Entry]:
+def environment_entries(
+    environ: Mapping[str, str], model: type[BaseSettings], removed: Mapping[str, str], *, prefix: str
+) -> list[Entry]:
     """What variables with this prefix set. Raises StartupError for one that is no setting."""
     known = [_variable(name) for name in flat_fields(model)]
     ours = {name: value for name, value in environ.items() if name.startswith(prefix)}
+    gone = {_variable(name): now for name, now in removed.items()}
     for name in ours:
+        refuse_removed(name.removeprefix(prefix), gone, "the environment sets", prefix=prefix)
         refuse_unknown(name.removeprefix(prefix), known, "the environment sets", prefix=prefix)
     source = EnvSettingsSource(model, env_nested_delimiter=_VARIABLE_SEPARATOR)
     # An empty variable counts as unset: compose files pass those for settings that were left out.
@@ -90,15 +94,18 @@ def _prefixed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{section}{SECTION_SEPARATOR}{name}": value for name, value in values.items()}
 
 
-def _read(values: Mapping[str, Any], prefix: str, known: list[str], path: Path) -> list[tuple[str, object]]:
+def _read(
+    values: Mapping[str, Any], prefix: str, known: list[str], removed: Mapping[str, str], path: Path
+) -> list[tuple[str, object]]:
     entries: list[tuple[str, object]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
         if not _is_section(name, known):
+            refuse_removed(name, removed, f"the configuration file {path} sets")
             refuse_unknown(name, known, f"the configuration file {path} sets")
             entries.append((name, value))
         elif isinstance(value, dict | None):
-            entries += _read(value or {}, f"{name}{SECTION_SEPARATOR}", known, path)
+            entries += _read(value or {}, f"{name}{SECTION_SEPARATOR}", known, removed, path)
         else:
             raise StartupError(
                 f"the configuration file {path} sets {name} to {value!r}; it is a section: put `setting: value` lines "
@@ -133,6 +140,12 @@ def refuse_unknown(name: str, known: Iterable[str], subject: str, *, prefix: str
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     fix = f"did you mean {prefix}{nearest[0]}?" if nearest else "`adaptree config show` lists the settings there are"
     raise StartupError(f"{subject} {prefix}{name}, which is no setting; {fix}")
+
+
+def refuse_removed(name: str, removed: Mapping[str, str], subject: str, *, prefix: str = "") -> None:
+    """Stops the start when `name` was a setting once, saying what has taken its place."""
+    if name in removed:
+        raise StartupError(f"{subject} {prefix}{name}, which is now {removed[name]}")
 
 
 def explain(

@@ -196,7 +196,6 @@ def _api_settings(config: ServiceConfig) -> ApiSettings:
         api_keys=tuple(key.get_secret_value() for key in config.api_keys),
         admin_key=None if config.admin_key is None else config.admin_key.get_secret_value(),
         open_metrics=config.open_metrics,
-        max_request_bytes=config.max_request_bytes,
         max_output_tokens=config.max_output_tokens,
         served_model_names=(config.public_model_name,),
         allowed_hosts=config.checked_hosts,

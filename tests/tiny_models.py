@@ -155,7 +155,7 @@ def served_by(model: Path, **more: object) -> dict[str, object]:
         "load_dtype": "float32",
         "device": "cpu",
         "threads": 1,
-        "kv_cache_gib": 0.01,
+        "kv_cache": "10MiB",
         "max_budget": 8,
         "port": 0,
         **more,

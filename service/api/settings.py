@@ -11,6 +11,7 @@ from service.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUEST_BYTES = 4 * 1024**2
 _MOST_REMEMBERED_FIELDS = 256
 _LONGEST_LOGGED_NAME = 64
 
@@ -22,9 +23,9 @@ class ApiSettings:
     api_keys: tuple[str, ...]
     admin_key: str | None
     open_metrics: bool
-    max_request_bytes: int
     max_output_tokens: int
     served_model_names: tuple[str, ...]
+    max_request_bytes: int = MAX_REQUEST_BYTES
     allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
 
 

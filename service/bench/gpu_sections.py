@@ -181,23 +181,23 @@ def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
     sizes = {
         "max_model_len": longest,
         "max_sequences": 8 if plan.for_real else 2,
-        "kv_cache_gib": 8 if plan.for_real else 0.1,
+        "kv_cache": "8GiB" if plan.for_real else "100MiB",
     }
     drafting = {"drafter": "specblock", "drafter_path": None, "draft_blocks": 2, "budget_policy": "fixed"}
-    return assemble(_changed(config, plan, {"model": name, "load_format": "dummy", **sizes, **drafting}))
+    return assemble(_changed(config, plan, {"model": name, "load_format": "dummy", **sizes, **drafting}), graphs=True)
 
 
 def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
     """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
     if plan.for_real:  # room beside it for more engines than a server has
-        return assemble(_changed(config, plan, {"kv_cache_gib": 8}))
-    sizes = {"max_model_len": 512, "max_sequences": 2, "kv_cache_gib": 0.1, "max_budget": 8, "budget_policy": "fixed"}
+        return assemble(_changed(config, plan, {"kv_cache": "8GiB"}), graphs=True)
+    sizes = {"max_model_len": 512, "max_sequences": 2, "kv_cache": "100MiB", "max_budget": 8, "budget_policy": "fixed"}
     values = {**_DRY, **sizes, "drafter": "specblock"}
-    first = assemble(_changed(config, plan, values))
+    first = assemble(_changed(config, plan, values), graphs=True)
     assert first.weights is not None, "a dummy has a drafter"
     identity = first.loaded.parts.identity
     checkpoint.save(folder, first.weights.model, target_identity=identity, facts={}, own_head=True)
-    return assemble(_changed(config, plan, {**values, "drafter_path": folder}))
+    return assemble(_changed(config, plan, {**values, "drafter_path": folder}), graphs=True)
 
 
 def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
@@ -207,8 +207,8 @@ def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
 
 
 def _changed(config: ServiceConfig, plan: Plan, values: dict[str, object]) -> ServiceConfig:
-    on_cpu = {} if plan.for_real else {**_DRY, "device": "cpu", "graphs": "on"}
-    return ServiceConfig.model_validate({**config.model_dump(), **on_cpu, **values, "kv_cache_share": None})
+    on_cpu = {} if plan.for_real else {**_DRY, "device": "cpu"}
+    return ServiceConfig.model_validate({**config.model_dump(), **on_cpu, **values})
 
 
 def device_seconds(

@@ -129,7 +129,7 @@ def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_seq
     if share < longest + MAX_NODES + 1:
         raise StartupError(
             f"{len(names)} policies share the key/value pool, and {share} tokens are too few for a text of {longest}: "
-            "raise kv_cache_gib or name fewer policies"
+            "raise kv_cache or name fewer policies"
         )
     limits = replace(
         assembly.limits,

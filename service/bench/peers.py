@@ -20,7 +20,7 @@ class TransformersPeer:
 
     def __init__(self, assembly: Assembly) -> None:
         config = assembly.config
-        source = resolve(config.model, cache_dir=config.state_dir / "cache")
+        source = resolve(config.model_source, cache_dir=config.state_dir / "cache")
         self._device = assembly.target.device
         self._model = AutoModelForCausalLM.from_pretrained(
             source,

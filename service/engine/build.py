@@ -1,7 +1,6 @@
 """Building the engine's parts and measuring what they cost on this machine. Takes plain values, no configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -106,9 +105,9 @@ def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
 
 
-def make_objective(name: Literal["throughput", "latency"], pace_seconds: float) -> Objective:
-    """What a budget by cost maximises; only latency asks for a pace."""
-    return Latency(pace_seconds) if name == "latency" else Throughput()
+def make_objective(pace_seconds: float | None) -> Objective:
+    """What a budget by cost maximises: throughput, or latency where there is a pace to keep."""
+    return Throughput() if pace_seconds is None else Latency(pace_seconds)
 
 
 def _plain_seconds(costs: CostTable | None) -> PlainSeconds:

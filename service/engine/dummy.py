@@ -116,9 +116,7 @@ def dummy_tap_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return default_tap_layers(config.get_text_config().num_hidden_layers)
 
 
-def dummy_drafter(
-    model: PreTrainedModel, table: torch.Tensor, *, blocks: int, starts: int, policy: str
-) -> TrainedWeights:
+def dummy_drafter(model: PreTrainedModel, table: torch.Tensor, *, blocks: int) -> TrainedWeights:
     """A random drafter network in the size that would be trained for this target."""
     text = model.config.get_text_config()
     config = SpecBlockConfig(
@@ -128,7 +126,7 @@ def dummy_drafter(
         torch.manual_seed(_SEED)
         network = SpecBlock(config)
     network = network.to(dtype=model.dtype).eval().requires_grad_(False)
-    return TrainedWeights(network, partial(_looked_up, table), blocks=blocks, starts=starts, policy=policy)
+    return TrainedWeights(network, partial(_looked_up, table), blocks=blocks)
 
 
 def _looked_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -47,12 +47,12 @@ class Replaceable:
     prepare: Callable[[Mapping[str, Tensor]], Callable[[], None]]  # what it returns writes them
 
 
-def load_weights(folder: Path, loaded: LoadedModel, *, blocks: int, starts: int, policy: str) -> TrainedWeights:
+def load_weights(folder: Path, loaded: LoadedModel, *, blocks: int) -> TrainedWeights:
     """The drafter network on the target's device, in the target's dtype. Raises StartupError."""
-    return load_replaceable(folder, loaded, blocks=blocks, starts=starts, policy=policy).weights
+    return load_replaceable(folder, loaded, blocks=blocks).weights
 
 
-def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int, starts: int, policy: str) -> Replaceable:
+def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
     """The same, and how its weights are replaced. Raises StartupError."""
     try:
         model = load_network(folder, loaded)
@@ -63,7 +63,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int, starts: 
         linear.pack_linears(model)
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
     embed = embed_with(loaded.parts.embedding)
-    weights = TrainedWeights(model, embed, blocks=blocks, starts=starts, policy=policy)
+    weights = TrainedWeights(model, embed, blocks=blocks)
     return Replaceable(weights, first, _replacing(model))
 
 

@@ -184,7 +184,7 @@ def _config(target: str, device: str, threads: int | None, concurrency: int | No
     from service.logging import configure_logging
 
     given = {"model": target, "device": device, "threads": threads, "max_sequences": concurrency}
-    plain = {"speculation": "false", "budget_policy": "fixed"}
+    plain = {"drafter": "none", "budget_policy": "fixed"}
     config = load_config(plain | {name: str(value) for name, value in given.items() if value is not None}).config
     configure_logging(config.log_level, as_json=config.log_json)
     return config

@@ -153,4 +153,4 @@ def _load_in_turn(config: ServiceConfig, dtype: torch.dtype, device: torch.devic
 
 def _load(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     cache = config.state_dir / "cache"
-    return load_model(config.model, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    return load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)

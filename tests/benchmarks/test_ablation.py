@@ -102,8 +102,8 @@ def test_the_full_drafter_comes_from_the_folder_of_weights(tmp_path: Path) -> No
     assert config_for(config, None).drafter_path == tmp_path
     found = config_for(config, tmp_path / "all")
     assert (found.drafter, found.drafter_path) == ("specblock", tmp_path / "all" / "full")
-    with pytest.raises(StartupError, match="leave speculation on"):
-        config_for(ServiceConfig(speculation=False), None)
+    with pytest.raises(StartupError, match="leave drafter unset"):
+        config_for(ServiceConfig(drafter="none"), None)
 
 
 def test_the_command_writes_a_row_per_variant(

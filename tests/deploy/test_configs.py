@@ -32,7 +32,7 @@ def test_each_is_possible(file: Path) -> None:
 def test_the_cpu_example_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model that is loaded and measured at once."""
     model = save_two_layers(tmp_path / "model")
-    small = {"MODEL": model, "LOAD_DTYPE": "float32", "MAX_MODEL_LEN": 128, "THREADS": 1, "KV_CACHE_GIB": 0.01}
+    small = {"MODEL": model, "LOAD_DTYPE": "float32", "MAX_MODEL_LEN": 128, "THREADS": 1, "KV_CACHE": "10MiB"}
     serve_and_ask(tmp_path, monkeypatch, small)
 
 

@@ -30,8 +30,10 @@ _LONG = 200_000_000  # cycles of a device
 
 
 def settings(folder: Path, **values: object) -> ServiceConfig:
-    given = {"model": str(folder), "device": "cuda", "load_dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.5}
-    return ServiceConfig.model_validate({**given, "state_dir": folder / "state", "max_sequences": 8, **values})
+    given = {"model": str(folder), "device": "cuda", "load_dtype": "float32", "kv_cache": "512MiB"}
+    return ServiceConfig.model_validate(
+        {**given, "max_model_len": 512, "state_dir": folder / "state", "max_sequences": 8, **values}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_every_way_of_decoding_gives_the_same_text(assembly: Assembly) -> None:
 
 @pytest.mark.parametrize("params", [greedy(), sampled(3)], ids=["greedy", "sampled"])
 def test_graphs_change_nothing(folder: Path, assembly: Assembly, params: SamplingParams) -> None:
-    as_they_are = assemble(settings(folder, graphs="off"))
+    as_they_are = assemble(settings(folder), graphs=False)
     assert not as_they_are.target.replays
     asked = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(6, 40))]
     found, expected = generate(assembly.engine(), *asked), generate(as_they_are.engine(), *asked)
@@ -81,14 +83,14 @@ def test_captured_drafts_change_nothing(folder: Path, assembly: Assembly) -> Non
 
 def test_the_pool_takes_a_share_of_what_is_left(folder: Path) -> None:
     free = torch.cuda.mem_get_info(DEVICE)[0]
-    shared = assemble(settings(folder, kv_cache_gib=None, kv_cache_share=0.05))
+    shared = assemble(settings(folder, kv_cache="5%"))
     pool_bytes = shared.target.pool.storage.nbytes
     assert 0.02 * free < pool_bytes <= 0.05 * free
 
 
 def test_too_large_a_pool_names_its_setting(folder: Path) -> None:
-    with pytest.raises(StartupError, match="kv_cache_gib"):
-        assemble(settings(folder, kv_cache_gib=100_000))
+    with pytest.raises(StartupError, match="kv_cache"):
+        assemble(settings(folder, kv_cache="100000GiB"))
 
 
 def test_a_refusal_of_the_device_is_a_start_up_error() -> None:

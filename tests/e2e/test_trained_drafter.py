@@ -1,6 +1,7 @@
 """A trained drafter from a folder, alone and merged with lookup: found by its path, refused for another target, and
 never a token different from plain decoding."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,13 +70,15 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 def test_every_number_of_blocks_and_policy_drafts(tmp_path: Path, blocks: int, growth: str) -> None:
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))
-    assembly = assembled_with(folder, drafter, "specblock", draft_blocks=blocks, growth=growth, budget_policy="fixed")
+    assembly = assembled_with(folder, drafter, "specblock", draft_blocks=blocks, budget_policy="fixed")
+    assert assembly.weights is not None
+    grown = replace(assembly.weights, policy=growth)
     prompts = varied_prompts()[:3]
 
     def answers(name: str, temperature: float) -> list[tuple[int, ...]]:
         params = SamplingParams(seed=5, max_tokens=12, temperature=temperature, ignore_eos=True)
         requests = [GenerationRequest(request_id=str(i), prompt=p, sampling=params) for i, p in enumerate(prompts)]
-        run = generate(assembly.engine(drafter=assembly.drafter(name)), requests)
+        run = generate(assembly.engine(drafter=assembly.drafter(name, weights=grown)), requests)
         return [answer.token_ids for answer in run.answers]
 
     for temperature in (0.0, 0.9):

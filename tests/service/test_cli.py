@@ -76,14 +76,14 @@ def test_show_tells_knobs_of_learning() -> None:
 
 def test_show_tells_value_and_origin(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("max_waiting: 3\n")
+    file.write_text("max_sequences: 3\n")
     environ = {"ADAPTREE_DRAIN_SECONDS": "5"}
-    settings = shown("--config", str(file), "--port", "9000", "--no-speculation", environ=environ)
+    settings = shown("--config", str(file), "--port", "9000", "--no-open-metrics", environ=environ)
     assert list(settings) == list(SETTINGS)
     assert settings["port"] == {"value": 9000, "origin": "flag --port"}
-    assert settings["speculation"] == {"value": False, "origin": "flag --speculation"}
+    assert settings["open_metrics"] == {"value": False, "origin": "flag --open-metrics"}
     assert settings["drain_seconds"] == {"value": 5.0, "origin": "environment ADAPTREE_DRAIN_SECONDS"}
-    assert settings["max_waiting"] == {"value": 3, "origin": f"file {file}"}
+    assert settings["max_sequences"] == {"value": 3, "origin": f"file {file}"}
     assert settings["model"] == {"value": "smollm2-135m", "origin": "default"}
 
 
@@ -122,6 +122,13 @@ def test_an_unknown_flag_is_refused() -> None:
     result = run_command("serve", "--prot", "1")
     assert result.returncode == 2
     assert "--prot" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [["--kv-cache-gib", "4"], ["--no-speculation"], ["--no-prefix-cache"]])
+def test_a_flag_that_is_gone_names_its_successor(flags: list[str]) -> None:
+    result = run_command("config", "show", *flags)
+    assert result.returncode == 2
+    assert "which is now " in result.stderr
 
 
 def test_serve_hands_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import yaml
 from pydantic import ValidationError
 
 from adaptation.config import AdaptationConfig
-from service.config import GIB, SETTINGS, LoadedConfig, ServiceConfig, load_config, panel_of
-from service.config_sources import flat_values
+from service.config import GIB, REMOVED, SETTINGS, LoadedConfig, ServiceConfig, load_config, panel_of
+from service.config_sources import flag_name, flat_values
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 
@@ -136,8 +136,8 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
 
 
 def test_all_impossible_values_are_told_at_once() -> None:
-    lines = refusal({"port": "x", "max_budget": "65"}, {"ADAPTREE_SPECULATION": "perhaps"}).splitlines()
-    assert [line.split(" = ")[0] for line in lines] == ["speculation", "max_budget", "port"]
+    lines = refusal({"port": "x", "max_budget": "65"}, {"ADAPTREE_DRAFTER": "magic"}).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["drafter", "max_budget", "port"]
 
 
 @pytest.mark.parametrize(
@@ -148,20 +148,18 @@ def test_all_impossible_values_are_told_at_once() -> None:
         ("device", "cuda:"),
         ("threads", "0"),
         ("max_model_len", "1"),
-        ("kv_cache_gib", "0"),
-        ("kv_cache_gib", "nan"),
-        ("kv_cache_gib", "inf"),
-        ("kv_cache_share", "1"),
+        ("kv_cache", "0GiB"),
+        ("kv_cache", "4"),
+        ("kv_cache", "-4GiB"),
+        ("kv_cache", "100%"),
+        ("prefix_cache", "true"),
         ("max_sequences", "0"),
         ("prefill_chunk", "0"),
-        ("max_waiting", "-1"),
         ("budget_policy", "free"),
-        ("budget_objective", "profit"),
         ("budget_pace_seconds", "0"),
         ("budget_pace_seconds", "inf"),
         ("max_budget", "65"),
         ("port", "65536"),
-        ("max_request_bytes", "1"),
         ("max_output_tokens", "0"),
         ("drain_seconds", "-1"),
         ("drain_seconds", "inf"),
@@ -174,15 +172,31 @@ def test_impossible_values_stop_the_start(name: str, value: str) -> None:
     assert f"change or drop --{name.replace('_', '-')}" in refusal({name: value})
 
 
-def test_an_objective_needs_a_budget_that_has_one() -> None:
-    message = refusal({"budget_objective": "latency", "budget_policy": "fixed"})
-    assert "a fixed budget_policy maximises nothing; set it to cost" in message
-    assert load_config({"budget_objective": "latency"}, {}).config.budget_policy == "cost"
+def test_a_pace_needs_a_budget_that_can_keep_it() -> None:
+    message = refusal({"budget_pace_seconds": "0.05", "budget_policy": "fixed"})
+    assert "a fixed budget_policy keeps no pace; set it to cost" in message
+    assert load_config({"budget_pace_seconds": "0.05"}, {}).config.budget_pace_seconds == 0.05
 
 
-def test_memory_is_set_one_way_or_the_other() -> None:
-    message = refusal({"kv_cache_gib": "2"}, {"ADAPTREE_KV_CACHE_SHARE": "0.5"})
-    assert "kv_cache_gib is set too, to 2; keep one of the two" in message
+@pytest.mark.parametrize(("text", "found"), [("off", "off"), ("per_client", "per_client"), ("on", "shared")])
+def test_words_that_yaml_reads_as_switches(tmp_path: Path, text: str, found: str) -> None:
+    assert load_config({"config": written(tmp_path, f"prefix_cache: {text}\n")}, {}).config.prefix_cache == found
+
+
+def test_there_are_few_settings_and_no_removed_one_among_them() -> None:
+    assert len(SETTINGS) <= 45
+    assert not SETTINGS.keys() & REMOVED.keys()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_is_gone_says_what_has_taken_its_place(tmp_path: Path, name: str) -> None:
+    section, _, last = name.rpartition(".")
+    file = written(tmp_path, f"{section}:\n  {last}: 1\n" if section else f"{name}: 1\n")
+    variable = f"ADAPTREE_{name.upper().replace('.', '__')}"
+    now = f"which is now {REMOVED[name]}"
+    assert refusal({"config": file}) == f"the configuration file {file} sets {name}, {now}"
+    assert refusal(environ={variable: "1"}) == f"the environment sets {variable}, {now}"
+    assert refusal({name: "1"}) == f"the flag {flag_name(name)} sets {name}, {now}"
 
 
 def test_a_refused_secret_is_not_shown() -> None:
@@ -203,11 +217,11 @@ def test_it_cannot_be_changed() -> None:
     ("settings", "on_cpu", "on_cuda"),
     [
         ({}, GIB, 8 * GIB),
-        ({"kv_cache_gib": 2.5}, int(2.5 * GIB), int(2.5 * GIB)),
-        ({"kv_cache_share": 0.5}, 5 * GIB, 5 * GIB),
+        ({"kv_cache": "2.5GiB"}, int(2.5 * GIB), int(2.5 * GIB)),
+        ({"kv_cache": "50 %"}, 5 * GIB, 5 * GIB),
     ],
 )
-def test_memory_for_keys_and_values(settings: dict[str, float], on_cpu: int, on_cuda: int) -> None:
+def test_memory_for_keys_and_values(settings: dict[str, str], on_cpu: int, on_cuda: int) -> None:
     config = ServiceConfig.model_validate(settings)
     assert config.kv_cache_bytes("cpu", 10 * GIB) == on_cpu
     assert config.kv_cache_bytes("cuda", 10 * GIB) == on_cuda
@@ -218,6 +232,8 @@ def test_memory_for_keys_and_values(settings: dict[str, float], on_cpu: int, on_
     [
         ({}, "smollm2-135m"),
         ({"model": "org/name"}, "org/name"),
+        ({"model": "org/name@v1"}, "org/name"),
+        ({"model": "/models/a@b"}, "a@b"),
         ({"model": "/models/Some-Model"}, "Some-Model"),
         ({"model": "some.Q4_1.gguf"}, "some.Q4_1"),
         ({"model": "org/name", "served_model_name": "mine"}, "mine"),
@@ -225,6 +241,15 @@ def test_memory_for_keys_and_values(settings: dict[str, float], on_cpu: int, on_
 )
 def test_the_name_clients_use(settings: dict[str, str], name: str) -> None:
     assert ServiceConfig.model_validate(settings).public_model_name == name
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "revision"),
+    [("org/name", "org/name", None), ("org/name@v1", "org/name", "v1"), ("./a@b", "./a@b", None)],
+)
+def test_a_revision_stands_behind_the_model(model: str, source: str, revision: str | None) -> None:
+    config = ServiceConfig(model=model)
+    assert (config.model_source, config.revision) == (source, revision)
 
 
 def test_threads_are_counted_when_not_set() -> None:
@@ -310,7 +335,6 @@ def test_the_example_file_holds_every_setting_and_sets_none() -> None:
     uncommented = yaml.safe_load("\n".join(line[2:] for line in text.splitlines() if _is_setting(line)))
     assert set(flat_values(uncommented)) == set(SETTINGS)
     assert uncommented["adaptation"] == AdaptationConfig().model_dump()
-    del uncommented["kv_cache_share"]  # the other way to say kv_cache_gib
     assert load_config(flat_values(uncommented), {}).config.max_budget == ServiceConfig().max_budget
 
 

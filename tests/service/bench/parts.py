@@ -48,7 +48,7 @@ def settings_for(folder: Path, dtype: str = "float32") -> ServiceConfig:
             "device": "cpu",
             "threads": 1,
             "max_model_len": 256,
-            "kv_cache_gib": 0.01,
+            "kv_cache": "10MiB",
             "state_dir": folder / "state",
         }
     )

@@ -37,9 +37,9 @@ def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(Costs(table, FREE), LIMITS), CostBudget)
 
 
-def test_the_objective_goes_by_name() -> None:
-    assert isinstance(build.make_objective("throughput", 0.05), Throughput)
-    assert isinstance(build.make_objective("latency", 0.05), Latency)
+def test_a_pace_selects_the_latency_objective() -> None:
+    assert isinstance(build.make_objective(None), Throughput)
+    assert isinstance(build.make_objective(0.05), Latency)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

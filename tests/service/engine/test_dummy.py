@@ -50,9 +50,9 @@ def test_the_tokenizer_reads_and_writes_every_id() -> None:
 
 def test_a_dummy_is_served_with_a_random_drafter(tmp_path: Path) -> None:
     settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu", "threads": 1}
-    sizes = {"kv_cache_gib": 0.02, "max_model_len": 256, "max_sequences": 2, "budget_policy": "fixed", "max_budget": 8}
-    config = ServiceConfig.model_validate({**settings, **sizes, "state_dir": tmp_path, "graphs": "on"})
-    assembly = assemble(config)
+    sizes = {"kv_cache": "20MiB", "max_model_len": 256, "max_sequences": 2, "budget_policy": "fixed", "max_budget": 8}
+    config = ServiceConfig.model_validate({**settings, **sizes, "state_dir": tmp_path})
+    assembly = assemble(config, graphs=True)
     assert assembly.drafter_name == "specblock"
     assert assembly.numerics == "exact"
     assert "replayed" in start_up_line(assembly)

@@ -20,10 +20,10 @@ PLAIN, DRAFTED = 38, 141  # launches
 
 
 def replayed(folder: Path) -> Assembly:
-    settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu", "graphs": "on"}
-    sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache_gib": 0.01, "max_budget": 16, "draft_blocks": 2}
+    settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu"}
+    sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache": "10MiB", "max_budget": 16, "draft_blocks": 2}
     more = {"drafter": "specblock", "budget_policy": "fixed", "threads": 1, "state_dir": folder}
-    return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}))
+    return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)
 
 
 def step_in_the_middle(engine: Engine, launches: Launches) -> list[str]:

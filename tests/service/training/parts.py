@@ -42,7 +42,7 @@ def settings(target: Path) -> ServiceConfig:
             "threads": 1,
             "max_model_len": 256,
             "max_sequences": 4,
-            "kv_cache_gib": 0.01,
+            "kv_cache": "10MiB",
             "drafter": "lookup",
             "state_dir": target / "state",
         }

@@ -34,7 +34,7 @@ def _quiet_and_exact(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("ADAPTREE_STATE_DIR", str(target / "state"))
     monkeypatch.setenv("ADAPTREE_LOAD_DTYPE", "float32")
-    monkeypatch.setenv("ADAPTREE_KV_CACHE_GIB", "0.01")
+    monkeypatch.setenv("ADAPTREE_KV_CACHE", "10MiB")
     monkeypatch.setenv("ADAPTREE_BUDGET_POLICY", "fixed")
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
