@@ -211,7 +211,7 @@ def draw_tree(
     seed: _Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Also draw to a .svg, .txt or, with matplotlib, .png file."),
+        typer.Option("--out", metavar="FILE", help="Also draw to a .svg, .png or .txt file."),
     ] = None,
 ) -> None:
     """Draw the draft tree of a step, who proposed its nodes and what was accepted, and colour the answer."""

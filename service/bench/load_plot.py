@@ -1,17 +1,16 @@
 """Throughput and chosen budget against concurrency, as a PNG by matplotlib. Knows nothing of how rows came about."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from matplotlib.figure import Figure
 
 from service.bench.load_rows import ADAPTIVE, LoadRow
 
 
 def plot_load(rows: Sequence[LoadRow], file: Path, *, title: str) -> None:
     """One line per policy; the adaptive one's budget below."""
-    figures: Any = importlib.import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=(7.5, 7.0))
+    figure = Figure(figsize=(7.5, 7.0))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for policy in dict.fromkeys(row.policy for row in rows):
         mine = [row for row in rows if row.policy == policy]

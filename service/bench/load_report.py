@@ -17,7 +17,6 @@ from service.bench.load_policies import engine_for, policy_names
 from service.bench.load_rows import LoadRow, Slo, row_of, summary_of
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.bench.speed import Measure, requests_from
-from service.bench.tree import refuse_png_without_matplotlib
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
@@ -65,8 +64,6 @@ def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: P
     """Measure every policy at every concurrency and report; whether all texts were the same."""
     refuse_unwritable(out)
     refuse_unwritable(plot)
-    if plot is not None:
-        refuse_png_without_matplotlib()
     names = policy_names(plan.policies)
     assembly = assemble(config)
     rows = _measure_all(assembly, names, _prompts(assembly, plan), plan)

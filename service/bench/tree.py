@@ -233,8 +233,8 @@ class _Page:
         self, x: float, y: float, width: float, height: float, fill: str, stroke: str, stroke_width: float
     ) -> None:
         self._width = max(self._width, x + width)
-        line = {"edgecolor": stroke, "linewidth": stroke_width * _POINTS}
-        self._axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, **line))
+        stroke_width *= _POINTS
+        self._axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=stroke, linewidth=stroke_width))
 
 
 def _colours(trees: Sequence[DrawnTree]) -> dict[str, str]:
