@@ -50,14 +50,6 @@ class Snapshot:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A stored snapshot that was passed over."""
-
-    version: int
-    reason: str
-
-
 @dataclass(frozen=True)
 class _State:
     """The learner's file: the state of each part by its name, and the newest version there was."""

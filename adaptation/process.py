@@ -1,8 +1,8 @@
-"""Updates and replays in a process of their own: threads share one interpreter, and a thread that trains makes every
-operation of the thread that serves wait for it.
+"""Updates and replays in a process of their own, for a thread that trains makes the one that serves wait for the
+interpreter that both share.
 
 The weights lie in memory that both processes map, so that only samples and answers are sent. A process that dies costs
-the update under way; the next request starts another one. Knows neither when to train nor what becomes of it.
+the update under way; the next request starts another one.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from drafters.training.corpus import Example
 
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the target's tables in the arena; a tied head is the embedding."""
+_INTERRUPTED = "interrupted?"  # asked back before each step of an update
 _ENDING_SECONDS = 5.0
 _CHILD = """
 import signal, sys
@@ -75,18 +76,6 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Asks for the replay of a text with what the replica holds."""
-
-    example: Example
-
-
-@dataclass(frozen=True, slots=True)
-class Whether:
-    """Asks back, before each step, whether to break off."""
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """The answer; `error` is a traceback."""
 
@@ -99,22 +88,18 @@ def _never() -> bool:
     return False
 
 
-def _at_once() -> None:
-    """Nobody holds it up."""
-
-
 class TrainingProcess:
     """The other process, as the thread that learns sees it: one request at a time; what has died is started again."""
 
     def __init__(self, arena: Arena, setup: Setup) -> None:
         self.seconds = 0.0  # that it has computed
         self.num_started = 0
-        self.before_asking: Callable[[], None] = _at_once
+        self.before_asking: Callable[[], None] = lambda: None  # may hold the request up
         self._arena = arena
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._is_asked = False
+        self.is_asked = False  # and somebody waits for its answer
         self._closing = threading.Lock()
 
     @property
@@ -138,7 +123,7 @@ class TrainingProcess:
         self._connection.send_bytes(pickle.dumps(self._setup))
         self.num_started += 1
 
-    def ask(self, request: Train | Score, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
+    def ask(self, request: Train | Example, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
         """Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
         self.before_asking()
         self.quiet()
@@ -147,35 +132,30 @@ class TrainingProcess:
         self.start()
         connection = self._connection
         assert connection is not None
-        self._is_asked = True
+        self.is_asked = True
         try:
             connection.send_bytes(pickle.dumps(request))
-            while isinstance(answer := pickle.loads(connection.recv_bytes()), Whether):
+            while isinstance(answer := pickle.loads(connection.recv_bytes()), str):  # _INTERRUPTED
                 connection.send_bytes(pickle.dumps(interrupted()))
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the process that trains has died") from error
-        self._is_asked = False
+        self.is_asked = False
         self.seconds += answer.seconds
         if answer.error is not None:
             raise RuntimeError(f"the process that trains has failed:\n{answer.error}")
         return cast(UpdateReport | float, answer.result)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody waits for its answer."""
-        return self._is_asked
-
     def freeze(self) -> None:
         """Stop it where it is, until `thaw`; who waits for its answer waits on."""
-        self._tell_system(signal.SIGSTOP)
+        self._send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self._tell_system(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
 
     def quiet(self) -> None:
         """Let nothing compute on the shared weights: whoever asked last may have died before the answer."""
-        if self._is_asked:
+        if self.is_asked:
             self.close()
 
     def close(self) -> None:
@@ -183,7 +163,7 @@ class TrainingProcess:
         with self._closing:
             process, connection = self._process, self._connection
             self._process = self._connection = None
-            busy, self._is_asked = self._is_asked, False
+            busy, self.is_asked = self.is_asked, False
         if connection is not None:
             connection.close()
         if process is not None:
@@ -195,10 +175,10 @@ class TrainingProcess:
             process.kill()
             process.wait()
 
-    def _tell_system(self, word: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         process = self._process
         if process is not None:
-            process.send_signal(word)
+            process.send_signal(number)
 
 
 class RemoteTrainer(Trainer):
@@ -231,7 +211,7 @@ def remote_replay(process: TrainingProcess, replica: SpecBlock) -> Replay:
 
     def replay(model: SpecBlock, example: Example) -> float:
         assert model is replica, "the other process knows no other model"
-        return cast(float, process.ask(Score(example)))
+        return cast(float, process.ask(example))
 
     return replay
 
@@ -260,14 +240,13 @@ def main(arena: int, talk: int) -> None:
 
 
 class _Work:
-    """The same parts as in a process that trains by itself, on tensors that are shared."""
+    """The same parts as where a thread trains, on tensors that are shared."""
 
     def __init__(self, setup: Setup, arena: Arena, connection: Connection) -> None:
         self._connection = connection
-        training, anchor, replica = (
-            _model(setup.config, dtype) for dtype in (torch.float32, torch.float32, setup.replica_dtype)
-        )
-        embed = partial(_looked_up, arena[EMBEDDING])
+        dtypes = (torch.float32, torch.float32, setup.replica_dtype)
+        training, anchor, replica = (SpecBlock(setup.config).to(dtype).eval().requires_grad_(False) for dtype in dtypes)
+        embed = partial(embedding, weight=arena[EMBEDDING])
         rows = untrained_rows(anchor, None if setup.head is None else arena[setup.head])
         generator = torch.Generator().manual_seed(setup.seed)
         self._trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, generator=generator)
@@ -278,9 +257,7 @@ class _Work:
     def serve(self) -> None:
         while True:
             request = pickle.loads(self._connection.recv_bytes())
-            began = time.process_time()
-            result: UpdateReport | float | None = None
-            error: str | None = None
+            began, result, error = time.process_time(), None, None
             try:
                 result = self._answer(request)
             except (EOFError, OSError):
@@ -289,27 +266,16 @@ class _Work:
                 error = traceback.format_exc()
             self._connection.send_bytes(pickle.dumps(Done(result, error, time.process_time() - began)))
 
-    def _answer(self, request: Train | Score) -> UpdateReport | float:
-        if isinstance(request, Score):
+    def _answer(self, request: Train | Example) -> UpdateReport | float:
+        if isinstance(request, Example):
             with torch.no_grad():
-                return self._replay(self._replica, request.example)
+                return self._replay(self._replica, request)
+        vocabulary, share = request.vocabulary, request.rate_share
         return self._trainer.update(
-            request.arm,
-            request.samples,
-            self._interrupted,
-            vocabulary=request.vocabulary,
-            rate_share=request.rate_share,
+            request.arm, request.samples, self._interrupted, vocabulary=vocabulary, rate_share=share
         )
 
     def _interrupted(self) -> bool:
-        self._connection.send_bytes(pickle.dumps(Whether()))
+        self._connection.send_bytes(pickle.dumps(_INTERRUPTED))
         answer: bool = pickle.loads(self._connection.recv_bytes())
         return answer
-
-
-def _looked_up(table: Tensor, tokens: Tensor) -> Tensor:
-    return embedding(tokens, table)
-
-
-def _model(config: SpecBlockConfig, dtype: torch.dtype) -> SpecBlock:
-    return SpecBlock(config).to(dtype).eval().requires_grad_(False)

@@ -2,20 +2,19 @@
 
 New weights are staged by the adaptation thread and written by the engine thread in `between_steps`, in place and as a
 whole, so that a step never sees two versions. Every change of weights, a restore too, is a new and higher version.
-Knows neither why weights change nor how they are served: whoever packs linear layers brings its own way of writing.
 """
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from adaptation.checkpoint import Layout, Refusal, SnapshotInfo, SnapshotRing, layout_of
+from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.records import Damaged, NotRemoved
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
@@ -24,6 +23,8 @@ from drafters.specblock.weights import VOCABULARY, weights_of, write_weights
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
 returns puts them there, in the engine's thread, and must be quick."""
+
+logger = logging.getLogger(__name__)
 
 ANCHOR = 0
 
@@ -40,11 +41,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore took: the version whose weights it brings back, and newer ones that could not be trusted."""
+    """A restore: its version, and the one whose weights it brings back."""
 
     version: int
     origin: int
-    refused: tuple[Refusal, ...]
 
 
 class DrafterWeights:
@@ -66,18 +66,19 @@ class DrafterWeights:
         """`weights` as they are served, by name; `replica_dtype`: what the replica computes in, on the very weights
         that are served, where that is faster than their own type."""
         self.snapshots = snapshots
-        self.waits: Callable[[], None] = _nobody_waits
+        self.waits: Callable[[], None] = lambda: None
         self._prepare = prepare
         self._served = {name: value.detach().clone() for name, value in weights.items()}
         self._first = {name: value.cpu().clone() for name, value in self._served.items()}
-        self._layout = layout_of(self._first)
+        self.layout = layout_of(self._first)
         self.anchor = _model(config, weights, torch.float32, train_device)
         self.training = _model(config, weights, torch.float32, train_device).requires_grad_(True)
-        self._replica = _model(config, weights, replica_dtype or self._dtype, train_device)
+        # The model on which drafters are scored, whatever it holds now.
+        self.replica = _model(config, weights, replica_dtype or self._dtype, train_device)
         self.version = self.origin = ANCHOR
         self.condemned: set[int] = set()
         self.num_not_removed = 0
-        self._newest = self._claimed = max([ANCHOR, *snapshots.versions])
+        self.newest = self._claimed = max([ANCHOR, *snapshots.versions])
         self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
         self._staged: Staged | None = None
         self._lock = threading.Lock()
@@ -86,16 +87,6 @@ class DrafterWeights:
     def train_device(self) -> torch.device:
         """Where the training copy, the anchor and the replica are."""
         return self.training.d2t.device
-
-    @property
-    def replica(self) -> SpecBlock:
-        """The model on which drafters are scored, whatever it holds now."""
-        return self._replica
-
-    @property
-    def newest(self) -> int:
-        """The highest version so far, staged or served."""
-        return self._newest
 
     @property
     def latest_origin(self) -> int:
@@ -113,11 +104,6 @@ class DrafterWeights:
     def pending(self) -> bool:
         """Whether weights wait for the engine."""
         return self._staged is not None
-
-    @property
-    def layout(self) -> Layout:
-        """Names, shapes and types of the weights, as they are served."""
-        return self._layout
 
     def latest(self) -> tuple[int, Mapping[str, Tensor]]:
         """Version and weights of what is served, or on its way to be. They never change: any thread may read them."""
@@ -152,22 +138,19 @@ class DrafterWeights:
 
     def restore(self, version: int) -> Restored:
         """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
-        weights = self._first if version == ANCHOR else self.snapshots.get(version, self._layout).tensors
-        return self._bring_back(version, weights, ())
+        weights = self._first if version == ANCHOR else self.snapshots.get(version, self.layout).tensors
+        return self._bring_back(version, weights)
 
     def restore_before(self, version: int) -> Restored:
         """Stage the newest trusted weights that are older than `version` and were not condemned."""
-        refused: list[Refusal] = []
         for older in reversed(self.snapshots.versions):
             if older >= version or older in self.condemned:
                 continue
             try:
-                snapshot = self.snapshots.get(older, self._layout)
+                return self._bring_back(older, self.snapshots.get(older, self.layout).tensors)
             except Damaged as error:
-                refused.append(Refusal(older, str(error)))
-                continue
-            return self._bring_back(older, snapshot.tensors, tuple(refused))
-        return self._bring_back(ANCHOR, self._first, tuple(refused))
+                logger.warning("drafter version %d is not gone back to: %s", older, error)
+        return self._bring_back(ANCHOR, self._first)
 
     def condemn(self) -> int:
         """Never go back to what is served, or on its way to be. # -> its version"""
@@ -178,7 +161,7 @@ class DrafterWeights:
 
     def resume(self, newest: int, condemned: set[int]) -> None:
         """What an earlier process knew: versions that were used, and those not to go back to."""
-        self._newest = max(self._newest, newest)
+        self.newest = max(self.newest, newest)
         self._claimed = max(self._claimed, newest)
         self.condemned |= condemned
 
@@ -223,11 +206,11 @@ class DrafterWeights:
         staged = self._staged
         return self._served if staged is None else staged.weights
 
-    def _bring_back(self, origin: int, weights: Mapping[str, Tensor], refused: tuple[Refusal, ...]) -> Restored:
+    def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Restored:
         staged = self._prepared(self._claim(), origin, self._as_served(weights))
         self._previous = None
         self._stage(staged)
-        return Restored(staged.version, origin, refused)
+        return Restored(staged.version, origin)
 
     def _claim(self) -> int:
         """A version that nobody has; one whose publish breaks is not used again, for it may have reached the disk."""
@@ -237,9 +220,8 @@ class DrafterWeights:
     def _add(self, weights: dict[str, Tensor], scores: Mapping[str, float]) -> int:
         version = self._claim()
         staged = self._prepared(version, version, weights)
-        date = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            self.snapshots.add(SnapshotInfo(version, self.latest_origin, date, dict(scores)), weights)
+            self.snapshots.add(SnapshotInfo(version, self.latest_origin, now(), dict(scores)), weights)
         except NotRemoved:
             self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
         self._stage(staged)
@@ -256,7 +238,7 @@ class DrafterWeights:
     def _stage(self, staged: Staged) -> None:
         """A restore may replace what waits: that version is then never served."""
         with self._lock:
-            self._newest = staged.version
+            self.newest = staged.version
             self._staged = staged
         self.waits()
 
@@ -277,17 +259,13 @@ class DrafterWeights:
         }
 
     def _as_replica(self, weights: Mapping[str, Tensor]) -> SpecBlock:
-        write_weights(self._replica, weights)
-        return self._replica
+        write_weights(self.replica, weights)
+        return self.replica
 
 
 def in_place(model: SpecBlock) -> Prepare:
     """How weights reach a drafter whose layers are not packed: there is nothing to prepare."""
     return lambda weights: partial(write_weights, model, weights)
-
-
-def _nobody_waits() -> None:
-    pass
 
 
 def _model(

@@ -103,7 +103,7 @@ def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dt
         known[weights.version] = bits(serving)
     for target, version in ((1, 4), (3, 5), (0, 6), (2, 7)):
         restored = weights.restore(target)
-        assert (restored.version, restored.origin, restored.refused) == (version, target, ())
+        assert (restored.version, restored.origin) == (version, target)
         assert weights.between_steps() == version
         assert weights.origin == target
         assert same(bits(serving), known[target])
@@ -121,7 +121,6 @@ def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path
     assert weights.condemn() == 4
     restored = weights.restore_before(4)
     assert restored.origin == 1
-    assert [refusal.version for refusal in restored.refused] == [2]
     weights.between_steps()
     assert weights.condemn() == 1
     assert weights.restore_before(1).origin == 0
