@@ -9,7 +9,6 @@ from starlette.requests import ClientDisconnect
 
 from service import __version__
 from service.api.adaptation import adaptation_router
-from service.api.chat import chat_router
 from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
@@ -42,7 +41,6 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     install_error_handlers(app)
     for gone in (ClientGoneError, ClientDisconnect):
         app.add_exception_handler(gone, on_client_gone)
-    app.include_router(chat_router(server))
     app.include_router(completions_router(server))
     app.include_router(models_router(server))
     app.include_router(tokenizer_router(server))

@@ -1,6 +1,6 @@
-"""What every form of an answer shares: its head, the numbers of its choices, and totals that grow with each output."""
+"""What every form of an answer shares: its head, numbers of choices, totals over outputs, and what single steps did."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -8,17 +8,25 @@ from pydantic import JsonValue
 
 from service.api.request_builder import Job
 from service.api.schemas import SamplingFields
-from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
+from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, StepTree, Timings, TokenLogprob
 from service.runtime import ModelCard
+from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 Body = dict[str, JsonValue]
+
+_DIGITS = 4  # of a survival
 
 
 class Reply:
     """One answer in the making. Feed it each output with `count`, then ask for usage and metrics."""
 
-    def __init__(self, job: Job, body: SamplingFields, card: ModelCard) -> None:
+    def __init__(
+        self, job: Job, body: SamplingFields, card: ModelCard, tokenizer: ChatTokenizer, *, chunk_object: str
+    ) -> None:
         options = body.stream_options
+        self.tokenizer = tokenizer
+        self._chunk_object = chunk_object
+        self._trace = Trace(tokenizer, skip_special_tokens=job.requests[0].sampling.skip_special_tokens)
         self._job = job
         self._card = card
         self._first_choice = {
@@ -29,17 +37,9 @@ class Reply:
         self._speculation: list[SpeculationRecord] = []
         self._timings: list[Timings] = []
         self._detailed = body.speculation is not None and body.speculation.detailed is True
-        self.include_usage = options is not None and options.include_usage is True
+        self._include_usage = options is not None and options.include_usage is True
         self._continuous_usage = options is not None and options.continuous_usage_stats is True
         self.return_token_ids = body.return_token_ids is True
-
-    @property
-    def skip_special_tokens(self) -> bool:
-        return self._job.requests[0].sampling.skip_special_tokens
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._job.requests) * self._job.choices_per_prompt
 
     def prompt_of(self, choice: int) -> list[JsonValue]:
         """Token ids of the prompt that a choice continues."""
@@ -57,7 +57,25 @@ class Reply:
             self._timings.append(output.timings)
         return self._first_choice[output.request_id] + output.index
 
-    def head(self, object_name: str) -> Body:
+    def gather(self, outputs: Iterable[SequenceOutput]) -> list["Choice"]:
+        choices = [Choice() for _ in range(len(self._job.requests) * self._job.choices_per_prompt)]
+        for output in outputs:
+            choices[self.count(output)].append(output)
+        return choices
+
+    def tells_tokens(self, output: SequenceOutput) -> bool:
+        """Whether a chunk without text has something to tell."""
+        return bool(output.token_ids) and bool(self.return_token_ids or output.logprobs or output.tree is not None)
+
+    def tokens(self, token_ids: Sequence[int]) -> Body:
+        """The tokens of a piece, for those who want them."""
+        return {"token_ids": list(token_ids)} if self.return_token_ids else {}
+
+    def trace(self, number: int, output: SequenceOutput) -> Body:
+        """What a step did, for streams that ask with `speculation: {"trace": true}`; an extension of ours."""
+        return {} if output.tree is None else {"speculation": self._trace.of(number, output, output.tree)}
+
+    def _head(self, object_name: str) -> Body:
         return {
             "id": self._job.id,
             "object": object_name,
@@ -67,17 +85,23 @@ class Reply:
             "seed": self._job.seed,
         }
 
-    def chunk(self, object_name: str, choice: Body) -> Body:
+    def body(self, object_name: str, choices: list[JsonValue]) -> Body:
+        """An answer that is sent whole, or the end of a stream."""
+        head = self._head(object_name)
+        return {**head, "choices": choices, "usage": self._usage(), "metrics": self._metrics()}
+
+    def chunk(self, choice: Body) -> Body:
         """One streamed piece; it names `usage` only when the client asked for usage."""
-        chunk: Body = {**self.head(object_name), "choices": [choice]}
-        if self.include_usage:
-            chunk["usage"] = self.usage() if self._continuous_usage else None
+        chunk: Body = {**self._head(self._chunk_object), "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = self._usage() if self._continuous_usage else None
         return chunk
 
-    def usage_chunk(self, object_name: str) -> Body:
-        return {**self.head(object_name), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
+    def trailer(self) -> Iterator[Body]:
+        if self._include_usage:
+            yield self.body(self._chunk_object, [])
 
-    def usage(self) -> Body:
+    def _usage(self) -> Body:
         prompt_tokens = self._job.num_prompt_tokens
         return {
             "prompt_tokens": prompt_tokens,
@@ -90,7 +114,7 @@ class Reply:
             },
         }
 
-    def metrics(self) -> Body:
+    def _metrics(self) -> Body:
         return {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
 
     def _speculative_decoding(self) -> Body | None:
@@ -144,14 +168,40 @@ class Choice:
         self.stop_reason = output.stop_reason
 
 
-def gather(outputs: Iterable[SequenceOutput], reply: Reply) -> list[Choice]:
-    choices = [Choice() for _ in range(reply.num_choices)]
-    for output in outputs:
-        choices[reply.count(output)].append(output)
-    return choices
-
-
 def _histogram(accepted: list[int], longest: int) -> list[JsonValue]:
     """How many steps accepted 0, 1, ... `longest` tokens."""
     counts: list[JsonValue] = [accepted.count(length) for length in range(longest + 1)]
     return counts
+
+
+class Trace:
+    """Words the steps of each choice in turn: the text of each token, how many were drafted, and their draft tree."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+
+    def of(self, choice: int, output: SequenceOutput, tree: StepTree) -> Body:
+        """One step. A token that stopped the answer may be the last of an accepted path."""
+        return {
+            "accepted": min(len(tree.path), len(output.token_ids)),
+            "drafted": len(tree.tokens),
+            "texts": list[JsonValue](self._texts(choice, output)),
+            "tree": {
+                "texts": [self._tokenizer.decode([token]) for token in tree.tokens],
+                "parents": list[JsonValue](tree.parents),
+                "survival": [round(survival, _DIGITS) for survival in tree.survival],
+                "path": list[JsonValue](tree.path),
+            },
+        }
+
+    def _texts(self, choice: int, output: SequenceOutput) -> list[str]:
+        """A character that several tokens share belongs to the last of them."""
+        if choice not in self._detokenizers:
+            self._detokenizers[choice] = self._tokenizer.detokenizer(self._skip_special_tokens)
+        detokenizer = self._detokenizers[choice]
+        texts = [detokenizer.push(token) for token in output.token_ids]
+        if output.finish_reason is not None and texts:
+            texts[-1] += detokenizer.flush()
+        return texts

@@ -3,9 +3,11 @@
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.api.refusals import refuse_unsupported
+from pydantic import JsonValue
+
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatTemplateFields,
@@ -14,7 +16,7 @@ from service.api.schemas import (
     SamplingFields,
     text_of,
 )
-from service.api.settings import Server
+from service.api.settings import IgnoredFields, Server
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard
@@ -23,6 +25,46 @@ from service.tokenizer import ChatTokenizer
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
 _SEED_RANGE = 2**64
+
+# Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
+_HARMLESS: dict[str, tuple[JsonValue, ...]] = {
+    "tools": (),
+    "tool_choice": ("none",),
+    "functions": (),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+    "documents": (),
+    "chat_template": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "add_special_tokens": (False,),
+}
+_HARMLESS_IN_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+}
+_IGNORED_ON_PURPOSE = frozenset({"best_of", "parallel_tool_calls"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +148,7 @@ def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
 def _check_fields(body: SamplingFields, server: Server) -> None:
     check_model(body.model, server)
     assert isinstance(body, ChatCompletionRequest | CompletionRequest)
-    refuse_unsupported(body, server.ignored_fields)
+    _refuse_unsupported(body, server.ignored_fields)
     _check_best_of(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
@@ -116,6 +158,27 @@ def _check_fields(body: SamplingFields, server: Server) -> None:
         if not 0 <= token_id < card.vocab_size:
             message = f"Invalid value for 'logit_bias': token {token_id} is outside of the vocabulary."
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
+
+
+def _refuse_unsupported(body: SamplingFields, ignored_fields: IgnoredFields) -> None:
+    """Refuse what cannot be honoured, and log once what is not known at all."""
+    extra = body.model_extra or {}
+    _refuse(extra, _HARMLESS, prefix="")
+    if isinstance(body, ChatCompletionRequest):
+        for position, message in enumerate(body.messages):
+            _refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
+    for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
+        ignored_fields.note(name)
+
+
+def _refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str) -> None:
+    for name, value in extra.items():
+        if value is None or name not in harmless or value in harmless[name]:
+            continue
+        path = prefix + name
+        if name == "tools" and value == []:
+            raise InvalidRequest("Invalid value for 'tools': the list is too short.", param=path)
+        raise InvalidRequest(f"This server does not support '{path}' with this value.", param=path)
 
 
 def _check_best_of(body: SamplingFields) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from service.api.clients import ClientNames
 from service.api.schemas import CompletionRequest
+from service.api.settings import ClientNames
 from tests.service.api.client import ASK, client_of
 from tests.service.scripted import ScriptedEngine, say
 
