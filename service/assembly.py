@@ -87,7 +87,7 @@ class Assembly:
             policy or build.make_policy(self.costs, self.limits),
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
-            objective=build.make_objective(self.config.budget_pace_seconds),
+            pace_seconds=self.config.budget_pace_seconds,
             capture=graphs_for(self.target.device).capture if self.target.replays else None,
         )
 

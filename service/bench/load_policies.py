@@ -12,7 +12,7 @@ from drafters.none import NoDrafter
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.load_rows import ADAPTIVE, FIXED, PLAIN
-from service.engine.budget import BudgetPolicy, FixedBudget, PerBatchSizeBudget
+from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
 from service.errors import StartupError
@@ -38,7 +38,7 @@ def static_budget(name: str) -> BudgetPolicy:
     if name.startswith(FIXED) and rest.isdigit() and int(rest) <= MAX_NODES:
         return FixedBudget(int(rest))
     if kind == PER_BATCH_SIZE:
-        return PerBatchSizeBudget(_table(rest) if rest else _DEFAULT_TABLE)
+        return FixedBudget(_table(rest) if rest else _DEFAULT_TABLE)
     raise StartupError(
         f"--policies: {name!r} is none of plain, adaptive, fixed:N (N up to {MAX_NODES}), "
         "per_batch_size and per_batch_size:1=32/4=8/16=0"

@@ -15,7 +15,6 @@ from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.learning import Learning
-from service.engine.objective import Latency, Objective, Throughput
 from service.engine.prefix_cache import NoPrefixCache, PrefixCache, SlotCache
 from service.engine.scheduler import Scheduler
 from service.engine.slots import SlotPool, SlotTable
@@ -52,14 +51,16 @@ def build_engine(
     *,
     learning: Learning | None = None,
     costs: CostTable | None = None,
-    objective: Objective | None = None,
+    pace_seconds: float | None = None,
     capture: Capture | None = None,
 ) -> Engine:
     """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are pruned by
     replays."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
-    draft_stage = DraftStage(drafter, policy, max_budget=limits.max_budget, device=target.device, objective=objective)
+    draft_stage = DraftStage(
+        drafter, policy, max_budget=limits.max_budget, device=target.device, pace_seconds=pace_seconds
+    )
     if capture is not None and limits.max_budget:
         draft_stage.capture_pruning(capture, limits.max_sequences)
     return Engine(
@@ -103,11 +104,6 @@ def make_drafter(name: str, target: Target, limits: EngineLimits, weights: Train
 def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     """A budget by measured cost, or a fixed one where nothing was measured."""
     return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
-
-
-def make_objective(pace_seconds: float | None) -> Objective:
-    """What a budget by cost maximises: throughput, or latency where there is a pace to keep."""
-    return Throughput() if pace_seconds is None else Latency(pace_seconds)
 
 
 def _plain_seconds(costs: CostTable | None) -> PlainSeconds:

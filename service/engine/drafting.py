@@ -2,6 +2,7 @@
 became of earlier ones, pruned to the budget; and what the step then teaches all of these.
 """
 
+import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,7 @@ from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise
 from drafters.recalibration import Recalibration
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
-from service.engine.budget import Budget, BudgetPolicy
-from service.engine.load import Load, StepOutcome
-from service.engine.objective import Objective, Throughput
+from service.engine.budget import Budget, BudgetPolicy, Load, StepOutcome, pace_weights
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -43,11 +42,11 @@ class DraftStage:
         *,
         max_budget: int,
         device: torch.device,
-        objective: Objective | None = None,
+        pace_seconds: float | None = None,
     ) -> None:
         self._drafter = drafter
         self._policy = policy
-        self._objective = objective or Throughput()
+        self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
         self._recalibration = Recalibration(device)
@@ -100,7 +99,7 @@ class DraftStage:
         tree = self._pruning.keep(num_keep, max(nodes))
         self._draft = _Draft(load, asked=True, followed=True)
         nodes += [0] * (len(batch.items) - len(nodes))
-        return _pad_lines(tree, len(batch.items)), budget.told(nodes, candidates)
+        return _pad_lines(tree, len(batch.items)), budget.with_nodes(nodes, candidates)
 
     def learn(self, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted.
@@ -120,10 +119,6 @@ class DraftStage:
         """Whether the drafter is to take in what this step reads and commits."""
         assert self._draft is not None, "no trees were built in this step"
         return self._draft.followed
-
-    def calibration_error(self) -> float:
-        """Expected calibration error of survival over recently verified nodes; waits for the device."""
-        return self._recalibration.error()
 
     def _readings(self, stats: StepStats) -> StepStats:
         """The step's report with what drafter and calibration say of themselves."""
@@ -154,7 +149,7 @@ class DraftStage:
         )
 
     def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:
-        num_extend_rows = batch.num_extend_rows
+        pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows
         ends = sum(item.extend.start + item.num_rows for item in batch.items)
         return Load(
             num_rows=num_extend_rows,
@@ -162,7 +157,7 @@ class DraftStage:
             max_nodes=num_free_slots - num_extend_rows,
             num_drafting=len(drafting),
             num_sequences=len(batch.items),
-            weights=self._objective.weights(drafting, self._device),
+            weights=None if pace is None else pace_weights(drafting, pace, time.monotonic(), self._device),
         )
 
     def _refusal(self, drafting: Items[Sequence], load: Load) -> str | None:

@@ -17,7 +17,7 @@ from drafters.recalibration import Claims, Recalibration
 from drafters.select import select_nodes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture, Places, Replayed, batches_up_to, least
-from service.engine.shares import allocate_nodes
+from service.engine.budget import allocate_nodes
 
 _NO_SEQUENCE = -1
 

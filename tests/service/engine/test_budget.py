@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from drafters.tree import Candidates, DraftTree
-from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, PerBatchSizeBudget
+from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
 from service.engine.costs.model import CostTable
+from service.engine.sequence import Sequence
+from tests.service.engine.test_scheduler import sequence_of
 
 torch.set_num_threads(1)
 
@@ -80,7 +82,7 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
         assert rate(chosen, batch, costs, load) == pytest.approx(best, rel=1e-5)
     assert all(count <= min(most, len(line)) for count, most, line in zip(keep, limits, survival, strict=True))
     assert sum(keep) <= load.max_nodes
-    told = budget.told(keep, candidates_of(survival))
+    told = budget.with_nodes(keep, candidates_of(survival))
     assert told.reason == ("cost" if any(keep) else "does_not_pay" if any(survival) else "no_candidates")
     assert told.nodes == tuple(keep)
 
@@ -95,7 +97,7 @@ def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
     assert CostBudget(flat(0.0)).choose(candidates_of(survival), limits, load_of(2)).num_keep.tolist() == [3, 1]
     dear = CostBudget(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
     assert dear.num_keep.tolist() == [0, 0]
-    assert dear.told([0, 0], candidates_of(survival)).reason == "does_not_pay"
+    assert dear.with_nodes([0, 0], candidates_of(survival)).reason == "does_not_pay"
 
 
 def test_the_budget_falls_with_load() -> None:
@@ -135,7 +137,7 @@ def test_a_late_sequence_gets_more() -> None:
 POLICIES: dict[str, BudgetPolicy] = {
     "cost": CostBudget(flat(0.0)),
     "fixed": FixedBudget(8),
-    "table": PerBatchSizeBudget({1: 8}),
+    "table": FixedBudget({1: 8}),
 }
 
 
@@ -161,7 +163,7 @@ def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])
 def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
-    policy = PerBatchSizeBudget({1: 3, 3: 1, 8: 0})
+    policy = FixedBudget({1: 3, 3: 1, 8: 0})
     candidates = candidates_of([[0.9, 0.8, 0.7, 0.6]] * batch)
     assert policy.choose(candidates, torch.full((batch,), 9), load_of(batch)).num_keep.tolist() == [nodes] * batch
     assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
@@ -170,3 +172,21 @@ def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
 def test_static_policies_predict_nothing_and_refuse_only_what_they_would_not_use() -> None:
     assert FixedBudget(0).refusal(load_of(1)) == "fixed"
     assert FixedBudget(1).refusal(load_of(1)) is None
+
+
+def generating(tokens: int, first_token_seconds: float | None) -> Sequence:
+    sequence = sequence_of(4)
+    sequence.tokens = [2] * (4 + tokens)
+    sequence.first_token_seconds = first_token_seconds
+    return sequence
+
+
+def test_those_behind_their_pace_count_more() -> None:
+    sequences = [
+        generating(0, None),  # still reads its prompt
+        generating(100, 5.0),  # twice as fast as promised
+        generating(10, 8.0),  # due after 1 s, and 2 s have passed
+        generating(2, 0.0),  # hopelessly late
+    ]
+    weights = pace_weights(sequences, 0.1, 10.0, torch.device("cpu"))
+    assert weights.tolist() == [1.0, 1.0, 2.0, 4.0]

@@ -12,7 +12,6 @@ from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Vocabulary
 from service.engine.numerics import settle
-from service.engine.objective import Latency, Throughput
 from tests.service.engine.harness import LIMITS, alone, greedy, text_streams, tiny_target
 from tests.tiny_models import loaded_tiny
 
@@ -35,11 +34,6 @@ def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(None, LIMITS), FixedBudget)
     table = measure_costs(tiny_target(loaded_tiny("llama"), 400), max_sequences=2, max_model_len=64, max_budget=8)
     assert isinstance(build.make_policy(Costs(table, FREE), LIMITS), CostBudget)
-
-
-def test_a_pace_selects_the_latency_objective() -> None:
-    assert isinstance(build.make_objective(None), Throughput)
-    assert isinstance(build.make_objective(0.05), Latency)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

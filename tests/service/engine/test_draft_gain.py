@@ -9,9 +9,8 @@ import torch
 
 from drafters.recalibration import Recalibration
 from drafters.tree import DraftTree
-from service.engine.budget import CostBudget, Load
+from service.engine.budget import CostBudget, Load, StepOutcome
 from service.engine.costs.model import CostTable, DraftCosts
-from service.engine.load import StepOutcome
 
 torch.set_num_threads(1)
 
