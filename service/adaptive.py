@@ -256,8 +256,7 @@ class _Told:
 
 
 def _replaceable(assembly: Assembly) -> Replaceable:
-    _, folder = choose_drafter(assembly.config)
-    known = assembly.weights
+    folder, known = assembly.drafter_folder, assembly.weights
     if folder is None or known is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "

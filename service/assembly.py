@@ -54,6 +54,7 @@ class Assembly:
     limits: EngineLimits
     costs: Costs | None  # None with a fixed budget
     drafter_name: str
+    drafter_folder: Path | None  # its weights come from; None: it has none, or they are made up
     weights: TrainedWeights | None  # of a drafter that was trained
 
     @property
@@ -122,7 +123,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     numerics = _numerics(target, limits, captures=captures)
     costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
     tokenizer = ChatTokenizer(loaded.tokenizer)
-    assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, weights)
+    assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, folder, weights)
     logger.info("%s", start_up_line(assembly))
     return assembly
 
@@ -170,7 +171,7 @@ def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.Lea
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
-    """Settle how rows are padded and, where forwards are replayed, check those too."""
+    """Settle how rows are padded and, where forwards are captured, check those too."""
     logger.info("checking that rows do not depend on their company")
     numerics = settle(target)
     if not captures:
@@ -244,7 +245,7 @@ def start_up_line(assembly: Assembly) -> str:
     target = assembly.target
     rows = f"rows padded to {target.fewest_rows}, then to multiples of {target.row_multiple}"
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
-    steps = "replayed" if target.replays else "not replayed"
+    steps = "captured" if target.replays else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
         f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "

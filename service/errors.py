@@ -29,7 +29,7 @@ class RequestError(AdaptreeError):
     """A request that cannot be served, in the terms of OpenAI's error body."""
 
     status: ClassVar[int]
-    kind: ClassVar[str]
+    kind: ClassVar[str] = "invalid_request_error"
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after_seconds: int | None = None
@@ -45,42 +45,36 @@ class InvalidRequest(RequestError):
     """A field has a value that cannot be honoured; `param` names it."""
 
     status = 400
-    kind = "invalid_request_error"
 
 
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
     status = 401
-    kind = "invalid_request_error"
 
 
 class Forbidden(RequestError):
     """It comes from, or is meant for, a host that is not allowed."""
 
     status = 403
-    kind = "invalid_request_error"
 
 
 class NotFound(RequestError):
     """No such model or route."""
 
     status = 404
-    kind = "invalid_request_error"
 
 
 class RequestTimeout(RequestError):
     """Headers or body did not arrive in time."""
 
     status = 408
-    kind = "invalid_request_error"
 
 
 class RequestTooLarge(RequestError):
     """The body is larger than the configured limit."""
 
     status = 413
-    kind = "invalid_request_error"
 
 
 class QueueFull(RequestError):

@@ -1,7 +1,6 @@
 """The live state: what the server did in the last second, and how the last minutes went.
 
-The threads that serve and learn put plain records down and go on; whoever shows the state adds them up, once a second
-for all who look. Knows neither HTTP nor how the state is drawn.
+The threads that serve and learn leave plain records and go on; they are added up once a second for all who look.
 """
 
 import time
@@ -55,7 +54,7 @@ class Moment:
     seconds: float
     tokens_per_second: float
     prompt_tokens_per_second: float
-    tau: float | None  # mean tokens emitted per verify; None: nothing was verified
+    tau: float | None  # mean acceptance length; None: nothing was verified
     budget: float | None  # mean nodes verified per step; None: no step
     budget_reason: str | None  # the most frequent one
     accepted_by_source: Mapping[str, int]
@@ -128,14 +127,31 @@ class Live:
     def tick(self) -> Moment:
         """The stretch since the last tick."""
         now, last = self._clock(), self._ticked
-        self._ticked = now
+        self._ticked, seconds = now, now - last
+        steps, finished = _taken(self._steps), _taken(self._finished)
         events = tuple(_taken(self._happened))
-        moment = _added_up(
-            _taken(self._steps),
-            _taken(self._finished),
+        reasons = Counter(step.budget_reason for step in steps)
+        sources: Counter[str] = Counter()
+        for step in steps:
+            sources.update(step.accepted_by_source)
+        moment = Moment(
             unix_seconds=self._now(),
-            seconds=now - last,
-            load=self._load,
+            seconds=seconds,
+            tokens_per_second=_rate(sum(step.emitted_tokens for step in steps), seconds),
+            prompt_tokens_per_second=_rate(sum(step.prompt_tokens for step in steps), seconds),
+            tau=_tau(steps),
+            budget=sum(step.budget for step in steps) / len(steps) if steps else None,
+            budget_reason=reasons.most_common(1)[0][0] if steps else None,
+            accepted_by_source=dict(sources),
+            phase_seconds={
+                "draft": sum(step.draft_seconds for step in steps),
+                "verify": sum(step.verify_seconds for step in steps),
+                "other": sum(step.other_seconds for step in steps),
+            },
+            finished=Counter(sequence.finish_reason for sequence in finished),
+            running=self._load.num_running,
+            waiting=self._load.num_waiting,
+            slots_used_share=_rate(self._load.slots_used, self._load.slots_total),
             learning=self._learning,
             events=events,
         )
@@ -153,51 +169,10 @@ def _taken(waiting: deque[Record]) -> list[Record]:
     return [waiting.popleft() for _ in range(len(waiting))]
 
 
-def _added_up(
-    steps: Sequence[StepStats],
-    finished: Sequence[FinishStats],
-    *,
-    unix_seconds: float,
-    seconds: float,
-    load: LoadStats,
-    learning: AdaptationStatus | None,
-    events: tuple[SeenEvent, ...],
-) -> Moment:
-    reasons = Counter(step.budget_reason for step in steps)
-    return Moment(
-        unix_seconds=unix_seconds,
-        seconds=seconds,
-        tokens_per_second=_rate(sum(step.emitted_tokens for step in steps), seconds),
-        prompt_tokens_per_second=_rate(sum(step.prompt_tokens for step in steps), seconds),
-        tau=_tau(steps),
-        budget=sum(step.budget for step in steps) / len(steps) if steps else None,
-        budget_reason=reasons.most_common(1)[0][0] if steps else None,
-        accepted_by_source=_accepted_by_source(steps),
-        phase_seconds={
-            "draft": sum(step.draft_seconds for step in steps),
-            "verify": sum(step.verify_seconds for step in steps),
-            "other": sum(step.other_seconds for step in steps),
-        },
-        finished=Counter(sequence.finish_reason for sequence in finished),
-        running=load.num_running,
-        waiting=load.num_waiting,
-        slots_used_share=_rate(load.slots_used, load.slots_total),
-        learning=learning,
-        events=events,
-    )
-
-
 def _tau(steps: Sequence[StepStats]) -> float | None:
     """A sequence's first token comes from reading its prompt and has no gap before it: every gap is one verify."""
     verifies = sum(len(step.itl_seconds) for step in steps)
     return 1 + sum(step.accepted_tokens for step in steps) / verifies if verifies else None
-
-
-def _accepted_by_source(steps: Sequence[StepStats]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for step in steps:
-        total.update(step.accepted_by_source)
-    return dict(total)
 
 
 def _rate(amount: float, per: float) -> float:

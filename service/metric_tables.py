@@ -245,10 +245,7 @@ def _budget_series(reasons: Sequence[str]) -> Table[StepStats]:
             tuple(reasons),
         ),
         Distribution(
-            "cost_prediction_error_ratio",
-            "Relative error of the predicted verify seconds.",
-            _ERROR,
-            _cost_errors,
+            "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
         ),
     )
 

@@ -39,9 +39,7 @@ _NOT_LEARNING = (
 class EngineHandle(Protocol):
     """What the bridge asks of an engine; everything may be called from any thread."""
 
-    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
-        """Begin to run; `deliver` is called from the engine's thread, once per step."""
-        ...
+    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None: ...  # deliver: once per step, from there
 
     def submit(self, request: GenerationRequest) -> None: ...
 
@@ -49,22 +47,14 @@ class EngineHandle(Protocol):
         """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
         ...
 
-    def wake(self) -> None:
-        """Make an idle engine step once, so that new weights need not wait for a request."""
-        ...
+    def wake(self) -> None: ...  # an idle engine steps once, so that new weights need not wait for a request
 
-    def drain(self) -> None:
-        """Finish what runs."""
-        ...
+    def drain(self) -> None: ...  # finish what runs
 
-    def stop(self) -> None:
-        """End the thread; what still runs is given up. Harmless when repeated."""
-        ...
+    def stop(self) -> None: ...  # give up what still runs; harmless when repeated
 
     @property
-    def failure(self) -> BaseException | None:
-        """Why the engine's thread ended by itself."""
-        ...
+    def failure(self) -> BaseException | None: ...  # why the thread ended by itself
 
     @property
     def num_waiting(self) -> int: ...
@@ -76,13 +66,9 @@ class EngineHandle(Protocol):
 class AdaptationControl(Protocol):
     """What the server asks of learning. May be called from any thread, and may wait for an update under way."""
 
-    def start(self, wake: Callable[[], None]) -> None:
-        """Begin to learn; `wake` is called when weights wait for the engine."""
-        ...
+    def start(self, wake: Callable[[], None]) -> None: ...  # wake: called when weights wait for the engine
 
-    def stop(self) -> None:
-        """End learning and keep its state."""
-        ...
+    def stop(self) -> None: ...  # and keep its state
 
     def status(self) -> AdaptationStatus: ...
 
@@ -90,15 +76,10 @@ class AdaptationControl(Protocol):
 
     def resume(self) -> None: ...
 
-    def rollback(self) -> int:
-        """Serve what was served before. # -> the version of the drafter"""
-        ...
+    def rollback(self) -> int: ...  # serve what was served before; -> the version of the drafter
 
     def load_from_disk(self, folder: Path) -> int:
-        """Serve the drafter in this folder. # -> its version
-
-        Raises ValueError naming what is wrong with it, or AdaptationError when it cannot be kept.
-        """
+        """-> its version. Raises ValueError naming what is wrong with it, AdaptationError when it cannot be kept."""
         ...
 
 
