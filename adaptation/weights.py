@@ -77,7 +77,6 @@ class DrafterWeights:
         self.replica = _model(config, weights, replica_dtype or self._dtype, train_device)
         self.version = self.origin = ANCHOR
         self.condemned: set[int] = set()
-        self.num_not_removed = 0
         self.newest = self._claimed = max([ANCHOR, *snapshots.versions])
         self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
         self._staged: Staged | None = None
@@ -222,8 +221,8 @@ class DrafterWeights:
         staged = self._prepared(version, version, weights)
         try:
             self.snapshots.add(SnapshotInfo(version, self.latest_origin, now(), dict(scores)), weights)
-        except NotRemoved:
-            self.num_not_removed += 1  # the new one is stored, and the next tries again to remove the old ones
+        except NotRemoved as error:
+            logger.warning("%s; the next publish tries again", error)
         self._stage(staged)
         return version
 

@@ -20,7 +20,7 @@ from adaptation.learner import Learner
 from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
-from adaptation.replicas.exchange import Joined, Replicas, join_replicas
+from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
 from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
@@ -146,19 +146,21 @@ def build_adaptive(
         embedding=table,
         max_nodes=limits.max_budget,
     )
-    built, joined = _learning(config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock)
+    built, worker, replicas = _learning(
+        config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock
+    )
     tables, recorder = _recorders(config, network, limits, built.sampler)
     weights = replace(source.weights, recorder=recorder, version=lambda: built.weights.version)
     engine = assembly.engine(
-        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, joined.replicas)
+        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, replicas)
     )
     built.learner.restore()
     return Adaptive(
         engine,
         built.learner,
         built.weights,
-        joined.worker,
-        joined.replicas,
+        worker,
+        replicas,
         built.overview,
         assembly.loaded,
         network,
@@ -191,7 +193,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     )
     folder = learning_folder(config.state_dir, loaded.parts.identity, source)
     folder = folder.with_name(f"{folder.name}-trainer")
-    built, joined = _learning(config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False)
+    built, worker, replicas = _learning(config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False)
 
     def write() -> None:
         built.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
@@ -200,7 +202,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     built.learner.restore()
     write()
     logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
-    return joined.worker, joined.replicas
+    return worker, replicas
 
 
 def _learning(
@@ -213,7 +215,7 @@ def _learning(
     seed: int = 0,
     clock: Callable[[], float] = time.time,
     serves: bool = True,
-) -> tuple[Built, Joined]:
+) -> tuple[Built, Worker, Replicas]:
     """The learner of this drafter, its thread, and whom it learns with."""
     try:
         built = build_learner(
@@ -227,7 +229,7 @@ def _learning(
             emit=emit,
             serves=serves,
         )
-        return built, join_replicas(config, built, drafter, target_identity=loaded.parts.identity)
+        return built, *join_replicas(config, built, drafter, target_identity=loaded.parts.identity)
     except ValueError as error:
         raise StartupError(str(error)) from error
 

@@ -13,9 +13,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from adaptation.assembly import Built, ServedDrafter
 from adaptation.build import build_worker
@@ -24,7 +23,6 @@ from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.follower import (
     MAX_QUERY_BYTES,
     Follower,
-    LearnerClient,
     QuerySender,
     ServedWeights,
     VersionState,
@@ -47,46 +45,23 @@ _COMMANDS_PER_LEASE: Final = 2  # that may fail before a lease has run out
 _FORMAT: Final = 3  # of what travels
 
 
-class ReplicaRole:
-    """Written by the thread that talks to the others, read by any."""
+class LearnsByRole:
+    """A learner that updates only while it is this replica's turn to learn."""
 
-    def __init__(self) -> None:
-        self.current: Role = "following"
+    def __init__(self, loop: Loop) -> None:
+        self.role: Role = "following"  # written by the thread that talks to the others, read by any
+        self.observe, self.recover, self.save = loop.observe, loop.recover, loop.save
+        self._loop = loop
 
     @property
     def learns(self) -> bool:
         """Whether queries are heard here, and updates computed."""
-        return self.current != "following"
-
-
-class LearnsByRole:
-    """A learner that updates only while it is this replica's turn to learn."""
-
-    def __init__(self, loop: Loop, role: ReplicaRole) -> None:
-        self._loop = loop
-        self._role = role
-        self.observe, self.recover, self.save = loop.observe, loop.recover, loop.save
+        return self.role != "following"
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        if not self._role.learns:
+        if not self.learns:
             return None
-        return self._loop.update(lambda: interrupted() or not self._role.learns)
-
-
-class Replicas(Protocol):
-    """Whom this process learns with."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> bool:
-        """Nothing is sent or fetched any more. # -> whether that was done in time"""
-        ...
-
-    def offer(self, feedback: QueryFeedback) -> None:
-        """A query has ended. Called by the engine thread; never waits."""
-        ...
-
-    def status(self) -> ReplicaStatus: ...
+        return self._loop.update(lambda: interrupted() or not self.learns)
 
 
 class LocalOnly:
@@ -115,16 +90,13 @@ class Exchange:
         self,
         *,
         name: str,
-        role: ReplicaRole,
+        loop: LearnsByRole,
         lease: Lease,
         stream: QueryStream,
         sender: QuerySender,
         receiver: QueryReceiver,
         follower: Follower,
         leader: Leader,
-        state: VersionState,
-        served: ServedWeights,
-        client: LearnerClient,
         lost_after_seconds: float,
         niceness: int,
         clock: Callable[[], float],
@@ -133,16 +105,14 @@ class Exchange:
         self.connected = False
         self.num_lost = 0
         self._name = name
-        self._role = role
+        self._loop = loop
         self._lease = lease
         self._stream = stream
         self._sender = sender
         self._receiver = receiver
         self._follower = follower
         self._leader = leader
-        self._state = state
-        self._served = served
-        self._client = client
+        self._state, self._served, self._worker = follower.state, follower.served, follower.worker
         self._lost_after_seconds = lost_after_seconds
         self._niceness = niceness
         self._clock = clock
@@ -163,8 +133,8 @@ class Exchange:
 
     def offer(self, feedback: QueryFeedback) -> None:
         """A finished query, to be heard here or sent to whoever leads. Called by the engine thread; never waits."""
-        if self._role.learns:
-            self._client.keep(feedback)
+        if self._loop.learns:
+            self._worker.offer(feedback)
         else:
             self._sender.offer(feedback)
 
@@ -173,12 +143,12 @@ class Exchange:
         record = self._state.record
         return ReplicaStatus(
             name=self._name,
-            standing=self._role.current,
+            standing=self._loop.role,
             connected=self.connected,
-            leader=record.leader if record is not None else "",
-            epoch=record.epoch if record is not None else 0,
-            number=record.number if record is not None else 0,
-            announced_sha256=record.sha256 if record is not None else "",
+            leader=record.leader,
+            epoch=record.epoch,
+            number=max(0, record.number),
+            announced_sha256=record.sha256,
             served_sha256=self._served.last_seen.sha256,
             queries={**self._sender.counts, **self._receiver.counts},
             versions={**self._follower.counts, "announced": self._leader.num_announced},
@@ -214,9 +184,9 @@ class Exchange:
         """Everything that is due with the others, once. Raises StoreLost."""
         if not self.connected:
             self._connect()
-        if self._lease.hold(self._state.epoch):
+        if self._lease.hold(self._state.record.epoch):
             self._enter("leading")
-            self._sender.keep(self._client)
+            self._sender.hand_over(self._worker.offer)
             self._leader.step(self._lease.epoch)
         else:
             self._enter("following")
@@ -227,7 +197,7 @@ class Exchange:
     def _connect(self) -> None:
         """The store may be another one than before, or have forgotten everything."""
         self._stream.join()
-        self._lease.raise_epoch(self._state.epoch)
+        self._lease.raise_epoch(self._state.record.epoch)
         self.connected = True
         self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("connected with the other replicas")
@@ -240,20 +210,16 @@ class Exchange:
         self._served.now()  # what is learnt meanwhile is told by the status
         if self._clock() - self._answered_at > self._lost_after_seconds:
             self._enter("alone")
-            self._sender.keep(self._client)
+            self._sender.hand_over(self._worker.offer)
 
     def _enter(self, role: Role) -> None:
-        if self._role.current != role:
-            logger.info("replica %s: %s, was %s", self._name, role, self._role.current)
-        self._role.current = role
+        if self._loop.role != role:
+            logger.info("replica %s: %s, was %s", self._name, role, self._loop.role)
+        self._loop.role = role
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The thread that learns, and whom it learns with."""
-
-    worker: Worker
-    replicas: Replicas
+Replicas = Exchange | LocalOnly
+"""Whom a process learns with."""
 
 
 def join_replicas(
@@ -265,12 +231,12 @@ def join_replicas(
     lease_seconds: float = LEASE_SECONDS,
     max_queries: int = MAX_QUERIES,
     max_query_bytes: int = MAX_QUERY_BYTES,
-) -> Joined:
-    """Whether a learner has others to learn with, and its thread accordingly. Raises ValueError where it cannot."""
+) -> tuple[Worker, Replicas]:
+    """The thread that learns, and whom it learns with. Raises ValueError where that cannot be."""
     worker_of = partial(build_worker, config, device=built.weights.train_device, taken_share=built.taken_share)
     if config.redis_url is None:
         worker = worker_of(loop=built.learner)
-        return Joined(worker, LocalOnly(worker))
+        return worker, LocalOnly(worker)
     name = f"{platform.node()}:{os.getpid()}"
     holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
     fingerprint, clock = fingerprint_of(drafter, target_identity), time.monotonic
@@ -285,16 +251,16 @@ def join_replicas(
     versions = VersionStore(store, prefix, name=holder)
     stream = QueryStream(store, prefix, name=holder, max_queries=max_queries)
     codec = QueryCodec(fingerprint, _query_shape(config, drafter), secret)
-    role = ReplicaRole()
-    worker = worker_of(loop=LearnsByRole(built.learner, role))
-    client, served = LearnerClient(built.learner, worker), ServedWeights(built.weights)
+    loop = LearnsByRole(built.learner)
+    worker = worker_of(loop=loop)
+    served = ServedWeights(built.weights)
     state = VersionState(fingerprint, len(served.now().data), secret)
     decode = partial(weights_from_bytes, layout=built.weights.layout, vocab=drafter.config.target_vocab_size)
-    follower = Follower(versions, state, lease, served, client, decode=decode, clock=clock)
-    receiver = QueryReceiver(stream, codec, served, client)
+    follower = Follower(versions, state, lease, served, built.learner, worker, decode=decode, clock=clock)
+    receiver = QueryReceiver(stream, codec, served, lambda query: worker.ask(lambda: built.learner.observe(query)))
     exchange = Exchange(
         name=name,
-        role=role,
+        loop=loop,
         lease=lease,
         stream=stream,
         sender=QuerySender(
@@ -302,15 +268,12 @@ def join_replicas(
         ),
         receiver=receiver,
         follower=follower,
-        leader=Leader(versions, state, follower, receiver, served, client, name=name, clock=clock),
-        state=state,
-        served=served,
-        client=client,
+        leader=Leader(follower, receiver, name=name, clock=clock),
         lost_after_seconds=lease_seconds,
         niceness=config.train_niceness,
         clock=clock,
     )
-    return Joined(worker, exchange)
+    return worker, exchange
 
 
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:

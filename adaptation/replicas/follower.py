@@ -1,18 +1,16 @@
 """What a replica that follows does: serve what the leader has announced, and send it the queries that end here.
 
-Leader and followers share the first three classes: the learner of this process, which version all shall serve, and
-which weights are served here.
+Leader and followers share which version all shall serve, and which weights are served here.
 """
 
 import hashlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.learner import Learner
@@ -30,31 +28,10 @@ _MESSAGES_AT_ONCE: Final = 8  # before anything else is looked at
 _REFUSED_SECONDS: Final = 2.0  # until what was refused is looked at again
 _REMEMBERED_VERSIONS: Final = 256
 
-
-class LearnerClient:
-    """The learner of this process, asked in the thread that owns it."""
-
-    def __init__(self, learner: Learner, worker: Worker) -> None:
-        self._learner = learner
-        self._worker = worker
-
-    def observe(self, feedback: QueryFeedback) -> Future[object]:
-        """A query of another replica."""
-        return self._worker.ask(lambda: self._learner.observe(feedback))
-
-    def keep(self, feedback: QueryFeedback) -> None:
-        """A query of this process, as its own engine would hand it over."""
-        self._worker.offer(feedback)
-
-    def follow(self, weights: Mapping[str, Tensor]) -> Future[int]:
-        """Serve what the leader has published. # -> the version it has here"""
-        return self._worker.ask(lambda: self._learner.adopt(weights, "leader"))
-
-    def shared(self) -> Future[dict[str, JsonValue]]:
-        return self._worker.ask(self._learner.shared)
-
-    def inherit(self, shared: Mapping[str, JsonValue]) -> Future[None]:
-        return self._worker.ask(lambda: self._learner.inherit(shared))
+UNKNOWN: Final = VersionRecord(
+    epoch=0, number=-1, sha256="", parent="", num_bytes=0, fingerprint="", leader="", date=""
+)
+"""Before anything was announced; older than every version."""
 
 
 class VersionState:
@@ -64,21 +41,9 @@ class VersionState:
         """`num_bytes`: of weights that fit, which all are of one size."""
         self.fingerprint = fingerprint
         self.secret = secret
-        self.record: VersionRecord | None = None
+        self.record = UNKNOWN
         self.raw = b""  # the same as it lies in the store
         self._num_bytes = num_bytes
-
-    @property
-    def epoch(self) -> int:
-        return self.record.epoch if self.record is not None else 0
-
-    @property
-    def next_number(self) -> int:
-        return self.record.number + 1 if self.record is not None else 0
-
-    @property
-    def sha256(self) -> str:
-        return self.record.sha256 if self.record is not None else ""
 
     def check(self, raw: bytes) -> VersionRecord:
         """What the store holds, if it may be followed. Raises Refused."""
@@ -87,7 +52,7 @@ class VersionState:
             raise Refused("foreign", f"fingerprint {record.fingerprint[:16]}, not {self.fingerprint[:16]}")
         if record.num_bytes != self._num_bytes:
             raise Refused("misfit", f"{record.num_bytes} bytes of weights, not {self._num_bytes}")
-        if known is None or raw == self.raw:
+        if raw == self.raw:
             return record
         if record.order < known.order:
             raise Refused("old", f"version {record.order}, and {known.order} is known")
@@ -162,18 +127,20 @@ class Follower:
         state: VersionState,
         lease: Lease,
         served: ServedWeights,
-        client: LearnerClient,
+        learner: Learner,
+        worker: Worker,
         *,
         decode: Callable[[bytes, str], dict[str, Tensor]],
         clock: Callable[[], float],
     ) -> None:
         """`decode` checks weights against their hash, and raises Refused."""
         self.counts: Counter[str] = Counter()  # of versions
-        self._versions = versions
-        self._state = state
+        self.versions = versions
+        self.state = state
         self._lease = lease
-        self._served = served
-        self._client = client
+        self.served = served
+        self.learner = learner
+        self.worker = worker
         self._decode = decode
         self._clock = clock
         self._adopting: _Adopting | None = None
@@ -182,47 +149,49 @@ class Follower:
 
     def step(self) -> None:
         """Move towards what is announced, and stay with it. Raises StoreLost."""
-        raw = self._versions.current()
+        raw = self.versions.current()
         if raw is None:
             self._reinstate()
-        elif self.settled(raw) and raw == self._state.raw and self._diverged(raw):
+        elif self.settled(raw) and raw == self.state.raw and self._diverged(raw):
             self._follow(raw)
 
     def settled(self, raw: bytes | None) -> bool:
         """Whether what is announced is followed, or will not be; else a step towards it is done. Raises StoreLost."""
         if self._adopting is not None:
             return self._adopted(self._adopting)
-        if raw is None or raw == self._state.raw or self._is_put_off(raw):
+        if raw is None or raw == self.state.raw or self._is_put_off(raw):
             return True
         self._follow(raw)
         return self._adopting is None
 
     def _diverged(self, raw: bytes) -> bool:
         """What is announced was followed, and something else is served: learnt alone, or brought by an operator."""
-        return self._served.now().sha256 != self._state.sha256 and not self._is_put_off(raw)
+        return self.served.now().sha256 != self.state.record.sha256 and not self._is_put_off(raw)
 
     def _is_put_off(self, raw: bytes) -> bool:
         return raw == self._refused and self._clock() < self._again_at
 
     def _follow(self, raw: bytes) -> None:
         try:
-            record = self._state.check(raw)
-            if record.sha256 == self._served.now().sha256:
-                self._state.accept(record, raw)
+            record = self.state.check(raw)
+            if record.sha256 == self.served.now().sha256:
+                self.state.accept(record, raw)
             else:
-                self._adopting = _Adopting(record, raw, self._client.follow(self._fetch(record)))
+                weights = self._fetch(record)
+                answer = self.worker.ask(lambda: self.learner.adopt(weights, "leader"))
+                self._adopting = _Adopting(record, raw, answer)
         except Refused as refusal:
             self._put_off(raw, refusal.reason, str(refusal))
             if refusal.reason in ("old", "fork"):  # a leader that knows less than is known here leads anew, above it
-                self._lease.raise_epoch(self._state.epoch + 1)
+                self._lease.raise_epoch(self.state.record.epoch + 1)
 
     def _fetch(self, record: VersionRecord) -> dict[str, Tensor]:
-        data = self._versions.get(record.sha256, record.num_bytes)
+        data = self.versions.get(record.sha256, record.num_bytes)
         try:
             return self._decode(data, record.sha256)
         except Refused as refusal:
             if refusal.reason == "torn":
-                self._versions.remove(record.sha256)
+                self.versions.remove(record.sha256)
             raise
 
     def _adopted(self, adopting: _Adopting) -> bool:
@@ -235,7 +204,7 @@ class Follower:
         if error is not None:
             self._put_off(adopting.raw, "not_served", str(error))
             return True
-        self._state.accept(adopting.record, adopting.raw)
+        self.state.accept(adopting.record, adopting.raw)
         self.counts["followed"] += 1
         logger.info("following %s: version %s", adopting.record.leader, adopting.record.order)
         return True
@@ -249,14 +218,14 @@ class Follower:
 
     def _reinstate(self) -> None:
         """The store has forgotten everything: tell it what all serve, if that is still served here."""
-        record, served = self._state.record, self._served.now()
-        if record is None:
+        record, served = self.state.record, self.served.now()
+        if record is UNKNOWN:
             return
         self._lease.raise_epoch(record.epoch)
         if record.sha256 == served.sha256:
-            if not self._versions.has(record.sha256, record.num_bytes):
-                self._versions.put(record.sha256, served.data)
-            self._versions.reinstate(self._state.raw, record.sha256)
+            if not self.versions.has(record.sha256, record.num_bytes):
+                self.versions.put(record.sha256, served.data)
+            self.versions.reinstate(self.state.raw, record.sha256)
 
 
 class QuerySender:
@@ -309,10 +278,10 @@ class QuerySender:
                 self.counts["store_refused"] += 1
             self._unsent = None
 
-    def keep(self, client: LearnerClient) -> None:
+    def hand_over(self, offer: Callable[[QueryFeedback], None]) -> None:
         """This process learns by itself now: what waits is heard here."""
         while self._waiting:
-            client.keep(self._waiting.popleft())
+            offer(self._waiting.popleft())
 
     def _next(self) -> QueryMessage | None:
         while self._waiting:

@@ -15,8 +15,8 @@ from pydantic import JsonValue
 
 from adaptation.checkpoint import now
 from adaptation.records import Refused
-from adaptation.replicas.follower import Follower, LearnerClient, ServedVersion, ServedWeights, VersionState
-from adaptation.replicas.redis_store import QueryStream, StreamEntry, VersionStore
+from adaptation.replicas.follower import Follower, ServedVersion, ServedWeights
+from adaptation.replicas.redis_store import QueryMessage, QueryStream
 from adaptation.replicas.wire import QueryCodec, QueryHeader, VersionRecord, sign, verify
 from drafters.feedback import QueryFeedback
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _MESSAGES_AT_ONCE: Final = 4  # that may wait for the learner; each holds the features of a text
 _MAX_SENDERS: Final = 4096
 _SHARE_SECONDS: Final = 5.0
+
+Observe = Callable[[QueryFeedback], Future[object]]
+"""Hands a query to the learner, in its own thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,12 @@ class _Handed:
 class QueryReceiver:
     """The queries that reach the leader: checked, heard once each, and only then acknowledged."""
 
-    def __init__(self, stream: QueryStream, codec: QueryCodec, served: ServedWeights, client: LearnerClient) -> None:
+    def __init__(self, stream: QueryStream, codec: QueryCodec, served: ServedWeights, observe: Observe) -> None:
         self.counts: Counter[str] = Counter()  # of queries
         self._stream = stream
         self._codec = codec
         self._served = served
-        self._client = client
+        self._observe = observe
         self._offsets: dict[str, int] = {}  # by sender, the last sequence number that was handed to the learner
         self._waiting: deque[_Handed] = deque()
 
@@ -60,7 +63,7 @@ class QueryReceiver:
         self._conclude()
         room = _MESSAGES_AT_ONCE - len(self._waiting)
         for entry in self._stream.receive(room) if room else ():
-            self._take(entry)
+            self._take(*entry)
 
     def _conclude(self) -> None:
         """The learner hears in order. Whatever broke over a query breaks again: it is not handed over twice."""
@@ -75,26 +78,26 @@ class QueryReceiver:
         for _ in heard:
             self._waiting.popleft()
 
-    def _take(self, entry: StreamEntry) -> None:
+    def _take(self, entry_id: bytes, message: QueryMessage | None) -> None:
         try:
-            if entry.message is None:
+            if message is None:
                 raise Refused("misfit", "an entry of the stream that is no query")
-            header, feedback = self._codec.decode(entry.message)
+            header, feedback = self._codec.decode(message)
         except Refused as refusal:
             if not self.counts[refusal.reason]:  # the others are counted: whoever sends one sends more
                 logger.warning("a query of another replica is not heard: %s", refusal)
-            self._drop(entry, refusal.reason)
+            self._drop(entry_id, refusal.reason)
             return
         if header.sequence <= self._offsets.get(header.sender, -1):
-            self._drop(entry, "duplicate")
+            self._drop(entry_id, "duplicate")
             return
         self._remember(header.sender, header.sequence)
-        answer = self._client.observe(self._with_versions(header, feedback))
-        self._waiting.append(_Handed(entry.entry_id, header.sender, header.sequence, answer))
+        answer = self._observe(self._with_versions(header, feedback))
+        self._waiting.append(_Handed(entry_id, header.sender, header.sequence, answer))
 
-    def _drop(self, entry: StreamEntry, outcome: str) -> None:
+    def _drop(self, entry_id: bytes, outcome: str) -> None:
         self.counts[outcome] += 1
-        self._stream.acknowledge([entry.entry_id], {})
+        self._stream.acknowledge([entry_id], {})
 
     def _remember(self, sender: str, sequence: int) -> None:
         """Senders that were not heard for the longest time are forgotten first."""
@@ -112,25 +115,12 @@ class QueryReceiver:
 class Leader:
     """Announces under a lease; what the leader before has published comes first."""
 
-    def __init__(
-        self,
-        versions: VersionStore,
-        state: VersionState,
-        follower: Follower,
-        receiver: QueryReceiver,
-        served: ServedWeights,
-        client: LearnerClient,
-        *,
-        name: str,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, follower: Follower, receiver: QueryReceiver, *, name: str, clock: Callable[[], float]) -> None:
         self.num_announced = 0
-        self._versions = versions
-        self._state = state
         self._follower = follower
         self._receiver = receiver
-        self._served = served
-        self._client = client
+        self._versions, self._state = follower.versions, follower.state
+        self._served, self._learner, self._worker = follower.served, follower.learner, follower.worker
         self._name = name
         self._clock = clock
         self._epoch = 0  # that was begun
@@ -165,20 +155,19 @@ class Leader:
             logger.warning("the shared state is not taken over: %s", refusal)
             return
         if content.get("fingerprint") == self._state.fingerprint:
-            self._client.inherit(content)
+            self._worker.ask(lambda: self._learner.inherit(content))
 
     def _is_announced(self, raw: bytes | None, served: ServedVersion) -> bool:
         """Under this lease, to the bit, with its weights: a store may forget, and others may write to it."""
         record = self._state.record
         return (
-            record is not None
-            and (record.epoch, record.sha256) == (self._epoch, served.sha256)
+            (record.epoch, record.sha256) == (self._epoch, served.sha256)
             and raw == self._state.raw
             and self._versions.has(record.sha256, record.num_bytes)
         )
 
     def _announce(self, epoch: int, served: ServedVersion) -> None:
-        before = self._state.sha256 or served.sha256
+        before = self._state.record.sha256 or served.sha256
         record = self._next_record(epoch, served)
         if not self._versions.has(served.sha256, len(served.data)):
             self._versions.put(served.sha256, served.data)
@@ -190,13 +179,13 @@ class Leader:
     def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
         """A new one, unless the store has only forgotten the last."""
         known = self._state.record
-        if known is not None and (known.epoch, known.sha256) == (epoch, served.sha256):
+        if (known.epoch, known.sha256) == (epoch, served.sha256):
             return known
         return VersionRecord(
             epoch=epoch,
-            number=self._state.next_number,
+            number=known.number + 1,
             sha256=served.sha256,
-            parent=self._state.sha256,
+            parent=known.sha256,
             num_bytes=len(served.data),
             fingerprint=self._state.fingerprint,
             leader=self._name,
@@ -206,7 +195,7 @@ class Leader:
     def _share(self, epoch: int) -> None:
         """What the policy knows, now and then, for whoever leads after this one."""
         if self._sharing is None and self._clock() >= self._share_at:
-            self._sharing = self._client.shared()
+            self._sharing = self._worker.ask(self._learner.shared)
         if self._sharing is None or not self._sharing.done():
             return
         sharing, self._sharing = self._sharing, None

@@ -230,12 +230,8 @@ class QueryMessage:
         return len(self.header) + len(self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEntry:
-    """A message under the id by which the store knows it; None: it is no message."""
-
-    entry_id: bytes
-    message: QueryMessage | None
+Entry = tuple[bytes, QueryMessage | None]
+"""A message behind the id by which the store knows it; None: it is no message."""
 
 
 class QueryStream:
@@ -273,7 +269,7 @@ class QueryStream:
         found: Mapping[bytes, bytes] = self._store.command("HGETALL", self._offsets)
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
-    def receive(self, most: int) -> list[StreamEntry]:
+    def receive(self, most: int) -> list[Entry]:
         """The next messages: what a leader before has left, then new ones."""
         if self._claim_from:
             claim = ("XAUTOCLAIM", self._key, _GROUP, self._name, 0, self._claim_from, "COUNT", most)
@@ -296,10 +292,10 @@ def _lease_keys(prefix: str) -> tuple[str, str]:
     return f"{prefix}:lease", f"{prefix}:epoch"
 
 
-def _entry(entry_id: bytes, fields: Any) -> StreamEntry:
+def _entry(entry_id: bytes, fields: Any) -> Entry:
     # The client makes a mapping of the fields where it knows the command, and leaves a list where it does not.
     named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
     header, tensors = named.get(b"header"), named.get(b"tensors")
     if isinstance(header, bytes) and isinstance(tensors, bytes):
-        return StreamEntry(entry_id, QueryMessage(header, tensors))
-    return StreamEntry(entry_id, None)
+        return entry_id, QueryMessage(header, tensors)
+    return entry_id, None

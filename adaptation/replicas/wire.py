@@ -39,6 +39,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
+_AS_THEY_ARE = ("client", "temperature", "plain_steps", "draft_cost", "verify_cost", "seconds")  # fields of a query
 
 
 def sign(kind: Kind, content: Mapping[str, JsonValue], secret: Secret) -> bytes:
@@ -180,14 +181,9 @@ class QueryCodec:
             tensors_sha256=hashlib.sha256(tensors).hexdigest(),
             first_weights=first_weights,
             weights=weights,
-            client=query.client,
-            temperature=query.temperature,
             accepted=list(query.accepted),
-            plain_steps=query.plain_steps,
-            draft_cost=query.draft_cost,
-            verify_cost=query.verify_cost,
-            seconds=query.seconds,
             prompt=feedback.prompt - feedback.first,
+            **{name: getattr(query, name) for name in _AS_THEY_ARE},
         )
         content: dict[str, JsonValue] = _HEADER.dump_python(header, mode="json")
         return QueryMessage(sign("query", content, self._secret), tensors)
@@ -284,16 +280,11 @@ def _feedback(header: QueryHeader, tensors: dict[str, Tensor]) -> QueryFeedback:
         row=0,
         tokens=tensors["tokens"].tolist(),
         num_prompt=header.prompt,
-        client=header.client,
         store=True,
-        temperature=header.temperature,
         first_version=_NO_VERSION,
         version=_NO_VERSION,
         accepted=tuple(header.accepted),
-        plain_steps=header.plain_steps,
-        draft_cost=header.draft_cost,
-        verify_cost=header.verify_cost,
-        seconds=header.seconds,
+        **{name: getattr(header, name) for name in _AS_THEY_ARE},
     )
     return QueryFeedback(
         query=query,

@@ -114,21 +114,21 @@ def member(
     built = build_learner(
         config, made, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=events.append
     )
-    joined = join_replicas(
+    worker, exchange = join_replicas(
         config, built, made, target_identity=TARGET, lease_seconds=lease_seconds, max_queries=max_queries
     )
-    assert isinstance(joined.replicas, Exchange)
+    assert isinstance(exchange, Exchange)
     weights = built.weights
 
     def write() -> None:
         weights.between_steps()
 
     weights.waits = write
-    joined.worker.start()
+    worker.start()
     try:
-        yield Member(built.learner, weights, joined.worker, joined.replicas, serving, events)
+        yield Member(built.learner, weights, worker, exchange, serving, events)
     finally:
-        assert joined.worker.stop()
+        assert worker.stop()
 
 
 def until(members: Sequence[Member], done: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:

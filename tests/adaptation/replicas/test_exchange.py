@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaptation.records import ReplicaStatus, StoreLost
-from adaptation.replicas.exchange import Exchange, LearnsByRole, LocalOnly, ReplicaRole, Role
+from adaptation.replicas.exchange import Exchange, LearnsByRole, LocalOnly, Role
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from drafters.specblock.weights import weights_of
@@ -254,22 +254,21 @@ def test_replicas_of_other_models_share_a_server_and_nothing_else(
 
 
 @pytest.mark.parametrize(("role", "learns"), [("leading", True), ("following", False), ("alone", True)])
-def test_who_learns(role: Role, learns: bool) -> None:
-    mine = ReplicaRole()
-    mine.current = role
-    assert mine.learns is learns
+def test_who_learns(tmp_path: Path, role: Role, learns: bool) -> None:
+    loop = LearnsByRole(bench(tmp_path).learner)
+    loop.role = role
+    assert loop.learns is learns
 
 
 def test_an_update_waits_for_its_turn_and_is_broken_off_with_it(tmp_path: Path) -> None:
-    tried, role = bench(tmp_path, head_queries=2), ReplicaRole()
-    loop = LearnsByRole(tried.learner, role)
+    loop = LearnsByRole(bench(tmp_path, head_queries=2).learner)
     for seed in range(12):
         loop.observe(feedback(seed))
     assert loop.update(lambda: False) is None
-    role.current = "leading"
+    loop.role = "leading"
 
     def lost() -> bool:
-        role.current = "following"
+        loop.role = "following"
         return False
 
     broken = loop.update(lost)

@@ -266,7 +266,7 @@ def message(number: int, size: int = 10) -> QueryMessage:
 
 
 def received(stream: QueryStream, most: int = 10) -> list[QueryMessage | None]:
-    return [entry.message for entry in stream.receive(most)]
+    return [message for _, message in stream.receive(most)]
 
 
 def test_letters_arrive_in_order_and_once(store: RedisStore) -> None:
@@ -289,8 +289,8 @@ def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, sto
     one, two = stream(store), stream(store, "two")
     for number in range(5):
         one.send(message(number))
-    first, *_ = one.receive(3)
-    one.acknowledge([first.entry_id], {"somebody": 7})
+    (first, _), *_ = one.receive(3)
+    one.acknowledge([first], {"somebody": 7})
     assert two.take_over() == {"somebody": 7}
     assert received(two, 1) == [message(1)]
     assert received(two, 1) == [message(2)]
@@ -305,7 +305,7 @@ def test_what_is_done_is_gone(server: RedisServer, store: RedisStore) -> None:
     one = stream(store)
     for number in range(3):
         one.send(message(number))
-    one.acknowledge([entry.entry_id for entry in one.receive(3)], {"a": 3, "b": 4})
+    one.acknowledge([entry_id for entry_id, _ in one.receive(3)], {"a": 3, "b": 4})
     assert server.client.xlen("here:queries") == 0
     assert server.client.xpending("here:queries", "learner")["pending"] == 0
     assert stream(store, "two").take_over() == {"a": 3, "b": 4}
