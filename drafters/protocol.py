@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.tree import Candidates, DraftTree, VerifyResult
 
@@ -59,7 +59,7 @@ class Read:
     tokens: Tensor  # [count] int64, the token after each position
     slots: Tensor  # [count] int64, target slots
     features: Tensor  # [count, taps * hidden]
-    worth_running: bool = True  # False: a drafter that runs a network on it shall do without
+    follow: bool = True  # False: a drafter that runs a network on it shall do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Committed:
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
     scores: Scores | None = None  # there if the drafter wants them
-    worth_running: bool = True  # as for `Read`
+    follow: bool = True  # as for `Read`
     host: HostMetadata | None = None  # of rows and roots
 
 
@@ -147,6 +147,26 @@ class Drafter(Protocol):
         """How its rank head has done lately; waits for the device. Empty without such a head."""
         ...
 
-    def trainable(self) -> nn.Module | None:
-        """The weights that adaptation may train, or None for a drafter without any."""
-        ...
+
+class UntrainedDrafter:
+    """What drafters answer that have no network and read texts from `start` alone."""
+
+    version = 0
+    wants_scores = False
+    num_blocks = 0
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def read(self, read: Read) -> None:
+        """Prompts are known from `start`."""
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        return [0] * len(rows)
+
+    def credits(self) -> Mapping[str, int]:
+        return {}
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes()

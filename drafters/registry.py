@@ -1,21 +1,21 @@
 """Builds a drafter by name. The only place that knows every kind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafters.lookup.drafter import LookupDrafter
-from drafters.merged.drafter import MergedDrafter
-from drafters.none import NoDrafter
-from drafters.protocol import Drafter
-from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.merged import MergedDrafter
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, UntrainedDrafter
+from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import POLICIES
 from drafters.specblock.recording import Recorder
+from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 
 MERGED = "lookup+specblock"
@@ -49,6 +49,21 @@ class TrainedWeights:
     recorder: Recorder | None = None  # hears what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
     capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
+
+
+class NoDrafter(UntrainedDrafter):
+    """Grows the empty tree for everyone: plain decoding through the very same step."""
+
+    name = "none"
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        """Nothing to begin."""
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        return DraftTree.empty(rows.shape[0], rows.device)
+
+    def commit(self, committed: Committed) -> None:
+        """Nothing to learn."""
 
 
 def build_drafter(

@@ -12,7 +12,19 @@ from torch import Tensor
 
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "ROOT", "Candidates", "DraftTree", "VerifyResult"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "ROOT",
+    "Candidates",
+    "DraftTree",
+    "VerifyResult",
+    "ancestor_matrix",
+    "path_tokens",
+]
+
+DOUBLINGS = (MAX_DEPTH - 1).bit_length()
+"""Jumps to the parent's parent that reach the root from any node."""
 
 ROOT = -1
 """Parent index of a node that hangs directly below the root; also the padding of node indices."""
@@ -94,3 +106,35 @@ class VerifyResult:
     num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus
     bonus: Tensor  # [batch] int64, the target's own token after the accepted path
     target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """True at [b, i, j] where node j is on the path from the root to node i, i itself included.
+
+    parents [batch, nodes] -> [batch, nodes, nodes] bool
+    """
+    batch, nodes = parents.shape
+    if nodes == 0:
+        return parents.new_zeros(batch, 0, 0, dtype=torch.bool)
+    root = torch.full((batch, 1), nodes, dtype=parents.dtype, device=parents.device)
+    # The root becomes the last row, its own parent and nobody's ancestor, so that every jump is defined.
+    jump = torch.cat([torch.where(parents < 0, nodes, parents), root], dim=1)  # [batch, nodes + 1]
+    above = torch.eye(nodes + 1, nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    for _ in range(DOUBLINGS):
+        above = above | above.gather(1, jump[:, :, None].expand(-1, -1, nodes))
+        jump = jump.gather(1, jump)
+    return above[:, :nodes]
+
+
+def path_tokens(tokens: Tensor, ancestors: Tensor, depth: int) -> Tensor:
+    """The tokens from the root's child down to each row's node; row 0 is the root, which has none.
+
+    tokens [batch, nodes], ancestors [batch, nodes, nodes] -> [batch, nodes + 1, depth] int64, -1 padded;
+    what lies deeper than `depth` is left out.
+    """
+    batch, nodes = tokens.shape
+    level = ancestors.sum(-1) - 1  # [batch, nodes]
+    column = torch.where(ancestors, level[:, None, :], depth).clamp(max=depth)  # [batch, nodes, nodes]
+    paths = tokens.new_full((batch, nodes + 1, depth + 1), -1, dtype=torch.int64)
+    paths[:, 1:].scatter_(2, column, tokens.long()[:, None, :].expand(-1, nodes, -1))
+    return paths[:, :, :depth]

@@ -10,7 +10,7 @@ Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.p
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.lookup.history import SEPARATOR, History
 from drafters.lookup.matching import PREDICTED, Matcher, Matches
@@ -92,9 +92,6 @@ class LookupDrafter:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes()
-
-    def trainable(self) -> nn.Module | None:
-        return None
 
     def _follow_prediction(self, rows: Tensor, matches: Matches) -> None:
         sure = matches.strengths[:, 0] >= PREDICTED + _SURE

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters import readback
+from drafters.gating import BlockGate
 from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
@@ -20,7 +21,6 @@ from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
 from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
-from drafters.specblock.stopping import Stopping
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
@@ -82,7 +82,7 @@ class SpecBlockDrafter:
         self._take_in: Callable[[Entries], Tensor] = self._as_it_is
         if capture is not None:
             self._begin, self._take_in = self._captured(capture, max_sequences)
-        self._stopping = Stopping(readback.clock_of(device))
+        self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, shape.blocks)
         self._promises = [readback.readback_of(device) for _ in further]
         self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
@@ -115,7 +115,7 @@ class SpecBlockDrafter:
         """Run the entries of prompt positions that later blocks can see; those that are not run are never seen."""
         self._recorder.read(read)
         self._pool.forget(read.slots)
-        if not read.worth_running:
+        if not read.follow:
             return
         kept = slice(max(0, self._useful_from[read.row] - read.start), None)
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
@@ -131,7 +131,7 @@ class SpecBlockDrafter:
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        self._stopping.begin(rows.shape[0])
+        self._block_gate.begin(rows.shape[0])
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
         growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
@@ -139,11 +139,11 @@ class SpecBlockDrafter:
         for number in range(self._blocks.shape.blocks - 1):
             promise = growing.promise
             self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._hear, number))
-            if not self._stopping.further(self._promised[number] * rows.shape[0]):
+            if not self._block_gate.further(self._promised[number] * rows.shape[0]):
                 break
             growing.grow()
             self.num_blocks += promise.numel()
-            self._stopping.drafted()
+            self._block_gate.drafted()
         return growing.candidates()
 
     @torch.inference_mode()
@@ -151,7 +151,7 @@ class SpecBlockDrafter:
         assert committed.features is not None, "the target taps no features for this drafter"
         self._recorder.commit(committed, grown=self._has_grown)
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
-        if committed.worth_running:
+        if committed.follow:
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
@@ -162,7 +162,7 @@ class SpecBlockDrafter:
             came = self._fates.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
         if self._blocks.shape.blocks > 1:
-            self._outcomes.read(came, self._stopping.end())
+            self._outcomes.read(came, self._block_gate.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._fates.forget(list(rows))
@@ -174,9 +174,6 @@ class SpecBlockDrafter:
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()
-
-    def trainable(self) -> nn.Module | None:
-        return self._model
 
     def _hear(self, number: int, promised: Sequence[float]) -> None:
         (self._promised[number],) = promised

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Permanent, Predicted
+from drafters.feedback import FeedbackRecorder, Permanent, Predicted, target_tops
 from drafters.protocol import Committed, DraftContext, Read, Scores
-from drafters.tops import target_tops
 
 _NEVER = -1
 _TOGETHER = 16

@@ -4,14 +4,14 @@ A script says what is proposed; the drafter around it is the same for all. Scrip
 never the budget they are up against.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
-from drafters.random_tree.topology import random_depths, random_parents, random_tokens, sibling_ranks
+from drafters.protocol import Committed, DraftContext, Noise, UntrainedDrafter
+from drafters.random_tree import random_depths, random_parents, random_tokens, sibling_ranks
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
 
@@ -83,12 +83,8 @@ class Replay:
         self._generated[committed.rows] += committed.counts
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(UntrainedDrafter):
     """Proposes what its script says. Needs no features and has no weights."""
-
-    version = 0
-    wants_scores = False
-    num_blocks = 0
 
     def __init__(self, name: str, script: Script) -> None:
         self._name = name
@@ -98,30 +94,11 @@ class ScriptedDrafter:
     def name(self) -> str:
         return self._name
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._script.begin(contexts)
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         return self._script.propose(rows)
 
-    def read(self, read: Read) -> None:
-        """Prompts are known from `start`."""
-
     def commit(self, committed: Committed) -> None:
         self._script.advance(committed)
-
-    def finish(self, rows: Sequence[int]) -> list[int]:
-        return [0] * len(rows)
-
-    def credits(self) -> Mapping[str, int]:
-        return {}
-
-    def rank_outcomes(self) -> RankOutcomes:
-        return RankOutcomes()
-
-    def trainable(self) -> nn.Module | None:
-        return None

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from drafters.none import NoDrafter
 from drafters.protocol import Drafter
-from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.random_tree import RandomTreeDrafter
+from drafters.registry import NoDrafter
 from service.assembly import Assembly
 from service.bench.drafters_players import Lies, Replay, ScriptedDrafter
 from service.bench.generate import Run, generate

@@ -8,7 +8,7 @@ adaptive                  the configured budget by cost
 
 from collections.abc import Mapping
 
-from drafters.none import NoDrafter
+from drafters.registry import NoDrafter
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.load_rows import ADAPTIVE, FIXED, PLAIN

@@ -7,9 +7,9 @@ decides on the prompts, the number of tokens and what to tell the operator.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from drafters.none import NoDrafter
 from drafters.protocol import Drafter
-from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.random_tree import RandomTreeDrafter
+from drafters.registry import NoDrafter
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.generate import Answer, count_mismatches, generate

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.merged.drafter import MergedDrafter
-from drafters.merged.worth import Worth
+from drafters.gating import DrafterGate
+from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.specblock.heads import Proposal, TreeNoise, propose
@@ -216,9 +216,6 @@ class DrafterAround:
     def rank_outcomes(self) -> RankOutcomes:
         return self._inner.rank_outcomes()
 
-    def trainable(self) -> nn.Module | None:
-        return self._inner.trainable()
-
 
 def without_noise(inner: Drafter) -> Drafter:
     """The same drafter, kept from seeing the noise the target samples with: it drafts as at temperature 0."""
@@ -375,7 +372,7 @@ def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
         max_nodes=limits.max_budget,
         max_sequences=limits.max_sequences,
         device=assembly.target.device,
-        worth=Worth(clock=_standing_clock),
+        gate=DrafterGate(clock=_standing_clock),
     )
 
 

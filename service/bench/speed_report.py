@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from drafters.none import NoDrafter
+from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.peers import TransformersPeer

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.purse import PursesBySize
+from drafters.gating import LedgersBySize
 from drafters.select import survival_order
 from drafters.tree import Candidates
 from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
@@ -208,7 +208,7 @@ class CostBudget:
     def __init__(self, costs: CostTable, drafts: DraftCosts = FREE) -> None:
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
-        self._ledgers = PursesBySize()
+        self._ledgers = LedgersBySize()
         self._baselines: defaultdict[int, _Baseline] = defaultdict(_Baseline)  # by size of batch, in powers of two
 
     def refusal(self, load: Load) -> str | None:

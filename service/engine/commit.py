@@ -40,11 +40,11 @@ def commit(
     *,
     wants_scores: bool,
     host: HostMetadata | None = None,
-    worth_running: bool = True,
+    follow: bool = True,
 ) -> tuple[Committed, Tensor]:
     """Write accepted nodes into the slot table; says what became permanent, and which slots nobody needs any more.
 
-    `host` is what the host knows of the completing sequences; `worth_running` is passed on. The slots are
+    `host` is what the host knows of the completing sequences; `follow` is passed on. The slots are
     [nodes of all sequences], those that are free first, as many as nodes were not accepted.
     """
     tree, result = verified.tree, verified.result
@@ -66,15 +66,13 @@ def commit(
         result=result,
         features=None if features is None else features[rows.logit_rows[verified.path_logits]],
         scores=_scores(output.logits, verified.path_logits, counts) if wants_scores else None,
-        worth_running=worth_running,
+        follow=follow,
         host=host,
     )
     return committed, freed
 
 
-def reads(
-    items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, worth_running: bool = True
-) -> Iterator[Read]:
+def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, follow: bool = True) -> Iterator[Read]:
     """What the step read of prompts, sequence by sequence; a text's newest token belongs to `commit`."""
     first = 0
     for item in items:
@@ -90,7 +88,7 @@ def reads(
                 tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
                 slots=rows.slots[part],
                 features=features[part],
-                worth_running=worth_running,
+                follow=follow,
             )
 
 

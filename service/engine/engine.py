@@ -129,7 +129,7 @@ class Engine:
         verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.sampler)
         followed, scored = self._draft_stage.follows, self.drafter.wants_scores
         committed, freed = commit(
-            rows, verified, output, self.table, wants_scores=scored, host=batch.host, worth_running=followed
+            rows, verified, output, self.table, wants_scores=scored, host=batch.host, follow=followed
         )
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
@@ -156,7 +156,7 @@ class Engine:
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
         if features is not None and self.drafter.tap_layers:
-            for read in reads(batch.items, rows, features, worth_running=committed.worth_running):
+            for read in reads(batch.items, rows, features, follow=committed.follow):
                 self.drafter.read(read)
         self.drafter.commit(committed)
 

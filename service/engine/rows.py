@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.ancestors import ancestor_matrix
-from drafters.tree import MAX_NODES, ROOT, DraftTree
+from drafters.tree import MAX_NODES, ROOT, DraftTree, ancestor_matrix
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 

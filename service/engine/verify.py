@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.ancestors import path_tokens
-from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, path_tokens
 from kernels import ops
 from kernels.sample import Choice
 from service.engine.rows import ForwardRows

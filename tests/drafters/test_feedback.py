@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Permanent, Predicted, Query, QueryFeedback
+from drafters.feedback import FeedbackRecorder, Permanent, Predicted, Query, QueryFeedback, TargetTops
 from drafters.protocol import DraftContext, Read
-from drafters.tops import TargetTops
 
 torch.set_num_threads(1)
 WIDTH, HIDDEN, TOP, WINDOW = 6, 2, 5, 20

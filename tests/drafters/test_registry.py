@@ -1,7 +1,8 @@
 import pytest
+import torch
 
-from drafters.protocol import Drafter
-from drafters.registry import DraftingSizes, build_drafter
+from drafters.protocol import Drafter, Noise
+from drafters.registry import DraftingSizes, NoDrafter, build_drafter
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 
@@ -15,9 +16,16 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
     drafter = build(name)
     assert drafter.name == name
     assert drafter.tap_layers == ()
-    assert drafter.trainable() is None
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown drafter 'eagle': choose one of lookup, none, random"):
         build("eagle")
+
+
+def test_without_a_drafter_the_tree_is_empty() -> None:
+    rows = torch.tensor([3, 1])
+    candidates = NoDrafter().grow(rows, Noise(torch.zeros(2), torch.zeros(2), torch.zeros(2)))
+    assert candidates.tokens.shape == (2, 0)
+    assert candidates.num_nodes.tolist() == [0, 0]
+    assert NoDrafter().finish([3, 1]) == [0, 0]

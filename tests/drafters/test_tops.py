@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters.tops import likeliest, target_tops
+from drafters.feedback import likeliest, target_tops
 
 
 @pytest.mark.parametrize("vocab", [64, 320, 4096, 4100, 9001])

@@ -63,10 +63,10 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         wants_scores: bool,
         host: HostMetadata | None,
-        worth_running: bool,
+        follow: bool,
     ) -> tuple[Committed, Tensor]:
         committed, freed = true_commit(
-            rows, verified, output, table, wants_scores=wants_scores, host=host, worth_running=worth_running
+            rows, verified, output, table, wants_scores=wants_scores, host=host, follow=follow
         )
         accepted = verified.result.num_accepted
         if freed.any() and accepted.any():

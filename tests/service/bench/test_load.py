@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from drafters.none import NoDrafter
+from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
 from service.bench import load_report
 from service.bench.load import ClosedLoop, Drive, LoadRun, PoissonArrivals, Served, Span

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.none import NoDrafter
 from drafters.protocol import Noise
+from drafters.registry import NoDrafter
 from drafters.tree import Candidates
 from service.assembly import Assembly
 from service.bench.generate import Run, generate
@@ -25,7 +25,7 @@ POLICY = FixedBudget(12)
 @pytest.fixture(autouse=True)
 def _every_block_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a further block pays is a matter of seconds, which are never the same twice."""
-    monkeypatch.setattr("drafters.specblock.stopping._TRIAL", 1_000_000)
+    monkeypatch.setattr("drafters.gating._BLOCK_TRIALS", 1_000_000)
 
 
 def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list[Run]:
@@ -123,4 +123,4 @@ def test_withheld_noise_is_that_of_temperature_zero() -> None:
     drafter.grow(torch.tensor([0]), noise)
     assert seen == [replace(noise, temperatures=seen[0].temperatures)]
     assert seen[0].temperatures.tolist() == [0.0]
-    assert (drafter.name, drafter.version, drafter.tap_layers, drafter.trainable()) == ("none", 0, (), None)
+    assert (drafter.name, drafter.version, drafter.tap_layers) == ("none", 0, ())

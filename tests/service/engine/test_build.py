@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.none import NoDrafter
+from drafters.registry import NoDrafter
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.build import EngineLimits

@@ -181,7 +181,7 @@ def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
 
 
 def test_a_step_that_was_fast_by_chance_gained_nothing_by_drafts_that_were_wrong() -> None:
-    """Hiccups of the clock, in steps with nodes and without: the purse of a drafter that is never right only falls."""
+    """Hiccups of the clock, in steps with nodes and without: the ledger of a drafter that is never right only falls."""
     world = World(1, 0.05, noise=0.9)
     world.speed(300, lambda: 0.0)
     before = world.drafted_steps

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -54,9 +54,6 @@ class Recorder:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({"1": 2.0}, {"1": 1.0})
-
-    def trainable(self) -> nn.Module | None:
-        return None
 
 
 def decoding(

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Items
 import pytest
 import torch
 
-from drafters.none import NoDrafter
 from drafters.protocol import Committed
+from drafters.registry import NoDrafter
 from drafters.tree import DraftTree, VerifyResult
 from service.engine.emit import Emission, EmitStage, HostTokens, absorb
 from service.engine.requests import SamplingParams

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.merged.drafter import MergedDrafter
+from drafters.merged import MergedDrafter
 from drafters.protocol import Drafter
-from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import AsyncReadback
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs.model import CostTable

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters import merging, readback
-from drafters.merged.sleep import Sleep
-from drafters.merged.worth import Worth
+from drafters.gating import DrafterGate, FollowGate
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.tree import Candidates
 
@@ -29,17 +28,17 @@ class MergedDrafter:
         max_nodes: int,
         max_sequences: int,
         device: torch.device | str,
-        worth: Worth | None = None,
+        gate: DrafterGate | None = None,
     ) -> None:
         self.name = f"{cheap.name}+{costly.name}"
         self._cheap = cheap
         self._costly = costly
         self._max_nodes = max_nodes
-        self._worth = worth or Worth(readback.clock_of(device))
+        self._gate = gate or DrafterGate(readback.clock_of(device))
         self._version = costly.version
         self._promises, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
-        self._sleep = Sleep()
+        self._following = FollowGate()
         self._has_grown = self._asked = False
         shape = (2, max_sequences, 2 * max_nodes)
         self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
@@ -71,7 +70,7 @@ class MergedDrafter:
 
     def read(self, read: Read) -> None:
         self._cheap.read(read)
-        self._costly.read(replace(read, worth_running=read.worth_running and self._sleep.is_awake))
+        self._costly.read(replace(read, follow=read.follow and self._following.is_open))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
@@ -79,23 +78,23 @@ class MergedDrafter:
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         self._promises.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._hear)
-        if not self._worth.ask(self._promised, rows.shape[0]):
+        if not self._gate.ask(self._promised, rows.shape[0]):
             return cheap
         self._asked = True
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)
         tree, _ = merging.merge(merging.joined([cheap, costly]), self._max_nodes)
-        self._worth.answered()
+        self._gate.answered()
         return tree
 
     def commit(self, committed: Committed) -> None:
         if self._has_grown:
             self._give_credit(committed)
-            self._sleep.step(asked=self._asked)
+            self._following.step(asked=self._asked)
         self._cheap.commit(committed)
         self._has_grown = self._asked = False
-        worth_running = committed.worth_running and self._sleep.is_awake
-        self._costly.commit(replace(committed, worth_running=worth_running))
+        follow = committed.follow and self._following.is_open
+        self._costly.commit(replace(committed, follow=follow))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._hashes[:, list(rows)] = merging.NO_HASH
@@ -105,13 +104,10 @@ class MergedDrafter:
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()
 
-    def trainable(self) -> nn.Module | None:
-        return self._costly.trainable()
-
     def _notice_new_version(self) -> None:
         if self._version != self._costly.version:
             self._version = self._costly.version
-            self._worth.renew()
+            self._gate.renew()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
         self._hashes[source, rows, : tree.width] = merging.node_hashes(tree)
@@ -133,7 +129,7 @@ class MergedDrafter:
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
         self._totals.read(self._credits, self._hear_credits)
-        observe = self._worth.end()
+        observe = self._gate.end()
         if observe is not None:
             self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), observe)
         self._hashes[:, committed.rows] = merging.NO_HASH

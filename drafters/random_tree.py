@@ -4,24 +4,21 @@ scrambled order. For exactness checks, never for speed. The answer arrives as th
 Legend: batch, nodes as in drafters/tree.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters.ancestors import ancestor_matrix
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
-from drafters.random_tree.topology import random_depths, random_parents, random_tokens, sibling_ranks
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from drafters.protocol import Committed, DraftContext, Noise, UntrainedDrafter
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, ancestor_matrix
+
+_STRIDE = 2_147_483_647  # a prime above any vocabulary, hence coprime to its size: multiples of it never collide early
 
 
-class RandomTreeDrafter:
+class RandomTreeDrafter(UntrainedDrafter):
     """Random topology; under each parent one child carries the answer's token with probability `hit_rate`."""
 
     name = "random"
-    version = 0
-    wants_scores = False
-    num_blocks = 0
 
     def __init__(
         self,
@@ -41,10 +38,6 @@ class RandomTreeDrafter:
         self._answers = torch.full((max_sequences, max_length + MAX_DEPTH), -1, device=device)
         self._generated = torch.zeros(max_sequences, dtype=torch.int64, device=device)
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             answer = torch.tensor(list(context.prediction[: self._answers.shape[1]]), dtype=torch.int64)
@@ -62,9 +55,6 @@ class RandomTreeDrafter:
         valid = torch.arange(self._max_nodes, device=rows.device) < num_nodes[:, None]
         return DraftTree(tokens * valid, torch.where(valid, parents, ROOT), depths * valid, survival * valid, num_nodes)
 
-    def read(self, read: Read) -> None:
-        """Prompts are known from `start`."""
-
     def commit(self, committed: Committed) -> None:
         self._generated[committed.rows] += committed.counts
 
@@ -72,15 +62,6 @@ class RandomTreeDrafter:
         for row in rows:
             self._answers[row] = -1
         return [0] * len(rows)
-
-    def credits(self) -> Mapping[str, int]:
-        return {}
-
-    def rank_outcomes(self) -> RankOutcomes:
-        return RankOutcomes()
-
-    def trainable(self) -> nn.Module | None:
-        return None
 
     def _tokens(self, rows: Tensor, depths: Tensor, parents: Tensor) -> Tensor:
         ranks, siblings = sibling_ranks(parents)
@@ -111,3 +92,36 @@ def _with_answers(tokens: Tensor, answers: Tensor, parents: Tensor, chosen: Tens
     displaced = siblings & chosen[:, None, :] & (tokens[:, :, None] == answers[:, None, :])
     swapped = torch.where(displaced, tokens[:, None, :], -1).amax(-1)
     return torch.where(chosen, answers, torch.where(swapped >= 0, swapped, tokens))
+
+
+def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
+    """Depths that rise by at most one from node to node, each tree with its own taste between bush and chain.
+
+    -> [batch, nodes] int64 in 1..MAX_DEPTH
+    """
+    taste = torch.rand(batch, 1, generator=generator, device=generator.device)
+    deeper = torch.rand(batch, nodes, generator=generator, device=generator.device) < taste
+    deeper[:, :1] = True
+    return deeper.long().cumsum(1).clamp(max=MAX_DEPTH)
+
+
+def random_parents(depths: Tensor, generator: torch.Generator) -> Tensor:
+    """For each node a random one of the level above. # depths [batch, nodes] rising -> [batch, nodes]"""
+    first = torch.searchsorted(depths, depths - 1)
+    behind = torch.searchsorted(depths, depths)
+    draw = torch.rand(depths.shape, generator=generator, device=generator.device)
+    parents = first + (draw * (behind - first)).long()
+    return torch.where(depths == 1, ROOT, parents)
+
+
+def sibling_ranks(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Each node's place among the children of its parent, and how many they are. # two [batch, nodes]"""
+    same = parents[:, :, None] == parents[:, None, :]  # [batch, nodes, nodes]
+    return same.tril(-1).sum(-1), same.sum(-1)
+
+
+def random_tokens(parents: Tensor, ranks: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Random tokens, different for all children of one parent (given no more children than tokens)."""
+    batch, nodes = parents.shape
+    bases = torch.randint(vocab_size, (batch, nodes + 1), generator=generator, device=generator.device)
+    return (bases.gather(1, parents + 1) + ranks * (_STRIDE % vocab_size)) % vocab_size

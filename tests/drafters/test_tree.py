@@ -1,8 +1,7 @@
 import torch
 from hypothesis import given
 
-from drafters.ancestors import ancestor_matrix, path_tokens
-from drafters.tree import MAX_DEPTH, ROOT, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT, DraftTree, ancestor_matrix, path_tokens
 from tests.drafters.trees import draft_trees, path_to
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters.merged.drafter import MergedDrafter
-from drafters.merged.worth import Worth
+from drafters.gating import DrafterGate
+from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 
@@ -54,12 +54,9 @@ class Chain:
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
 
-    def trainable(self) -> nn.Module | None:
-        return None
 
-
-def merged(cheap: Chain, costly: Chain, worth: Worth | None = None) -> MergedDrafter:
-    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=2, device="cpu", worth=worth)
+def merged(cheap: Chain, costly: Chain, gate: DrafterGate | None = None) -> MergedDrafter:
+    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=2, device="cpu", gate=gate)
 
 
 def committed(accepted: list[int], bonus: int) -> Committed:
@@ -74,7 +71,7 @@ def after_hundred_steps() -> tuple[Chain, Chain, MergedDrafter]:
     """A cheap drafter that knows it all, a costly one that knows no more, and both behind one."""
     cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
     times = iter(range(10**6))
-    both = merged(cheap, costly, Worth(lambda: float(next(times))))
+    both = merged(cheap, costly, DrafterGate(lambda: float(next(times))))
     for _ in range(100):
         both.grow(ROW, NOISE)
         both.commit(committed([5, 6], 1))

@@ -1,7 +1,7 @@
 import torch
 
 from drafters.protocol import Committed, DraftContext, Noise
-from drafters.random_tree.drafter import RandomTreeDrafter
+from drafters.random_tree import RandomTreeDrafter
 from drafters.tree import ROOT, DraftTree, VerifyResult
 from tests.drafters.trees import assert_valid_tree
 

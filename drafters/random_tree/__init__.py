@@ -1,1 +1,0 @@
-"""Random trees around a known answer: the adversary of the exactness checks."""
