@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from benchmarks.options import Out
 from kernels import ops
 from kernels.exact_rows import exact_row_multiple
+from kernels.graph_runner import capture_for
 from kernels.linear import Product
 from kernels.tree_attention import WIDTH
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
@@ -24,7 +25,6 @@ from service.bench.gpu_sections import DRY, FULL, Figure, Plan, check_device, de
 from service.config import LoadedConfig
 from service.engine.commit import lay_out
 from service.engine.costs.measuring import Point, trees_for
-from service.engine.graphs import graphs_for
 from service.engine.kv_pool import KVShape
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.slots import SlotPool, SlotTable
@@ -129,7 +129,7 @@ def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
     """Both products of each kind of layer, by rows; a replay of all copies, divided by how many there are."""
     device, dtype = loaded.model.device, loaded.model.dtype
-    plan_linear, graphs = ops.on(device).plan_linear, graphs_for(device)
+    plan_linear, capture = ops.on(device).plan_linear, capture_for(device)
     for name, (features, columns) in layers_of(loaded.model.config.get_text_config(), loaded.kv_shape).items():
         weights = _copies(features, columns, dtype, device, plan.copied_bytes)
         for rows in plan.rows:
@@ -142,8 +142,8 @@ def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
                 "library": [partial(linear, weight=weight) for weight in weights],
             }
             for which, products in contestants.items():
-                replay = graphs.capture(partial(_run, products, x))
-                seconds = device_seconds(replay, device, repeats=plan.repeats) / len(products)
+                repeat = capture(partial(_run, products, x))
+                seconds = device_seconds(repeat, device, repeats=plan.repeats) / len(products)
                 yield Figure("linear", which, seconds * 1e6, "us", at)
 
 

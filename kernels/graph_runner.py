@@ -1,55 +1,205 @@
-"""Functions of tensors that stay where they are, made repeatable once and repeated in a few fixed shapes.
+"""Functions of tensors, run eagerly as they are called, or as CUDA graphs over static buffers in a few padded shapes.
 
-Knows neither what is computed nor how capturing works.
+On a CUDA device a capture is a graph and its repetition one launch. Elsewhere it is the computation itself, called
+again on the same buffers, so that padding and placing are tested without a device.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as nested
+from torch.utils import _pytree as pytree
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a computation on tensors that stay where they are repeatable; runs it at least once."""
+HIGH_PRIORITY = -1
+"""Of the stream that serving computes on; learning has 0 beside it."""
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-Result = TypeVar("Result")
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Makes a computation repeatable that reads and writes only tensors that outlive it; runs it at least once."""
+
+Sizes = tuple[tuple[int, ...], ...]
+Out = TypeVar("Out")
 
 
-class Places(Generic[Result]):
-    """Where the results of one function stand in all its shapes: the leading part of those of the largest, which must
-    be asked for first."""
-
-    def __init__(self) -> None:
-        self._largest: list[Tensor] = []
-
-    def of(self, results: Result) -> Result:
-        """Places for results like these. # tensors, also nested in tuples"""
-        tensors, structure = nested.tree_flatten(results)
-        self._largest = self._largest or [torch.zeros_like(tensor) for tensor in tensors]
-        fitted = [place[tuple(map(slice, tensor.shape))] for place, tensor in zip(self._largest, tensors, strict=True)]
-        places: Result = nested.tree_unflatten(fitted, structure)
-        return places
+def rerun(compute: Callable[[], None]) -> Callable[[], None]:
+    """Repeats a computation by calling it again."""
+    compute()
+    return compute
 
 
-class Replayed(Generic[Result]):
-    """A function of tensors that stay where they are, and so do its results."""
+class CudaGraphs:
+    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once.
 
-    def __init__(self, capture: Capture, function: Callable[[], Result], places: Places[Result]) -> None:
-        self.results = places.of(function())
-        standing = nested.tree_leaves(self.results)
+    One stream for all of them: memory and libraries' workspaces belong to the stream that they were allocated on, so
+    that another one for each capture would share nothing. Kernels keep its priority.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self._warm_up(compute)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            compute()
+        return graph.replay
+
+    def _warm_up(self, compute: Callable[[], None]) -> None:
+        """Libraries choose their algorithms and allocate their workspaces in the first run on a stream."""
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            compute()
+        main.wait_stream(self._stream)
+
+
+def capture_for(device: torch.device) -> Capture:
+    """What captures computations on this device."""
+    return CudaGraphs(device).capture if device.type == "cuda" else rerun
+
+
+class GraphRunner(Generic[Out]):
+    """One function, called with inputs that are copied into static buffers, and with what stands in place already.
+
+    Both are nested tuples of tensors and ints. A captured shape holds a call if none of its sizes and ints is smaller
+    and if what is given stands where the shape expects it, as other runners' results do. A call that no shape holds
+    runs eagerly. Results of a capture are padded, and overwritten by the next call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Out],
+        capture: Capture | None = None,
+        shapes: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]] = (),
+    ) -> None:
+        """`function(*inputs, *given)`; `shapes` are the padding of the inputs, and what is given, the largest first."""
+        self._function = function
+        self._captured: list[_Captured[Out]] = []
+        if capture is not None:
+            inputs, results = _Places(), _Places()
+            with torch.inference_mode():
+                self._captured = [_Captured(function, capture, *shape, inputs, results) for shape in shapes]
+        self._fits: dict[tuple[Sizes, Sizes], _Fit[Out] | None] = {}
+        self._padded: _Fit[Out] | None = None  # whose padding stands in the buffers
+
+    @property
+    def results(self) -> list[Out]:
+        """Where each shape's results stand, in the order in which shapes were given."""
+        return [captured.results for captured in self._captured]
+
+    def __call__(self, inputs: tuple[Any, ...], given: tuple[Any, ...] = ()) -> Out:
+        if not self._captured:
+            return self._function(*inputs, *given)
+        values, standing = _leaves(inputs), _leaves(given)
+        fit = self._fit(values, standing)
+        if fit is None or not fit.captured.stands(standing):
+            return self._function(*inputs, *given)
+        with torch.inference_mode():
+            if fit is not self._padded:
+                fit.pad()
+                self._padded = fit
+            for place, value in zip(fit.heads, values, strict=True):
+                if place is not None:
+                    place.copy_(value)
+            fit.captured.repeat()
+        return fit.captured.results
+
+    def _fit(self, values: Sequence[Tensor | int], given: Sequence[Tensor | int]) -> "_Fit[Out] | None":
+        sizes = _sizes(values), _sizes(given)
+        if sizes not in self._fits:
+            holding = (captured for captured in reversed(self._captured) if captured.holds(*sizes))
+            smallest = next(holding, None)
+            self._fits[sizes] = None if smallest is None else _Fit(smallest, sizes[0])
+        return self._fits[sizes]
+
+
+class _Captured(Generic[Out]):
+    """The function in one shape."""
+
+    def __init__(
+        self,
+        function: Callable[..., Out],
+        capture: Capture,
+        padding: tuple[Any, ...],
+        given: tuple[Any, ...],
+        inputs: "_Places",
+        results: "_Places",
+    ) -> None:
+        static = inputs.of(padding)
+        self.padding, self.inputs, self._given = _leaves(padding), _leaves(static), _leaves(given)
+        for place, value in zip(self.inputs, self.padding, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value)
+        self.results: Out = results.of(function(*static, *given), besides=self.inputs)
+        self._sizes, self._given_sizes = _sizes(self.padding), _sizes(self._given)
+
+        standing = _leaves((self.results,))
 
         def compute() -> None:
-            for place, result in zip(standing, nested.tree_leaves(function()), strict=True):
-                place.copy_(result)
+            for place, result in zip(standing, _leaves((function(*static, *given),)), strict=True):
+                if isinstance(place, Tensor) and place is not result:
+                    place.copy_(result)
 
-        self._replay = capture(compute)
+        self.repeat = capture(compute)
 
-    def __call__(self) -> Result:
-        """Results are overwritten by the next call, in whatever shape."""
-        self._replay()
-        return self.results
+    def holds(self, sizes: Sizes, given: Sizes) -> bool:
+        return _at_most(sizes, self._sizes) and _at_most(given, self._given_sizes)
+
+    def stands(self, given: Sequence[Tensor | int]) -> bool:
+        """Whether these are the tensors that were captured, or their leading parts."""
+        pairs = zip(given, self._given, strict=True)
+        return all(
+            value is place or not isinstance(value, Tensor) or value.data_ptr() == place.data_ptr()
+            for value, place in pairs
+        )
+
+
+class _Fit(Generic[Out]):
+    """Inputs of some sizes in a shape that may be larger: where they go, and what stands behind them."""
+
+    def __init__(self, captured: _Captured[Out], sizes: Sizes) -> None:
+        self.captured = captured
+        self.heads: list[Tensor | None] = []
+        self._tails: list[tuple[Tensor, Tensor]] = []
+        for place, padding, size in zip(captured.inputs, captured.padding, sizes, strict=True):
+            if not isinstance(place, Tensor):
+                self.heads.append(None)
+                continue
+            head = tuple(map(slice, size))
+            self.heads.append(place[head])
+            for axis, count in enumerate(size):
+                if count < place.shape[axis]:
+                    tail = (*head[:axis], slice(count, None))
+                    self._tails.append((place[tail], padding[tail]))
+
+    def pad(self) -> None:
+        for place, padding in self._tails:
+            place.copy_(padding)
+
+
+class _Places:
+    """Where tensors stand in all shapes: the leading part of those of the largest, which must be asked for first."""
+
+    def __init__(self) -> None:
+        self._largest: list[Any] = []
+
+    def of(self, values: Any, besides: Sequence[Tensor | int] = ()) -> Any:
+        """Places for values like these; those that are among `besides` have theirs already."""
+        leaves, structure = pytree.tree_flatten(values)
+        self._largest = self._largest or [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in leaves]
+        places = [
+            leaf if not isinstance(leaf, Tensor) or any(leaf is x for x in besides) else place[_leading(leaf)]
+            for place, leaf in zip(self._largest, leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(places, structure)
+
+
+def leading(values: Any, count: int) -> Any:
+    """The leading part of all tensors in nested tuples."""
+    return pytree.tree_map_only(Tensor, lambda value: value[:count], values)
 
 
 def batches_up_to(most: int) -> list[int]:
@@ -57,6 +207,28 @@ def batches_up_to(most: int) -> list[int]:
     return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
 
 
-def least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The smallest that holds so many. # sizes ascending"""
-    return next((size for size in sizes if size >= wanted), None)
+def _leading(value: Tensor) -> tuple[slice, ...]:
+    return tuple(map(slice, value.shape))
+
+
+def _leaves(values: Any) -> list[Any]:
+    """Of nested tuples and lists, in order. torch's own function takes several times as long."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            found += _leaves(value)
+        else:
+            found.append(value)
+    return found
+
+
+def _sizes(values: Sequence[Tensor | int]) -> Sizes:
+    return tuple(value.shape if isinstance(value, Tensor) else (int(value),) for value in values)
+
+
+def _at_most(sizes: Sizes, most: Sizes) -> bool:
+    return [*map(len, sizes)] == [*map(len, most)] and all(
+        count <= limit
+        for size, limits in zip(sizes, most, strict=True)
+        for count, limit in zip(size, limits, strict=True)
+    )

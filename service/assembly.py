@@ -14,6 +14,7 @@ import torch
 from drafters.protocol import Drafter
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
+from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
 from service.engine import build, memory_planner, trained
@@ -24,7 +25,6 @@ from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.dummy import dummy_drafter
 from service.engine.engine import Engine, Vocabulary
-from service.engine.graphs import graphs_for
 from service.engine.learning import Learning
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
@@ -89,7 +89,7 @@ class Assembly:
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
             pace_seconds=self.config.budget_pace_seconds,
-            capture=graphs_for(self.target.device).capture if self.target.replays else None,
+            capture=capture_for(self.target.device) if self.target.is_captured else None,
         )
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
@@ -118,7 +118,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     drafter_name, folder = choose_drafter(config)
     weights = _weights(config, drafter_name, folder, loaded)
     if weights is not None and captures:
-        weights = replace(weights, capture=graphs_for(device).capture)
+        weights = replace(weights, capture=capture_for(device))
     target = _target(config, loaded, limits, weights, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
     costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
@@ -179,7 +179,7 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
     with memory_for("captured forwards", "lower kv_cache"):
         capture_forwards(
             target,
-            graphs_for(target.device),
+            capture_for(target.device),
             max_sequences=limits.max_sequences,
             max_nodes=limits.max_budget,
             max_length=limits.max_model_len,
@@ -245,7 +245,7 @@ def start_up_line(assembly: Assembly) -> str:
     target = assembly.target
     rows = f"rows padded to {target.fewest_rows}, then to multiples of {target.row_multiple}"
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
-    steps = "captured" if target.replays else "not captured"
+    steps = "captured" if target.is_captured else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
         f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "

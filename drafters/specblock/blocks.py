@@ -1,12 +1,13 @@
 """A draft tree block by block, as functions of tensors: beside their arguments they read and write only what stays
-where it is, so that they can be called or captured. Knows neither how capturing works nor when a tree is large enough.
+where it is, so that they can be called or captured.
 
 Legend: batch, rows = sequences of the engine's table, starts, block = K, rank = features.TOP, nodes (of one forward) =
 starts * block * rank, live as in serving.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,18 @@ from drafters.specblock.growth import Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.policies import Policy
-from drafters.specblock.pool import EntryPool, EntryState, Waiting
+from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import Recorder
 from drafters.specblock.serving import BlockForward, LiveRows, Reach, Window
 from drafters.tree import Candidates, DraftTree
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
 
 NOWHERE = -1
+COUNTS = (4, WAITING)
+WIDTHS = (128, 256, 512)
+"""Waiting entries and positions of the window that are captured."""
+
 _MIN_SURVIVAL = 0.02
 """Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
@@ -58,6 +64,7 @@ class Keys(NamedTuple):
 class Ground(NamedTuple):
     """What all blocks of a tree stand on."""
 
+    keys: Keys
     anchored: Tensor  # [batch] bool; a text whose last token alone is still to be read has no anchor
     window: Window
     noise: TreeNoise
@@ -131,7 +138,7 @@ class Blocks:
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
         config = self._model.config
         tree_noise = TreeNoise.of(noise, self.shape.blocks * config.block_size, self._model.d2t)
-        ground = Ground(anchored, window, tree_noise)
+        ground = Ground(keys, anchored, window, tree_noise)
         forward = BlockForward(self._model, self._embed, self._pool, window)
         states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
         reach = Reach.of_first(waiting.positions[:, -1], self._pool.entries)
@@ -140,24 +147,24 @@ class Blocks:
         self._recorder.grown(keys.rows, keys.roots.where(anchored, NOWHERE), states[:, 0], logprobs[:, 0])
         return ground, block
 
-    def follow(self, keys: Keys, ground: Ground, before: Sequence[Block]) -> Block:
+    def follow(self, ground: Ground, before: Sequence[Block]) -> Block:
         """Run the blocks that start at nodes of the last one."""
         picked, states, path, limits, live = before[-1].further[0]
         offset = self._pool.entries if len(before) == 1 else 0  # later blocks leave nothing in the pool
         reach = Reach(path, limits, offset).onward(picked, self._model.config.block_size)
         forward = BlockForward(self._model, self._embed, self._pool, ground.window, LiveRows.of(live))
-        states = forward.next(states, picked, reach, keys.roots)
+        states = forward.next(states, picked, reach, ground.keys.roots)
         return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
 
-    def tree(self, keys: Keys, ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, ...]:
+    def tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> tuple[Tensor, ...]:
         """One tree of all blocks' nodes; keeps what is needed to learn from it. # -> the fields of `DraftTree`"""
-        parts = zip(*(block.nodes for block in grown), strict=True)
+        parts = zip(*grown, strict=True)
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
-        likely = survival * ((survival >= _MIN_SURVIVAL) & ground.anchored[:, None])
+        likely = survival * ((survival >= _MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merging.merge(raw, self.shape.max_nodes)
-        buckets = torch.cat([self._buckets(number, block.nodes) for number, block in enumerate(grown)], dim=1)
-        self._fates.keep(keys.rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
+        self._fates.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(
@@ -192,37 +199,67 @@ class Blocks:
         return Window.of(positions.where(readable, NOWHERE), slots.where(readable, NULL_SLOT), self._pool)
 
 
-class Growing(Protocol):
-    """A batch of trees while they grow."""
+class TreeRunners:
+    """Each function of `Blocks`, eager or captured in a few shapes, whose batches are padded with rows of nobody's and
+    whose waiting entries and windows with what nobody sees."""
+
+    def __init__(self, blocks: Blocks, capture: Capture | None, *, max_batch: int, window: int, nobody: int) -> None:
+        """`window` is the widest there is, `nobody` the row that pads batches."""
+        self.num_blocks = blocks.shape.blocks
+        batches = batches_up_to(max_batch) if capture else []
+        widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
+        none = torch.zeros(max_batch, dtype=torch.int64, device=blocks.device)
+        keys = Keys(none + nobody, none, none.float(), none)
+        shapes = [
+            (batch, Sizes(count, width, warm))
+            for batch, width, warm, count in product(batches, widths, (True, False), reversed(COUNTS))
+        ]
+        self.begin = GraphRunner(
+            blocks.begin, capture, (((leading(keys, batch), sizes), ()) for batch, sizes in shapes)
+        )
+        # How many entries wait changes nothing in the shapes of what follows.
+        grown: list[tuple[Ground, tuple[Block, ...]]] = [
+            (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
+        ]
+        self.follow: list[GraphRunner[Block]] = []
+        for _ in range(1, self.num_blocks):
+            runner = GraphRunner(blocks.follow, capture, (((), given) for given in grown))
+            self.follow.append(runner)
+            grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
+        by_batch = grown[:: 2 * len(widths)]  # a tree depends on neither width nor warmth
+        self.tree = GraphRunner(
+            blocks.tree,
+            capture,
+            (
+                ((), _of_tree(ground, blocks[:number]))
+                for number, (ground, blocks) in product(range(self.num_blocks, 0, -1), by_batch)
+            ),
+        )
+
+
+class GrowingTrees:
+    """A batch of trees while they grow; those that grow next may overwrite them."""
+
+    def __init__(self, runners: TreeRunners, keys: Keys, sizes: Sizes) -> None:
+        self._runners = runners
+        self._batch = keys.rows.shape[0]
+        self._ground, first = runners.begin((keys, sizes))
+        self._grown: tuple[Block, ...] = (first,)
 
     @property
     def promise(self) -> Tensor:
         """Survival of the nodes where the next blocks would start. # [batch, starts]"""
-        ...
+        return self._grown[-1].further[0].picked.origin.survival[: self._batch]
 
     def grow(self) -> None:
         """One block further."""
-        ...
+        follow = self._runners.follow[len(self._grown) - 1]
+        self._grown = (*self._grown, follow((), (self._ground, self._grown)))
 
     def candidates(self) -> Candidates:
-        """The trees, which those that grow next may overwrite."""
-        ...
+        return DraftTree(*self._runners.tree((), _of_tree(self._ground, self._grown))).first(self._batch)
 
 
-class AsItIs:
-    """Trees whose kernels are launched one by one."""
-
-    def __init__(self, blocks: Blocks, keys: Keys, sizes: Sizes) -> None:
-        self._blocks, self._keys = blocks, keys
-        self._ground, first = blocks.begin(keys, sizes)
-        self._grown = [first]
-
-    @property
-    def promise(self) -> Tensor:
-        return self._grown[-1].further[0].picked.origin.survival
-
-    def grow(self) -> None:
-        self._grown.append(self._blocks.follow(self._keys, self._ground, self._grown))
-
-    def candidates(self) -> Candidates:
-        return DraftTree(*self._blocks.tree(self._keys, self._ground, self._grown))
+def _of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:
+    """What `Blocks.tree` asks for."""
+    return ground.keys.rows, ground.anchored, tuple(block.nodes for block in grown)

@@ -13,16 +13,15 @@ from drafters import readback
 from drafters.gating import BlockGate
 from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.backlog import Backlog
-from drafters.specblock.blocks import AsItIs, Blocks, Growing, Keys, Sizes, TreeShape
+from drafters.specblock.blocks import Blocks, GrowingTrees, Keys, Sizes, TreeRunners, TreeShape
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.captured import CapturedBlocks, CapturedEntries
 from drafters.specblock.fates import Fates
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.policies import Policy
 from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.tree import Candidates
-from kernels.graph_runner import Capture
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
@@ -50,7 +49,7 @@ class SpecBlockDrafter:
         capture: Capture | None = None,
     ) -> None:
         """`version` says which weights `model` holds now; `recorder` hears what may be learnt; with `capture` trees
-        are replayed."""
+        grow by CUDA graphs."""
         config = model.config
         self.tap_layers = config.tap_layers
         self._recorder: Recorder = recorder or NoRecorder()
@@ -78,10 +77,14 @@ class SpecBlockDrafter:
             policy=policy,
             shape=shape,
         )
-        self._begin: Callable[[Keys, Sizes], Growing] = partial(AsItIs, self._blocks)
-        self._take_in: Callable[[Entries], Tensor] = self._as_it_is
-        if capture is not None:
-            self._begin, self._take_in = self._captured(capture, max_sequences)
+        self._runners = TreeRunners(
+            self._blocks,
+            capture,
+            max_batch=max_sequences,
+            window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
+            nobody=self._state.nobody,
+        )
+        self._take_in = self._entry_runner(capture, max_sequences)
         self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, shape.blocks)
         self._promises = [readback.readback_of(device) for _ in further]
@@ -134,7 +137,7 @@ class SpecBlockDrafter:
         self._block_gate.begin(rows.shape[0])
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
-        growing = self._begin(Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
+        growing = GrowingTrees(self._runners, Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
         self.num_blocks += rows.shape[0]
         for number in range(self._blocks.shape.blocks - 1):
             promise = growing.promise
@@ -155,7 +158,7 @@ class SpecBlockDrafter:
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
-            came = self._take_in(Entries(rows, positions, counts, slots, committed.features, committed.tokens))
+            came = self._take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(_taken(slots, counts))
             # Of a step without trees nothing is to be learnt, and sleeping must be cheap.
@@ -178,11 +181,17 @@ class SpecBlockDrafter:
     def _hear(self, number: int, promised: Sequence[float]) -> None:
         (self._promised[number],) = promised
 
-    def _as_it_is(self, entries: Entries) -> Tensor:
+    def _entry_runner(self, capture: Capture | None, max_sequences: int) -> GraphRunner[Tensor]:
+        padding = self._state.padding(max_sequences)
+        shapes = ((leading(padding, batch), ()) for batch in batches_up_to(max_sequences))
+        return GraphRunner(self._learn_and_wait, capture, shapes)
+
+    def _learn_and_wait(self, *entries: Tensor) -> Tensor:
         """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `Fates.learn`"""
-        came = self._fates.learn(entries.rows, entries.tokens, entries.counts)
-        self._pool.forget(self._state.append(entries.rows, entries.positions, entries.counts, entries.slots))
-        self._state.wait(entries.rows, entries.counts, entries.features, entries.tokens)
+        rows, positions, counts, slots, features, tokens = Entries(*entries)
+        came = self._fates.learn(rows, tokens, counts)
+        self._pool.forget(self._state.append(rows, positions, counts, slots))
+        self._state.wait(rows, counts, features, tokens)
         return came
 
     def _width(self, known: int) -> int:
@@ -196,14 +205,6 @@ class SpecBlockDrafter:
             rows = torch.tensor(crowded.rows, device=device)
             waiting = self._state.take(rows, self._backlog.take(crowded))
             self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
-
-    @torch.inference_mode()
-    def _captured(self, capture: Capture, max_sequences: int) -> tuple[CapturedBlocks, CapturedEntries]:
-        window = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
-        return (
-            CapturedBlocks(self._blocks, capture, max_batch=max_sequences, window=window, nobody=self._state.nobody),
-            CapturedEntries(self._as_it_is, capture, self._state.padding(max_sequences)),
-        )
 
 
 def _taken(slots: Tensor, counts: Tensor) -> Tensor:

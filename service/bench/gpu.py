@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 KERNEL_TESTS = ("tests/kernels",)
-ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/service/engine/test_graphs.py", "tests/e2e/test_cuda.py")
+ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_runner.py", "tests/e2e/test_cuda.py")
 """Where tests marked gpu are; others ask for packages that need not be on a machine that measures."""
 
 _Sections = dict[str, Callable[[], Iterator[Figure]]]

@@ -54,15 +54,19 @@ def build_engine(
     pace_seconds: float | None = None,
     capture: Capture | None = None,
 ) -> Engine:
-    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are pruned by
-    replays."""
+    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are pruned by CUDA
+    graphs."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(
-        drafter, policy, max_budget=limits.max_budget, device=target.device, pace_seconds=pace_seconds
+        drafter,
+        policy,
+        max_budget=limits.max_budget,
+        device=target.device,
+        pace_seconds=pace_seconds,
+        capture=capture,
+        max_sequences=limits.max_sequences,
     )
-    if capture is not None and limits.max_budget:
-        draft_stage.capture_pruning(capture, limits.max_sequences)
     return Engine(
         target,
         drafter,

@@ -17,7 +17,7 @@ from service.engine.budget import Budget, BudgetPolicy, Load, StepOutcome, pace_
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from service.engine.tree_pruning import CapturedPruning, EagerPruning, TreePruning
+from service.engine.tree_pruning import TreePruning
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -43,24 +43,27 @@ class DraftStage:
         max_budget: int,
         device: torch.device,
         pace_seconds: float | None = None,
+        capture: Capture | None = None,
+        max_sequences: int = 0,
     ) -> None:
+        """With `capture` the trees of up to `max_sequences` are pruned by CUDA graphs."""
         self._drafter = drafter
         self._policy = policy
         self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
         self._recalibration = Recalibration(device)
-        self._pruning: TreePruning = EagerPruning(self._recalibration)
+        self._pruning = TreePruning(
+            self._recalibration,
+            capture=capture if max_budget else None,
+            max_batch=max_sequences,
+            width=max_budget,
+            device=device,
+        )
         self._version = drafter.version
         self._draft: _Draft | None = None
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
-
-    def capture_pruning(self, capture: Capture, max_sequences: int) -> None:
-        """Prune trees by CUDA graphs from now on."""
-        self._pruning = CapturedPruning(
-            self._recalibration, capture, max_batch=max_sequences, width=self._max_budget, device=self._device
-        )
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""

@@ -1,112 +1,74 @@
-"""Ways to choose tokens of logits as they are, where nobody's sampling changes a score: asked for, or replayed on the
-buffers of replayed forwards. Same tokens either way.
+"""Tokens of logits as they are, where nobody's sampling changes a score; captured where forwards are.
 
 Legend: rows = logits that choose a token, vocab = token ids.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.graph_runner import Capture, GraphRunner
 from kernels.sample import Choice, choose_likeliest
 from kernels.sample_filtered import OFF, Filters
-from service.engine.graphs import Graphs
 
 
-class Sampler(Protocol):
-    """Tokens of one forward's logits."""
+class Sampler:
+    """Chooses by `kernels.ops`; `capture` takes logits that stand at the head of one static buffer."""
+
+    def __init__(
+        self, capture: Capture | None = None, logits: Tensor | None = None, counts: Iterable[int] = ()
+    ) -> None:
+        """`counts` are the numbers of rows to capture; what is chosen for more than are asked for nobody reads."""
+        lines = [] if logits is None else [logits[:count] for count in sorted(counts, reverse=True)]
+        self._likeliest = GraphRunner(choose_likeliest, capture, (((), (line,)) for line in lines))
+        self._sample = GraphRunner(_sample, capture, ((_keys(line), (line,)) for line in lines))
+        self._filtered = GraphRunner(
+            _sample_filtered, capture, (((*_keys(line), tuple(_no_filters(line))), (line,)) for line in lines)
+        )
 
     def likeliest(self, logits: Tensor) -> Choice:
         """The likeliest token of each row. # logits [rows, vocab]"""
-        ...
+        return _own(self._likeliest((), (logits,)), logits.shape[0])
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
         """Each row's token by position-keyed noise, as `kernels.ops`' `sample`."""
-        ...
+        return _own(self._sample((seeds, positions, temperatures), (logits,)), logits.shape[0])
 
     def sample_filtered(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
     ) -> Choice:
         """The same of what filters leave, as `kernels.ops`' `sample_filtered`."""
-        ...
+        keys = (seeds, positions, temperatures, tuple(filters))
+        return _own(self._filtered(keys, (logits,)), logits.shape[0])
 
 
-class EagerSampler:
-    """Kernel by kernel, of any logits."""
-
-    def likeliest(self, logits: Tensor) -> Choice:
-        return choose_likeliest(logits)
-
-    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
-        return ops.on(logits.device).sample(logits, seeds, positions, temperatures)
-
-    def sample_filtered(
-        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
-    ) -> Choice:
-        return ops.on(logits.device).sample_filtered(logits, seeds, positions, temperatures, filters)
+def _sample(seeds: Tensor, positions: Tensor, temperatures: Tensor, logits: Tensor) -> Choice:
+    return ops.on(logits.device).sample(logits, seeds, positions, temperatures)
 
 
-EAGER_SAMPLER = EagerSampler()
+def _sample_filtered(
+    seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
+) -> Choice:
+    return ops.on(logits.device).sample_filtered(logits, seeds, positions, temperatures, Filters(*filters))
 
 
-class CapturedSampler:
-    """Replays, of logits that stand at the head of one static buffer."""
-
-    def __init__(self, graphs: Graphs, logits: Tensor, counts: Iterable[int]) -> None:
-        """`counts` are the numbers of rows to capture; what is chosen for more than are asked for nobody reads."""
-        most = logits.shape[0]
-        seeds, positions, top_k, tokens = torch.zeros(4, most, dtype=torch.int64, device=logits.device)
-        temperatures = torch.zeros(most, device=logits.device)
-        top_p = torch.ones(most, dtype=torch.float64, device=logits.device)
-        self._keys = (seeds, positions, temperatures)
-        self._filters = Filters(torch.full_like(temperatures, OFF), top_k, top_p)
-        self._choice = Choice(tokens, torch.zeros(most, dtype=torch.bool, device=logits.device))
-        self._counts = sorted(counts)
-        largest_first = self._counts[::-1]
-        self._likeliest = {count: graphs.capture(self._sampling_likeliest(logits[:count])) for count in largest_first}
-        self._sample = {count: graphs.capture(self._sampling(logits[:count])) for count in largest_first}
-        self._filtered = {count: graphs.capture(self._filtering(logits[:count])) for count in largest_first}
-
-    def likeliest(self, logits: Tensor) -> Choice:
-        return self._replayed(self._likeliest, logits.shape[0])
-
-    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
-        _fill(self._keys, (seeds, positions, temperatures))
-        return self._replayed(self._sample, logits.shape[0])
-
-    def sample_filtered(
-        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
-    ) -> Choice:
-        _fill((*self._keys, *self._filters), (seeds, positions, temperatures, *filters))
-        return self._replayed(self._filtered, logits.shape[0])
-
-    def _replayed(self, replays: dict[int, Callable[[], None]], rows: int) -> Choice:
-        with torch.inference_mode():
-            replays[next(count for count in self._counts if count >= rows)]()
-        return Choice(*(result[:rows].clone() for result in self._choice))  # whoever learns reads them late
-
-    def _sampling_likeliest(self, logits: Tensor) -> Callable[[], None]:
-        return lambda: self._keep(EAGER_SAMPLER.likeliest(logits))
-
-    def _sampling(self, logits: Tensor) -> Callable[[], None]:
-        keys = [part[: logits.shape[0]] for part in self._keys]
-        return lambda: self._keep(EAGER_SAMPLER.sample(logits, *keys))
-
-    def _filtering(self, logits: Tensor) -> Callable[[], None]:
-        seeds, positions, temperatures = (part[: logits.shape[0]] for part in self._keys)
-        filters = Filters(*(part[: logits.shape[0]] for part in self._filters))
-        return lambda: self._keep(EAGER_SAMPLER.sample_filtered(logits, seeds, positions, temperatures, filters))
-
-    def _keep(self, choice: Choice) -> None:
-        for place, found in zip(self._choice, choice, strict=True):
-            place[: found.shape[0]].copy_(found)
+def _keys(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    seeds, positions = torch.zeros(2, logits.shape[0], dtype=torch.int64, device=logits.device)
+    return seeds, positions, torch.zeros(logits.shape[0], device=logits.device)
 
 
-@torch.inference_mode()
-def _fill(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Put values at the head of static buffers."""
-    for place, value in zip(places, values, strict=True):
-        place[: value.shape[0]] = value
+def _no_filters(logits: Tensor) -> Filters:
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
+
+    return Filters(full(OFF, torch.float32), full(0, torch.int64), full(1.0, torch.float64))
+
+
+def _own(choice: Choice, rows: int) -> Choice:
+    """The leading rows, for whoever reads them after the next call."""
+    return Choice(*(result[:rows].clone() for result in choice))
+
+
+EAGER_SAMPLER = Sampler()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-HIGH_PRIORITY = -1
+from kernels.graph_runner import HIGH_PRIORITY
 
 
 @contextmanager

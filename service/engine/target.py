@@ -81,7 +81,7 @@ class Target:
         return self._forward(rows, table)
 
     @property
-    def replays(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether forwards go another way than one by one."""
         return self._forward != self.forward_once
 

@@ -53,7 +53,7 @@ def test_hash_bits_are_those_of_the_cpu() -> None:
 
 
 def test_forwards_are_replayed_and_rows_independent(assembly: Assembly) -> None:
-    assert assembly.target.replays
+    assert assembly.target.is_captured
     assert assembly.numerics == "exact"
 
 
@@ -65,7 +65,7 @@ def test_every_way_of_decoding_gives_the_same_text(assembly: Assembly) -> None:
 @pytest.mark.parametrize("params", [greedy(), sampled(3)], ids=["greedy", "sampled"])
 def test_graphs_change_nothing(folder: Path, assembly: Assembly, params: SamplingParams) -> None:
     as_they_are = assemble(settings(folder), graphs=False)
-    assert not as_they_are.target.replays
+    assert not as_they_are.target.is_captured
     asked = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(6, 40))]
     found, expected = generate(assembly.engine(), *asked), generate(as_they_are.engine(), *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}

@@ -1,13 +1,10 @@
-"""Replayed block forwards draft what forwards draft that run as they are."""
+"""Captured block forwards draft what forwards draft that run as they are."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
@@ -15,8 +12,9 @@ from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.policies import best_first
 from drafters.specblock.recording import NoRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from kernels.graph_runner import Places, Replayed
+from kernels.graph_runner import Capture
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
+from tests.kernels.tensor_program import record
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
@@ -40,7 +38,7 @@ class Said(NoRecorder):
 class Texts:
     """Texts with made-up features, told to a drafter position by position."""
 
-    def __init__(self, capture: Callable[[Callable[[], None]], Callable[[], None]] | None, blocks: int) -> None:
+    def __init__(self, capture: Capture | None, blocks: int) -> None:
         target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
         model = tiny_drafter(block_size=4, trained_length=192)
         generator = torch.Generator().manual_seed(5)
@@ -105,57 +103,28 @@ class Texts:
         return drafts
 
 
-class OnADevice(TorchDispatchMode):
-    """Refuses what a captured computation cannot do there: read a number, copy one from the host, size by values."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        assert not str(func).startswith(("aten._local_scalar_dense", "aten.lift_fresh", "aten.nonzero")), func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_trees(blocks: int) -> None:
     calls = 0
 
-    def again(compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
+    def counted(compute: Callable[[], None]) -> Callable[[], None]:
+        repeat = record(compute)
 
-        def replay() -> None:
+        def call() -> None:
             nonlocal calls
             calls += 1
-            with OnADevice():  # type: ignore[no-untyped-call]
-                compute()
+            repeat()
 
-        return replay
+        return call
 
-    as_they_are, replayed = Texts(None, blocks), Texts(again, blocks)
-    expected, found = as_they_are.story(), replayed.story()
+    eager, captured = Texts(None, blocks), Texts(counted, blocks)
+    expected, found = eager.story(), captured.story()
     assert calls >= len(found)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
-    assert replayed.said.roots[:TEXTS].tolist() == [24, 98, 64]
+    assert captured.said.roots[:TEXTS].tolist() == [24, 98, 64]
     for name in ("states", "logprobs"):
-        said, again_said = (getattr(texts.said, name)[:TEXTS] for texts in (as_they_are, replayed))
-        torch.testing.assert_close(said, again_said, atol=1e-4, rtol=0)
-
-
-def test_a_function_whose_results_stay_where_they_are() -> None:
-    values = torch.zeros(3)
-
-    def doubled_and_shifted(count: int) -> tuple[Tensor, tuple[Tensor]]:
-        return values[:count] * 2, (values[:count] + 1,)
-
-    def again(compute: Callable[[], None]) -> Callable[[], None]:
-        return compute
-
-    places: Places[tuple[Tensor, tuple[Tensor]]] = Places()
-    three, two = (Replayed(again, partial(doubled_and_shifted, count), places) for count in (3, 2))
-    values.copy_(torch.arange(3.0))
-    assert [part.tolist() for part in (three()[0], three()[1][0])] == [[0, 2, 4], [1, 2, 3]]
-    values.add_(4)
-    assert two()[0].tolist() == [8, 10]
-    assert three.results[0].tolist() == [8, 10, 4]  # the same places
+        said, captured_said = (getattr(texts.said, name)[:TEXTS] for texts in (eager, captured))
+        torch.testing.assert_close(said, captured_said, atol=1e-4, rtol=0)

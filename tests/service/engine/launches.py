@@ -1,4 +1,4 @@
-"""Counts what a device would be asked for one by one: operations on tensors that are no views, a replay as one, and our
+"""Counts what a device would be asked for one by one: operations on tensors that are no views, a capture as one, our
 kernels as the launches that they are. Sorts and their like are several on a device, so the count is a lower bound."""
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.readback import AsyncReadback
+from kernels.graph_runner import rerun
 from kernels.ops import REFERENCE
-from service.engine.graphs import Rerun
 
 _FREE = ("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.lift_fresh", "aten.detach")
 _DEVICE_LAUNCHES = {"sample": 8, "sample_filtered": 6, "accept": 1, "commit_slots": 3, "rank_features": 1}
@@ -46,9 +46,8 @@ class Launches(TorchDispatchMode):
         return counted
 
     def stand_for_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Count replays and our ops as what they are there, read as late; to be called before an engine is built."""
-        capture = Rerun.capture
-        monkeypatch.setattr(Rerun, "capture", lambda graphs, compute: self.as_many(1, capture(graphs, compute)))
+        """Count captures and our ops as what they are there, read as late; to be called before an engine is built."""
+        monkeypatch.setattr("kernels.graph_runner.rerun", lambda compute: self.as_many(1, rerun(compute)))
         ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
         table = replace(REFERENCE, **ops)
         monkeypatch.setattr("kernels.ops._table", lambda device_type: table)

@@ -1,5 +1,6 @@
-"""Replayed forwards give the bits of forwards run as they are, whatever was in the buffers before."""
+"""Captured forwards give the bits of forwards run as they are, whatever was in the buffers before."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -11,12 +12,12 @@ from kernels.sample_filtered import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
 from service.engine.commit import lay_out
-from service.engine.graphs import Rerun
 from service.engine.requests import SamplingParams
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.sampler import EAGER_SAMPLER
 from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target, TargetOutput
+from tests.kernels.tensor_program import kernels, record
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny, random_prompts
 
@@ -25,26 +26,32 @@ CONTEXT = 70
 SHAPES = [Shape(batch, rows) for batch, rows in product((1, 4), (8, 24, 64))]
 
 
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with kernels():
+        yield
+
+
 class Both:
-    """The same text on two targets, one of which replays; both have the same slots."""
+    """The same text on two targets, one of which is captured; both have the same slots."""
 
     def __init__(self, family: str) -> None:
-        self.plain, self.replaying = (tiny_target(loaded_tiny(family), 600, tap_layers=(0, 2)) for _ in range(2))
+        self.plain, self.captured_target = (tiny_target(loaded_tiny(family), 600, tap_layers=(0, 2)) for _ in range(2))
         self.table = SlotTable(4, CONTEXT + 30, self.plain.device)
         self.slots = SlotPool(600, self.plain.device)
         for line, prompt in enumerate(random_prompts(4, CONTEXT)):
             rows = lay_out([ExtendRows(line, 0, prompt, completes=False)], DraftTree.empty(1), self.slots, self.table)
             self._forward(self.plain, rows)
-            self._forward(self.replaying, rows)
-        forward = CapturedForward(self.replaying, Rerun(), SHAPES, max_length=CONTEXT + 30)
-        self.replaying.run_by(forward)
+            self._forward(self.captured_target, rows)
+        forward = CapturedForward(self.captured_target, record, SHAPES, max_length=CONTEXT + 30)
+        self.captured_target.run_by(forward)
         self.forward = forward
 
     def step(self, lines: list[int], nodes: int, seed: int) -> tuple[TargetOutput, TargetOutput, ForwardRows]:
         """A root and a random tree for some lines, on both."""
         roots = [ExtendRows(line, CONTEXT, [line + seed], completes=True) for line in lines]
         rows = lay_out(roots, random_trees(len(lines), nodes, seed), self.slots, self.table)
-        results = self._forward(self.plain, rows), self._forward(self.replaying, rows)
+        results = self._forward(self.plain, rows), self._forward(self.captured_target, rows)
         self.slots.free(rows.slots)
         return *results, rows
 
@@ -60,53 +67,46 @@ def random_trees(batch: int, nodes: int, seed: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_step_has_the_bits_of_one_that_is_not_replayed(family: str) -> None:
+def test_every_step_has_the_bits_of_one_that_is_not_captured(family: str) -> None:
     both = Both(family)
     steps = [([0], 0), ([1, 2, 3], 5), ([3], 20), ([0, 2], 0), ([0, 1, 2, 3], 14), ([1], 1), ([2, 0], 11)]
     for seed, (lines, nodes) in enumerate(steps):
-        plain, replayed, rows = both.step(lines, nodes, seed)
-        assert both.forward.shape_of(rows, both.table) is not None
-        assert torch.equal(plain.logits, replayed.logits)
+        plain, captured, rows = both.step(lines, nodes, seed)
+        assert both.forward.holds(rows, both.table)
+        assert torch.equal(plain.logits, captured.logits)
         assert plain.features is not None
-        assert replayed.features is not None
-        assert torch.equal(plain.features, replayed.features)
+        assert captured.features is not None
+        assert torch.equal(plain.features, captured.features)
         slots = slice(both.plain.pool.num_slots)
-        assert torch.equal(both.plain.pool.storage[:, :, slots], both.replaying.pool.storage[:, :, slots])
+        assert torch.equal(both.plain.pool.storage[:, :, slots], both.captured_target.pool.storage[:, :, slots])
 
 
 def test_padding_rows_leave_the_null_slot_alone() -> None:
     both = Both("llama")
     both.step([1, 2], 3, seed=0)
-    assert not both.replaying.pool.storage[:, :, NULL_SLOT].any()
-    assert both.replaying.pool.storage[:, :, both.replaying.pool.unread_slot].any()
+    assert not both.captured_target.pool.storage[:, :, NULL_SLOT].any()
+    assert both.captured_target.pool.storage[:, :, both.captured_target.pool.unread_slot].any()
 
 
 def test_a_broken_row_breaks_nobody_else() -> None:
     both = Both("llama")
     broken = both.table.slots[0, :CONTEXT]
-    for target in (both.plain, both.replaying):
+    for target in (both.plain, both.captured_target):
         target.pool.storage[:, :, broken] = float("nan")
-    plain, replayed, _ = both.step([0, 1], 3, seed=1)
-    assert replayed.logits[0].isnan().all()
+    plain, captured, _ = both.step([0, 1], 3, seed=1)
+    assert captured.logits[0].isnan().all()
     of_line_1 = torch.tensor([1, 5, 6, 7])
-    assert replayed.logits[of_line_1].isfinite().all()
-    assert torch.equal(plain.logits[of_line_1], replayed.logits[of_line_1])
+    assert captured.logits[of_line_1].isfinite().all()
+    assert torch.equal(plain.logits[of_line_1], captured.logits[of_line_1])
 
 
 def test_what_fits_no_shape_runs_as_it_is() -> None:
     both = Both("llama")
-    plain, replayed, rows = both.step([0, 1, 2, 3], 18, seed=2)
-    assert both.forward.shape_of(rows, both.table) is None
-    assert torch.equal(plain.logits, replayed.logits)
+    plain, captured, rows = both.step([0, 1, 2, 3], 18, seed=2)
+    assert not both.forward.holds(rows, both.table)
+    assert torch.equal(plain.logits, captured.logits)
     longer = SlotTable(4, CONTEXT + 31, both.plain.device)
-    assert both.forward.shape_of(both.step([0], 1, seed=3)[2], longer) is None
-
-
-def test_the_smallest_shape_that_holds_a_step_is_taken() -> None:
-    both = Both("llama")
-    for lines, nodes, shape in (([0], 0, (1, 8)), ([0], 8, (1, 24)), ([0, 1], 3, (4, 8)), ([0, 1, 2, 3], 15, (4, 64))):
-        rows = both.step(lines, nodes, seed=4)[2]
-        assert both.forward.shape_of(rows, both.table) == Shape(*shape)
+    assert not both.forward.holds(both.step([0], 1, seed=3)[2], longer)
 
 
 def test_shapes_hold_all_sequences_and_are_padded_as_forwards_are() -> None:
@@ -117,23 +117,23 @@ def test_shapes_hold_all_sequences_and_are_padded_as_forwards_are() -> None:
 
 
 @pytest.mark.parametrize("lines", [[0], [1, 3, 2]])
-def test_replayed_choices_are_those_that_are_asked_for(lines: list[int]) -> None:
+def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None:
     both = Both("llama")
     for seed in range(3):
-        plain, replayed, _ = both.step(lines, 5, seed)
-        rows = replayed.logits.shape[0]
+        plain, captured, _ = both.step(lines, 5, seed)
+        rows = captured.logits.shape[0]
         seeds, positions = torch.arange(rows) + seed, torch.arange(rows) % 4
         temperatures = torch.tensor([0.0, 0.7, 1.3])[torch.arange(rows) % 3]
         shares = torch.tensor([0.9, 0.5], dtype=torch.float64)[torch.arange(rows) % 2]
         filters = Filters(torch.full((rows,), -2.0), torch.arange(rows) % 4, shares)
         for chosen, expected in (
-            (replayed.sampler.likeliest(replayed.logits), EAGER_SAMPLER.likeliest(plain.logits)),
+            (captured.sampler.likeliest(captured.logits), EAGER_SAMPLER.likeliest(plain.logits)),
             (
-                replayed.sampler.sample(replayed.logits, seeds, positions, temperatures),
+                captured.sampler.sample(captured.logits, seeds, positions, temperatures),
                 EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures),
             ),
             (
-                replayed.sampler.sample_filtered(replayed.logits, seeds, positions, temperatures, filters),
+                captured.sampler.sample_filtered(captured.logits, seeds, positions, temperatures, filters),
                 EAGER_SAMPLER.sample_filtered(plain.logits, seeds, positions, temperatures, filters),
             ),
         ):
@@ -149,23 +149,23 @@ def test_choices_outlive_the_next_one() -> None:
     assert torch.equal(first, before)
 
 
-def test_a_broken_row_is_told_by_a_replayed_choice() -> None:
+def test_a_broken_row_is_told_by_a_captured_choice() -> None:
     both = Both("llama")
-    both.replaying.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
-    _, replayed, _ = both.step([0, 1], 0, seed=1)
-    assert replayed.sampler.likeliest(replayed.logits).bad_rows.tolist() == [True, False]
+    both.captured_target.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
+    _, captured, _ = both.step([0, 1], 0, seed=1)
+    assert captured.sampler.likeliest(captured.logits).bad_rows.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("params", [greedy(), sampled(3), replace(sampled(3), top_p=0.8, top_k=20)])
-def test_an_engine_that_replays_gives_the_same_text(params: SamplingParams) -> None:
+def test_an_engine_that_is_captured_gives_the_same_text(params: SamplingParams) -> None:
     requests = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(5, 30))]
-    plain, replaying = tiny_engine(), tiny_engine()
+    plain, captured_target = tiny_engine(), tiny_engine()
     capture_forwards(
-        replaying.target,
-        Rerun(),
+        captured_target.target,
+        record,
         max_sequences=LIMITS.max_sequences,
         max_nodes=LIMITS.max_budget,
         max_length=LIMITS.max_model_len,
     )
-    expected, found = generate(plain, *requests), generate(replaying, *requests)
+    expected, found = generate(plain, *requests), generate(captured_target, *requests)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}

@@ -9,13 +9,12 @@ import torch
 from drafters import readback
 from drafters.registry import TrainedWeights
 from kernels import ops
-from kernels.graph_runner import Capture
+from kernels.graph_runner import Capture, rerun
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import Point, Stage
 from service.engine.engine import Engine, Vocabulary
-from service.engine.graphs import Rerun
 from service.engine.kv_pool import KVPool
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
@@ -39,17 +38,16 @@ from tests.tiny_models import loaded_tiny, random_prompts
 
 def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
     """As `tiny_engine`, but everything except the weights is on the other device."""
-    loaded, graphs = loaded_tiny("llama"), Rerun()
+    loaded, capture = loaded_tiny("llama"), rerun if captured else None
     pool = KVPool(loaded.kv_shape, NUM_SLOTS, ELSEWHERE)
     target = Target(loaded.model, pool, row_multiple=ROW_MULTIPLE, tap_layers=(0, 1, 2))
     target.device = ELSEWHERE
     limits = replace(LIMITS, max_sequences=2)
-    if captured:
-        capture_forwards(target, graphs, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
-    weights = weights_elsewhere(graphs.capture if captured else None) if drafter == "specblock" else None
+    if capture is not None:
+        capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
+    weights = weights_elsewhere(capture) if drafter == "specblock" else None
     vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
     drafts = build.make_drafter(drafter, target, limits, weights)
-    capture = graphs.capture if captured else None
     return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(nodes), capture=capture)
 
 
@@ -66,7 +64,7 @@ def _references_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readback, "clock_of", lambda device: perf_counter)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["as it is", "replayed"])
+@pytest.mark.parametrize("captured", [False, True], ids=["as it is", "captured"])
 @pytest.mark.parametrize(("drafter", "nodes"), [("none", 0), ("lookup", 6), ("specblock", 6)])
 def test_the_text_is_the_same(drafter: str, nodes: int, captured: bool) -> None:
     prompts = list(random_prompts(3, 30))

@@ -1,4 +1,4 @@
-"""How often a replayed step of the engine asks a device for something, and waits for it: the figures of docs/gpu.md."""
+"""How often a captured step of the engine asks a device for something, and waits for it: the figures of docs/gpu.md."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS, TREE_SIZES
 
 torch.set_num_threads(1)
 
-PLAIN, DRAFTED = 38, 141  # launches
+PLAIN, DRAFTED = 34, 132  # launches
 
 
-def replayed(folder: Path) -> Assembly:
+def captured(folder: Path) -> Assembly:
     settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu"}
     sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache": "10MiB", "max_budget": 16, "draft_blocks": 2}
     more = {"drafter": "specblock", "budget_policy": "fixed", "threads": 1, "state_dir": folder}
@@ -42,7 +42,7 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> list[str]:
 def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     launches.stand_for_a_device(monkeypatch)
-    assembly = replayed(tmp_path)
+    assembly = captured(tmp_path)
     plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
     assert plain_reads == [TOKENS]
     assert launches.count == PLAIN

@@ -8,9 +8,9 @@ from drafters.recalibration import Recalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture
-from service.engine.graphs import Rerun
-from service.engine.tree_pruning import CapturedPruning, EagerPruning, TreePruning
+from service.engine.tree_pruning import TreePruning
 from tests.drafters.trees import assert_valid_tree
+from tests.kernels.tensor_program import record
 
 torch.set_num_threads(1)
 BATCH, WIDTH = 6, 20
@@ -50,14 +50,10 @@ class Steps:
 
     def __init__(self, capture: Capture | None) -> None:
         self.calibration = Recalibration()
-        self.pruning: TreePruning = EagerPruning(self.calibration)
-        if capture is not None:
-            self.pruning = CapturedPruning(
-                self.calibration, capture, max_batch=BATCH, width=WIDTH, device=torch.device("cpu")
-            )
+        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=WIDTH)
 
     def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
-        """Candidates of chance trimmed to sizes of chance, and learnt from. # -> corrected, kept"""
+        """Candidates of chance pruned to sizes of chance, and learnt from. # -> corrected, kept"""
         generator = torch.Generator().manual_seed(seed)
         batch, width = (int(torch.randint(1, most + 1, (), generator=generator)) for most in (BATCH + 1, WIDTH + 1))
         raw = random_trees(batch, width, generator)
@@ -80,34 +76,33 @@ class Steps:
 
 @pytest.fixture
 def both() -> tuple[Steps, Steps]:
-    return Steps(None), Steps(Rerun().capture)
+    return Steps(None), Steps(record)
 
 
-def test_replays_trim_and_learn_as_is_asked_for(both: tuple[Steps, Steps]) -> None:
-    asked, replayed = both
+def test_captured_pruning_keeps_and_learns_the_same(both: tuple[Steps, Steps]) -> None:
+    eager, captured = both
     for seed in range(150):
-        (corrected, kept), (corrected_too, kept_too) = asked.step(seed), replayed.step(seed)
+        (corrected, kept), (corrected_too, kept_too) = eager.step(seed), captured.step(seed)
         assert_valid_tree(kept_too)
         assert same(kept, kept_too)
-        assert torch.equal(corrected.survival, corrected_too.survival[:, : corrected.width])
-        assert not corrected_too.survival[:, corrected.width :].any()
+        assert torch.equal(corrected.survival, corrected_too.survival)
         assert torch.equal(corrected.num_nodes, corrected_too.num_nodes)
-    assert asked.calibration.error() == replayed.calibration.error() > 0
+    assert eager.calibration.error() == captured.calibration.error() > 0
 
 
 def test_more_than_was_captured_is_pruned_as_it_is() -> None:
-    replayed = Steps(Rerun().capture)
+    captured = Steps(record)
     generator = torch.Generator().manual_seed(0)
     for batch, width in ((BATCH + 1, WIDTH), (2, WIDTH + 1), (2, 0)):
         raw = random_trees(batch, width, generator)
-        corrected = replayed.pruning.correct(raw, torch.full((batch,), MAX_DEPTH))
+        corrected = captured.pruning.correct(raw, torch.full((batch,), MAX_DEPTH))
         assert corrected.tokens.shape == (batch, width)
-        tree = replayed.pruning.keep(corrected.num_nodes, width)
+        tree = captured.pruning.keep(corrected.num_nodes, width)
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 
-def test_a_replayed_capture_learns_nothing_before_it_is_asked() -> None:
-    fresh, captured = Recalibration(), Steps(Rerun().capture).calibration
+def test_a_captured_capture_learns_nothing_before_it_is_asked() -> None:
+    fresh, captured = Recalibration(), Steps(record).calibration
     raw = random_trees(3, 9, torch.Generator().manual_seed(1))
     assert torch.equal(fresh.correct(raw)[0].survival, captured.correct(raw)[0].survival)
     assert captured.error() == 0.0
