@@ -160,7 +160,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
     config = assembly.config
     if not config.adaptation.enabled:
         return None
-    if assembly.weights is None:
+    if assembly.drafter_folder is None:
         logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
         return None
 
@@ -169,7 +169,6 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         log_event(event)
         live.observe_event(event)
 
-    assert assembly.drafter_folder is not None, "weights come from a folder"
     folder = learning_folder(config.state_dir, assembly.loaded.parts.identity, assembly.drafter_folder)
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
     return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
