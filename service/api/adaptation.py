@@ -4,12 +4,11 @@ Whoever gets here has shown the admin key. Answers may wait for an update under 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pydantic_core
 from fastapi import APIRouter
-from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +16,7 @@ from adaptation.records import AdaptationError, AdaptationStatus
 from service.api.body import read_body
 from service.api.schemas import UpdateWeightsRequest
 from service.api.settings import Server
+from service.api.sse import whole
 from service.runtime import AdaptationControl
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ async def _state_after(server: Server, change: Callable[[AdaptationControl], obj
         return control.status()
 
     status = await server.runtime.ask_adaptation(changed)
-    return _answer({"object": "adaptation", **pydantic_core.to_jsonable_python(status)})
+    return whole({"object": "adaptation", **pydantic_core.to_jsonable_python(status)})
 
 
 async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
@@ -73,11 +73,5 @@ async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
         version = await server.runtime.ask_adaptation(lambda control: control.load_from_disk(Path(body.model_path)))
     except (ValueError, AdaptationError) as error:
         logger.warning("the drafter in %s was refused: %s", body.model_path, error)
-        return _answer({"success": False, "message": str(error)}, status=_REFUSED)
-    return _answer({"success": True, "message": f"Serving the drafter in {body.model_path} as version {version}."})
-
-
-def _answer(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
-    # JSON knows no infinity, and a diverged value is what an operator must see.
-    content = pydantic_core.to_json(payload, inf_nan_mode="strings")
-    return Response(content, status, media_type="application/json")
+        return whole({"success": False, "message": str(error)}, status=_REFUSED)
+    return whole({"success": True, "message": f"Serving the drafter in {body.model_path} as version {version}."})

@@ -13,13 +13,7 @@ from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
-from service.api.middleware import (
-    AccessLogMiddleware,
-    AuthMiddleware,
-    BodyMiddleware,
-    HostMiddleware,
-    RequestIdMiddleware,
-)
+from service.api.middleware import AccessMiddleware, AuthMiddleware, BodyMiddleware, HostMiddleware
 from service.api.page.router import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
@@ -65,8 +59,7 @@ def _lifespan(runtime: Runtime, feed: Feed) -> Callable[[FastAPI], AbstractAsync
 def _middleware(settings: ApiSettings) -> list[Middleware]:
     """Outermost first."""
     return [
-        Middleware(RequestIdMiddleware),
-        Middleware(AccessLogMiddleware),
+        Middleware(AccessMiddleware),
         *([] if settings.allowed_hosts is None else [Middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)]),
         Middleware(
             AuthMiddleware,

@@ -6,16 +6,14 @@ and delays nobody.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 
 import pydantic_core
 from fastapi import APIRouter
-from pydantic import JsonValue
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from service.api.sse import ClientGoneError, unless_client_gone
+from service.api.sse import EventStream, frame
 from service.errors import RequestError
 from service.live import Live
 from service.runtime import Runtime
@@ -54,10 +52,10 @@ class Feed:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """What one reader is sent; it ends when the server is about to, which waits for open connections."""
         seen = self._number
-        yield b"event: past\n" + _data(pydantic_core.to_jsonable_python(self._live.past()))
+        yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
         while True:
-            seen, frame = await self._newer_than(seen)
-            yield frame
+            seen, newest = await self._newer_than(seen)
+            yield newest
             if self._runtime.state == "draining":
                 return
 
@@ -73,7 +71,7 @@ class Feed:
             # Nothing is waited for in here, so that no reader finds a moment in the past and then gets it once more.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
-                self._frame = _data({"state": self._runtime.state, **moment})
+                self._frame = frame({"state": self._runtime.state, **moment})
                 self._number += 1
                 self._changed.notify_all()
 
@@ -91,30 +89,11 @@ class Feed:
             logger.exception("learning could not say how it is")
 
 
-def _data(payload: Mapping[str, JsonValue]) -> bytes:
-    # JSON knows no infinity, and a diverged value is what an operator must see.
-    return b"data: " + pydantic_core.to_json(payload, inf_nan_mode="strings") + b"\n\n"
-
-
 def feed_router(feed: Feed) -> APIRouter:
     router = APIRouter()
 
     @router.get(FEED_PATH)
     async def follow() -> Response:
-        return _FeedStream(feed.frames())
+        return EventStream(feed.frames(), nullcontext())
 
     return router
-
-
-class _FeedStream(StreamingResponse):
-    """Sends frames until there are no more or nobody reads them."""
-
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._frames = frames
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._frames):
-            with suppress(ClientGoneError, OSError):
-                await unless_client_gone(receive, self.stream_response(send))

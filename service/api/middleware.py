@@ -37,35 +37,9 @@ _CLIENT_CLOSED_REQUEST = 499
 _BUG = 500
 
 
-class RequestIdMiddleware:
-    """Every answer carries an `X-Request-Id`: the client's own when it is a sane one, otherwise a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = _request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-def _request_id(offered: str | None) -> str:
-    if offered is not None and _ACCEPTABLE_REQUEST_ID.fullmatch(offered):
-        return offered
-    return f"req-{secrets.token_hex(16)}"
-
-
-class AccessLogMiddleware:
-    """One line for each answer, when its last byte is out: who asked for what under which id, and how long it took.
+class AccessMiddleware:
+    """Every answer carries an `X-Request-Id`, the client's own when it is a sane one, and has a line in the log when its
+    last byte is out: who asked for what under which id, and how long it took.
 
     Neither keys, addresses, queries nor bodies are in it. Probes, observers and the page are told of only to those who
     debug.
@@ -78,21 +52,30 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = _request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.monotonic(), _CLIENT_CLOSED_REQUEST
 
-        async def send_and_note(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_with_id)
         except Exception:
             status = _BUG
             raise
         finally:
             _log_access(scope, status, time.monotonic() - began)
+
+
+def _request_id(offered: str | None) -> str:
+    if offered is not None and _ACCEPTABLE_REQUEST_ID.fullmatch(offered):
+        return offered
+    return f"req-{secrets.token_hex(16)}"
 
 
 def _log_access(scope: Scope, status: int, seconds: float) -> None:

@@ -28,35 +28,17 @@ _SEED_RANGE = 2**64
 
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
-    "tools": (),
-    "tool_choice": ("none",),
-    "functions": (),
-    "function_call": ("none",),
+    **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "structured_outputs", "guided_json"), ()),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template"), ()),
+    **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
+    **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "return_tokens_as_token_ids": (False,),
-    "prompt_embeds": (),
-    "documents": (),
-    "chat_template": (),
-    "echo": (False,),
     "suffix": ("",),
-    "add_special_tokens": (False,),
 }
 _HARMLESS_IN_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
     "tool_calls": ([],),
@@ -83,15 +65,6 @@ class Job:
         return sum(len(request.prompt) for request in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a job comes from."""
-
-    kind: str  # begins its id
-    field: str  # of the body, that holds its prompt
-    client: str
-
-
 async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str) -> Job:
     server.runtime.check_ready()
     _check_fields(body, server)
@@ -100,8 +73,8 @@ async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str
     tokenizer = server.runtime.tokenizer
     prompt = await server.runtime.off_loop(lambda: render(body.messages, body, tokenizer))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    origin = _Origin("chatcmpl", "messages", client)
-    return await _build(body, [prompt], server, origin, num_logprobs=num_logprobs)
+    names = {"kind": "chatcmpl", "source": "messages", "client": client}
+    return await _build(body, [prompt], server, num_logprobs=num_logprobs, **names)
 
 
 async def build_completion(body: CompletionRequest, server: Server, *, client: str) -> Job:
@@ -109,7 +82,8 @@ async def build_completion(body: CompletionRequest, server: Server, *, client: s
     _check_fields(body, server)
     tokenizer = server.runtime.tokenizer
     prompts = await server.runtime.off_loop(lambda: _encode_prompts(body, tokenizer))
-    return await _build(body, prompts, server, _Origin("cmpl", "prompt", client), num_logprobs=body.logprobs)
+    names = {"kind": "cmpl", "source": "prompt", "client": client}
+    return await _build(body, prompts, server, num_logprobs=body.logprobs, **names)
 
 
 def check_model(model: str, server: Server) -> None:
@@ -203,16 +177,24 @@ def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[l
 
 
 async def _build(
-    body: SamplingFields, prompts: list[list[int]], server: Server, origin: _Origin, *, num_logprobs: int | None
+    body: SamplingFields,
+    prompts: list[list[int]],
+    server: Server,
+    *,
+    num_logprobs: int | None,
+    kind: str,
+    source: str,
+    client: str,
 ) -> Job:
+    """`kind` begins the job's id; `source` is the field that holds its prompt."""
     card, n = server.runtime.card, body.n or 1
-    job_id = f"{origin.kind}-{uuid.uuid4().hex}"
+    job_id = f"{kind}-{uuid.uuid4().hex}"
     seed = secrets.randbits(63) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
     requests = []
     for position, prompt in enumerate(prompts):
-        check_token_ids(prompt, card, param=origin.field)
-        max_tokens = _max_tokens(body, len(prompt), server, source=origin.field)
+        check_token_ids(prompt, card, param=source)
+        max_tokens = _max_tokens(body, len(prompt), server, source=source)
         # A drawn seed moves on from prompt to prompt, a given one means the same for each.
         prompt_seed = _wrap(seed + position * n) if body.seed is None else seed
         requests.append(
@@ -224,7 +206,7 @@ async def _build(
                 prediction=prediction,
                 speculation=_speculation(body),
                 store=body.store is not False,
-                client=origin.client,
+                client=client,
                 priority=body.priority or 0,
             )
         )

@@ -6,7 +6,7 @@ Knows nothing of what is sent. One task sends, so a client that reads slowly del
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 import pydantic_core
@@ -47,31 +47,40 @@ async def events(stream: OutputStream, form: StreamForm) -> AsyncGenerator[bytes
     try:
         async for output in stream:
             for chunk in form.chunks(output):
-                yield _frame(chunk)
+                yield frame(chunk)
         for chunk in form.trailer():
-            yield _frame(chunk)
+            yield frame(chunk)
     except RequestError as error:
-        yield _frame(error_body(error))
+        yield frame(error_body(error))
     except Exception:
         logger.exception("a stream broke off")
-        yield _frame(error_body(internal_error()))
+        yield frame(error_body(internal_error()))
     yield _DONE
 
 
-def _frame(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + pydantic_core.to_json(payload) + b"\n\n"
+def frame(payload: Mapping[str, Any]) -> bytes:
+    return b"data: " + _json(payload) + b"\n\n"
+
+
+def _json(payload: Mapping[str, Any]) -> bytes:
+    # JSON knows no infinity, and a diverged value is what an operator must see.
+    return pydantic_core.to_json(payload, inf_nan_mode="strings")
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as they come and a ping when none came for a while; closes the stream whatever happens."""
+    """Sends frames as they come and a ping when none came for a while; leaves `outputs` whatever happens."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], stream: OutputStream, *, ping_seconds: float = PING_SECONDS
+        self,
+        frames: AsyncGenerator[bytes, None],
+        outputs: AbstractContextManager[object],
+        *,
+        ping_seconds: float = PING_SECONDS,
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
-        self._outputs = stream
+        self._outputs = outputs
         self._ping_seconds = ping_seconds
         self._sending = asyncio.Lock()
         self._last_sent_seconds = 0.0
@@ -116,8 +125,8 @@ async def _all(stream: OutputStream) -> list[SequenceOutput]:
     return [output async for output in stream]
 
 
-def whole(payload: Mapping[str, JsonValue]) -> Response:
-    return Response(pydantic_core.to_json(payload), media_type="application/json")
+def whole(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
+    return Response(_json(payload), status, media_type="application/json")
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:

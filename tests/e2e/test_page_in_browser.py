@@ -157,7 +157,7 @@ def test_the_chart_moves(page: Browser) -> None:
     before = page.value(line)
     page.until(f"{line} !== {before!r}", 10)
     assert page.value("document.querySelector('#chart-tau svg').getAttribute('aria-label')").startswith(
-        "Tokens per verify"
+        "Mean acceptance length"
     )
     assert page.value("document.querySelectorAll('.chart:not([hidden])').length") == 5
 

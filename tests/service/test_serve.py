@@ -47,6 +47,13 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
     assert "the drafter lookup has no weights to train" in caplog.text
 
 
+def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) -> None:
+    learning = AdaptationConfig(enabled=True)
+    made_up = {"model": "tiny", "load_format": "dummy", "drafter_path": None, "drafter": "specblock", "device": "cpu"}
+    served = load_served(settings(tmp_path, adaptation=learning, **made_up), made(), Live())
+    assert (served.adaptation, served.card.drafter) == (None, "specblock")
+
+
 @pytest.mark.anyio
 async def test_the_metrics_page_asks_learning_first() -> None:
     metrics, runtime = made(), runtime_of(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation())

@@ -8,7 +8,7 @@ const HEIGHT = 60;
 const RECENT_SECONDS = 10;
 
 const CHARTS = [
-  { id: "tau", title: "Tokens per verify (tau)", digits: 2, floor: 1, marks: true, series: [{ of: (point) => point.tau }] },
+  { id: "tau", title: "Mean acceptance length (tau)", digits: 2, floor: 1, marks: true, series: [{ of: (point) => point.tau }] },
   { id: "speed", title: "Tokens per second", digits: 1, floor: 0, series: [{ of: (point) => point.tokens_per_second }] },
   { id: "budget", title: "Budget, nodes per step", digits: 1, floor: 0, series: [{ of: (point) => point.budget }] },
   {
