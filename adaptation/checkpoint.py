@@ -88,8 +88,6 @@ class SnapshotRing:
     """Keeps the newest `on_disk` published drafters in a folder and the newest `in_memory` beside them."""
 
     def __init__(self, folder: Path, *, in_memory: int, on_disk: int) -> None:
-        assert in_memory >= 1, "nothing kept in memory"
-        assert on_disk >= 1, "nothing kept on disk"
         self._folder = folder
         self._num_in_memory = in_memory
         self._num_on_disk = on_disk
@@ -187,10 +185,9 @@ class LearnerCheckpoint:
     @staticmethod
     def _is_good(path: Path) -> bool:
         try:
-            _saved_learner(path.read_bytes())
+            return bool(_saved_learner(path.read_bytes()))
         except (OSError, Damaged):
             return False
-        return True
 
 
 def _saved_learner(data: bytes) -> SavedLearner:
@@ -216,7 +213,7 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
         raise NotStored(f"snapshot {final.name} holds weights that are not finite")
     weights = safetensors.torch.save(snapshot.tensors)
     told: JsonValue = _INFO.dump_python(info, mode="json")
-    content = {"format": _FORMAT, "info": told, "weights_bytes": len(weights), "weights_sha256": digest(weights)}
+    content = {"format": _FORMAT, "info": told, "weights_sha256": digest(weights)}
     unfinished = parent / f"{_UNFINISHED}{final.name}"
     try:
         manifest = seal(content)
@@ -262,8 +259,6 @@ def read_snapshot(parent: Path, version: int, layout: Layout) -> Snapshot:
 def _snapshot_info(manifest: Mapping[str, JsonValue], weights: bytes) -> SnapshotInfo:
     if manifest.get("format") != _FORMAT:
         raise Damaged(f"format {manifest.get('format')!r}; this release reads {_FORMAT}")
-    if manifest.get("weights_bytes") != len(weights):
-        raise Damaged(f"{WEIGHTS} has {len(weights)} bytes instead of {manifest.get('weights_bytes')}")
     if manifest.get("weights_sha256") != digest(weights):
         raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
     try:

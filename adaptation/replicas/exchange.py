@@ -21,7 +21,6 @@ from adaptation.build import build_worker
 from adaptation.config import AdaptationConfig
 from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.follower import (
-    MAX_QUERY_BYTES,
     Follower,
     QuerySender,
     ServedWeights,
@@ -230,7 +229,6 @@ def join_replicas(
     target_identity: str,
     lease_seconds: float = LEASE_SECONDS,
     max_queries: int = MAX_QUERIES,
-    max_query_bytes: int = MAX_QUERY_BYTES,
 ) -> tuple[Worker, Replicas]:
     """The thread that learns, and whom it learns with. Raises ValueError where that cannot be."""
     worker_of = partial(build_worker, config, device=built.weights.train_device, taken_share=built.taken_share)
@@ -263,9 +261,7 @@ def join_replicas(
         loop=loop,
         lease=lease,
         stream=stream,
-        sender=QuerySender(
-            stream, codec, served, sender=holder, max_queries=max_queries, max_query_bytes=max_query_bytes
-        ),
+        sender=QuerySender(stream, codec, served, sender=holder, max_queries=max_queries),
         receiver=receiver,
         follower=follower,
         leader=Leader(follower, receiver, name=name, clock=clock),

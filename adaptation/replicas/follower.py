@@ -23,7 +23,7 @@ from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-MAX_QUERY_BYTES: Final = 16 << 20  # of one that is sent
+_MAX_QUERY_BYTES: Final = 16 << 20  # of one that is sent
 _MESSAGES_AT_ONCE: Final = 8  # before anything else is looked at
 _REFUSED_SECONDS: Final = 2.0  # until what was refused is looked at again
 _REMEMBERED_VERSIONS: Final = 256
@@ -243,14 +243,12 @@ class QuerySender:
         *,
         sender: str,
         max_queries: int = MAX_QUERIES,
-        max_query_bytes: int = MAX_QUERY_BYTES,
     ) -> None:
         self.counts: Counter[str] = Counter()  # of queries
         self._stream = stream
         self._codec = codec
         self._served = served
         self._sender = sender
-        self._max_query_bytes = max_query_bytes
         self._sequence = 0
         self._waiting: deque[QueryFeedback] = deque(maxlen=max_queries)
         self._unsent: QueryMessage | None = None
@@ -298,7 +296,7 @@ class QuerySender:
             except ValueError:
                 self.counts["unusable"] += 1
                 continue
-            if message.num_bytes <= self._max_query_bytes:
+            if message.num_bytes <= _MAX_QUERY_BYTES:
                 return message
             self.counts["too_large"] += 1
         return None

@@ -32,7 +32,7 @@ def misshape(path: Path, rng: random.Random) -> None:
     tensors[name] = torch.cat([tensors[name].reshape(-1), torch.zeros(1, dtype=tensors[name].dtype)])
     weights = safetensors.torch.save(tensors)
     content = unseal((folder / MANIFEST).read_bytes())
-    content |= {"weights_bytes": len(weights), "weights_sha256": digest(weights)}
+    content |= {"weights_sha256": digest(weights)}
     (folder / WEIGHTS).write_bytes(weights)
     (folder / MANIFEST).write_bytes(seal(content))
 
