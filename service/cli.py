@@ -26,7 +26,11 @@ from service.trainer import trainer
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
-_REMOVED_SWITCHES = frozenset({"speculation", "isolate_clients"})
+_REMOVED_SWITCHES = {
+    "speculation": "--speculation/--no-speculation",
+    "isolate_clients": "--isolate-clients/--no-isolate-clients",
+    "no_prefix_cache": "--no-prefix-cache",
+}
 _IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
 
 app = typer.Typer(
@@ -91,21 +95,15 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     )
     # Text goes to the settings as it is, so that a bad value is explained in the same words wherever it was set.
     annotation = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
-    return _keyword(_identifier(name), annotation)
+    return _keyword(name, annotation)
 
 
 def _removed_parameter(name: str) -> inspect.Parameter:
     """An option that there was: `load_config` says what has taken its place."""
     flag = flag_name(name)
-    if name in _REMOVED_SWITCHES:
-        return _keyword(name, Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", hidden=True)])
-    if name.startswith("no_"):
-        return _keyword(name, Annotated[bool | None, typer.Option(flag, hidden=True)])
-    return _keyword(_identifier(name), Annotated[str | None, typer.Option(flag, hidden=True)])
-
-
-def _identifier(name: str) -> str:
-    return name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS)
+    if name not in _REMOVED_SWITCHES:
+        return _keyword(name, Annotated[str | None, typer.Option(flag, hidden=True)])
+    return _keyword(name, Annotated[bool | None, typer.Option(_REMOVED_SWITCHES[name], hidden=True)])
 
 
 def _setting_of(parameter: str) -> str:
@@ -113,7 +111,8 @@ def _setting_of(parameter: str) -> str:
 
 
 def _keyword(name: str, annotation: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    identifier = name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS)
+    return inspect.Parameter(identifier, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _metavar(field: FieldInfo) -> str:

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     JsonValue,
     SecretStr,
@@ -24,13 +26,11 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 import adaptation.config
 from adaptation.config import AdaptationConfig, usable_cores
 from service.config_sources import (
     SECTION_SEPARATOR,
-    Entry,
     environment_entries,
     explain,
     file_entries,
@@ -118,10 +118,10 @@ def _default_state_dir() -> Path:
     return base / "adaptree"
 
 
-class ServiceConfig(BaseSettings):
+class ServiceConfig(BaseModel):
     """What an operator may turn. Constructing it reads no file and no environment; `load_config` does."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     model: str = _setting(
         "Model",
@@ -148,11 +148,7 @@ class ServiceConfig(BaseSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
     threads: int | None = _setting(
-        "Model",
-        None,
-        "CPU threads for tensor work. Unset: one per physical core this process may use.",
-        ge=1,
-        le=1024,
+        "Model", None, "CPU threads for tensor work. Unset: one per physical core this process may use.", ge=1, le=1024
     )
     max_model_len: int | None = _setting(
         "Model", None, "Longest prompt plus answer, in tokens. Unset: what the model was made for.", ge=16
@@ -236,13 +232,13 @@ class ServiceConfig(BaseSettings):
     drain_seconds: float = _setting(
         "HTTP", 30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = _setting(
         "Access",
         (),
         "Host names, beside those of this machine, under which requests may come, separated by commas; * is any. "
         "Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
     )
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = _setting(
+    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_split)] = _setting(
         "Access",
         (),
         "Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or the file: a "
@@ -251,9 +247,7 @@ class ServiceConfig(BaseSettings):
     admin_key: SecretStr | None = _setting("Access", None, "Key of the administration routes. Unset: they are closed.")
     open_metrics: bool = _setting("Access", True, "Whether /metrics answers without a key.")
     vllm_metric_names: bool = _setting(
-        "Operation",
-        False,
-        "Also export what vLLM exports under its vllm: names and labels, which other tools read.",
+        "Operation", False, "Also export what vLLM exports under its vllm: names and labels, which other tools read."
     )
     state_dir: Path = _setting(
         "Operation",
@@ -266,18 +260,6 @@ class ServiceConfig(BaseSettings):
     )
     log_json: bool = _setting("Operation", False, "Log one JSON object per line instead of text.")
     adaptation: AdaptationConfig = _setting("Learning while serving", AdaptationConfig, "Learning while serving.")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # load_config reads the sources itself, to know which one each value came from.
-        return (init_settings,)
 
     @field_validator("budget_pace_seconds")
     @classmethod
@@ -377,8 +359,10 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
     named = variables.pop(CONFIG_VARIABLE, None)
     file = flags.get("config") or named
     layers = [
-        _file_layer(Path(str(file)).expanduser()) if file else [],
-        environment_entries(variables, ServiceConfig, REMOVED, prefix=ENV_PREFIX),
+        file_entries(Path(str(file)).expanduser(), SETTINGS, REMOVED, hint=f"--config and {CONFIG_VARIABLE}")
+        if file
+        else [],
+        environment_entries(variables, SETTINGS, REMOVED, prefix=ENV_PREFIX),
         [(name, value, f"flag {flag_name(name)}") for name, value in flags.items() if name != "config"],
     ]
     for name, _, source in layers[2]:
@@ -391,7 +375,3 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
         return LoadedConfig(ServiceConfig.model_validate(nested(values)), origin)
     except ValidationError as error:
         raise StartupError(explain(error, SETTINGS, values, origin)) from None
-
-
-def _file_layer(path: Path) -> list[Entry]:
-    return file_entries(path, ServiceConfig, REMOVED, hint=f"--config and {CONFIG_VARIABLE}")

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
 
 from service.errors import StartupError
 
@@ -52,33 +51,34 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
-def file_entries(path: Path, model: type[BaseSettings], removed: Mapping[str, str], *, hint: str) -> list[Entry]:
+def file_entries(path: Path, known: Iterable[str], removed: Mapping[str, str], *, hint: str) -> list[Entry]:
     """What a YAML file sets. Raises StartupError; `hint` says how the file was named."""
     if not path.is_file():
         raise StartupError(f"the configuration file {path} does not exist; check {hint}")
     try:
-        values = YamlConfigSettingsSource(model, yaml_file=path)()
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"the configuration file {path} is not valid YAML: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise StartupError(f"the configuration file {path} must hold `setting: value` lines") from error
-    return [(name, value, f"file {path}") for name, value in _read(values, "", list(flat_fields(model)), removed, path)]
+    if not isinstance(values, dict):
+        raise StartupError(f"the configuration file {path} must hold `setting: value` lines")
+    return [(name, value, f"file {path}") for name, value in _read(values, "", list(known), removed, path)]
 
 
 def environment_entries(
-    environ: Mapping[str, str], model: type[BaseSettings], removed: Mapping[str, str], *, prefix: str
+    environ: Mapping[str, str], known: Iterable[str], removed: Mapping[str, str], *, prefix: str
 ) -> list[Entry]:
-    """What variables with this prefix set. Raises StartupError for one that is no setting."""
-    known = [_variable(name) for name in flat_fields(model)]
-    ours = {name: value for name, value in environ.items() if name.startswith(prefix)}
+    """What variables with this prefix set, as text. Raises StartupError for one that is no setting."""
+    settings = {_variable(name): name for name in known}
     gone = {_variable(name): now for name, now in removed.items()}
-    for name in ours:
-        refuse_removed(name.removeprefix(prefix), gone, "the environment sets", prefix=prefix)
-        refuse_unknown(name.removeprefix(prefix), known, "the environment sets", prefix=prefix)
-    source = EnvSettingsSource(model, env_nested_delimiter=_VARIABLE_SEPARATOR)
-    # An empty variable counts as unset: compose files pass those for settings that were left out.
-    source.env_vars = {name.lower(): value for name, value in ours.items() if value}
-    return [(name, value, f"environment {prefix}{_variable(name)}") for name, value in flat_values(source()).items()]
+    entries: list[Entry] = []
+    for variable, value in environ.items():
+        if variable.startswith(prefix):
+            name = variable.removeprefix(prefix)
+            refuse_removed(name, gone, "the environment sets", prefix=prefix)
+            refuse_unknown(name, settings, "the environment sets", prefix=prefix)
+            # An empty variable counts as unset: compose files pass those for settings that were left out.
+            entries += [(settings[name], value, f"environment {variable}")] if value else []
+    return entries
 
 
 def _variable(name: str) -> str:

@@ -38,8 +38,8 @@ _BUG = 500
 
 
 class AccessMiddleware:
-    """Every answer carries an `X-Request-Id`, the client's own when it is a sane one, and has a line in the log when its
-    last byte is out: who asked for what under which id, and how long it took.
+    """Every answer carries an `X-Request-Id`, the client's own when it is a sane one, and has a line in the log when
+    its last byte is out: who asked for what under which id, and how long it took.
 
     Neither keys, addresses, queries nor bodies are in it. Probes, observers and the page are told of only to those who
     debug.
