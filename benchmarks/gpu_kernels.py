@@ -25,9 +25,8 @@ from service.bench.gpu_sections import DRY, FULL, Figure, Plan, check_device, de
 from service.config import LoadedConfig
 from service.engine.commit import lay_out
 from service.engine.costs.measuring import Point, trees_for
-from service.engine.kv_pool import KVShape
+from service.engine.kv_pool import KVShape, SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.weights import LoadedModel
 
 _NODES = 31  # beside the root: 32 rows of each sequence

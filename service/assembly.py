@@ -18,6 +18,7 @@ from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
 from service.engine import build, memory_planner, trained
+from service.engine.accounting import Learning
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.captured import capture_forwards
@@ -25,12 +26,11 @@ from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.dummy import dummy_drafter
 from service.engine.engine import Engine, Vocabulary
-from service.engine.learning import Learning
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
 from service.engine.requests import GenerationRequest
+from service.engine.sequence import TextStream
 from service.engine.target import Target
-from service.engine.text_stream import TextStream
 from service.engine.trained import shipped_folder
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError

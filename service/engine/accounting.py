@@ -7,6 +7,7 @@ mistaken for a worse drafter. Steps that read prompts belong to nobody. Knows ne
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -119,3 +120,25 @@ class RequestAccounting:
             book = self._books[sequence] = _Book(sequence.table_row, version, version)
         book.row, book.version = sequence.table_row, version
         return book
+
+
+class Learning(Protocol):
+    """All calls come from the engine thread, and must not hold it up."""
+
+    def between_steps(self) -> int:
+        """The moment at which weights may change. # -> version of the drafter that serves the next step"""
+        ...
+
+    def ended(self, query: Query) -> None:
+        """A sequence has come to its own end; what was recorded in its row is there until the next step."""
+        ...
+
+
+class NoLearning:
+    """Nobody learns."""
+
+    def between_steps(self) -> int:
+        return 0
+
+    def ended(self, query: Query) -> None:
+        """Nothing to tell."""

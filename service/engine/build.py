@@ -8,16 +8,14 @@ from drafters.protocol import Drafter
 from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import PlainSeconds, plain_seconds, seconds_as_they_are
+from service.engine.accounting import Learning, PlainSeconds, plain_seconds, seconds_as_they_are
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.costs.model import Costs, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
-from service.engine.kv_pool import KVPool
-from service.engine.learning import Learning
+from service.engine.kv_pool import KVPool, SlotPool, SlotTable
 from service.engine.prefix_cache import NoPrefixCache, PrefixCache, SlotCache
 from service.engine.scheduler import Scheduler
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 

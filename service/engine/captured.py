@@ -13,9 +13,9 @@ from torch import Tensor
 from drafters.tree import MAX_NODES, ROOT
 from kernels.graph_runner import BATCHES, Capture, GraphRunner
 from kernels.tree_attention import AttentionRows
+from service.engine.kv_pool import SlotTable
 from service.engine.rows import ForwardRows
 from service.engine.sampler import Sampler
-from service.engine.slots import SlotTable
 from service.engine.target import Target, TargetOutput
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

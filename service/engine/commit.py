@@ -9,9 +9,9 @@ from torch import Tensor
 from drafters.protocol import Committed, HostMetadata, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 

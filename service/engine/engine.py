@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
-from service.engine.accounting import PlainSeconds, RequestAccounting, seconds_as_they_are
+from service.engine.accounting import Learning, NoLearning, PlainSeconds, RequestAccounting, seconds_as_they_are
 from service.engine.budget import Budget
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import Emission, EmitStage, HostTokens
-from service.engine.learning import Learning, NoLearning
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduler
-from service.engine.sequence import Finish, Sequence, signed64
-from service.engine.slots import SlotPool, SlotTable
+from service.engine.sequence import Finish, Sequence, TextStream, signed64
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
-from service.engine.text_stream import TextStream
 from service.engine.verify import VerifyStage
 
 

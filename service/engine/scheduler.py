@@ -15,17 +15,19 @@ from torch import Tensor
 
 from drafters.protocol import HostMetadata
 from kernels.tree_attention import MAX_NODES
-from service.engine.admission import Forecast
-from service.engine.fairness import Accounts
+from service.engine.fairness import Accounts, WaitingLines
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import NoPrefixCache, SlotCache
 from service.engine.rows import ExtendRows
 from service.engine.sequence import Sequence
-from service.engine.slots import SlotPool, SlotTable
-from service.engine.victims import cheapest, sheltered
-from service.engine.waiting import WaitingLines
 
 _EVICT_AT_ONCE = 256
 """Slots; so that a full cache does not cost an eviction in every step."""
+_OFTEN = 2  # preemptions, after which others give way first
+
+_FIRST_GUESS = 32.0  # tokens of an answer
+_RATE = 0.05
+_NEVER_LESS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +294,47 @@ class Scheduler:
         """Evict until so many slots are free, or nothing is left to evict."""
         if wanted > self._slots.num_free:
             self._slots.free(self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE)))
+
+
+class Forecast:
+    """How many slots a sequence will need before it ends: what it still has to read, and what it will probably write,
+    for answers are as long as the recent ones were."""
+
+    def __init__(self) -> None:
+        self._mean_tokens = _FIRST_GUESS
+
+    def ended(self, sequence: Sequence) -> None:
+        self._mean_tokens += _RATE * (sequence.num_generated - self._mean_tokens)
+
+    def tokens_to_write(self, sequence: Sequence) -> int:
+        """An answer beyond the mean length is expected to go on for a part of it."""
+        expected = max(self._mean_tokens - sequence.num_generated, _NEVER_LESS * self._mean_tokens)
+        return min(sequence.num_remaining, round(expected))
+
+    def claim(self, sequence: Sequence) -> int:
+        """Slots that a sequence will still ask for."""
+        return sequence.num_pending + self.tokens_to_write(sequence)
+
+
+def sheltered(running: Items[Sequence]) -> Sequence:
+    """The one that has been here longest: it never gives way, so everyone's turn to get on comes."""
+    return min(running, key=lambda sequence: sequence.number)
+
+
+def cheapest(running: Items[Sequence], spared: Sequence, cache: SlotCache) -> Sequence | None:
+    """Least important, not preempted often, least to compute again, newest: in this order. None if all are spared."""
+    return min(
+        (sequence for sequence in running if sequence is not spared),
+        key=lambda sequence: (
+            -sequence.request.priority,
+            sequence.preemptions >= _OFTEN,
+            _to_compute_again(sequence, cache),
+            -sequence.number,
+        ),
+        default=None,
+    )
+
+
+def _to_compute_again(sequence: Sequence, cache: SlotCache) -> int:
+    """Positions that may be lost: what others hold as well stays in the cache."""
+    return sequence.num_computed - (cache.num_kept(sequence.lease) if sequence.lease else 0)

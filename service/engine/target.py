@@ -15,10 +15,9 @@ from kernels import ops
 from kernels.exact_rows import exact_row_multiple
 from kernels.tree_attention import WIDTH, Attention, AttentionRows
 from service.engine import linear
-from service.engine.kv_pool import KVPool
+from service.engine.kv_pool import KVPool, SlotTable
 from service.engine.rows import ForwardRows
 from service.engine.sampler import EAGER_SAMPLER, Sampler
-from service.engine.slots import SlotTable
 from service.errors import StartupError
 
 ATTENTION_NAME = "adaptree"

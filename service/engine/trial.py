@@ -5,8 +5,8 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from service.engine.commit import lay_out
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target
 
 

@@ -19,13 +19,13 @@ from service.bench.lossless_cases import Case, Extras, Way
 from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.numerics import rows_are_independent
 from service.engine.rows import ForwardRows
 from service.engine.sampler import Sampler
 from service.engine.sampling import SamplingRows
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts

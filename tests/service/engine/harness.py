@@ -11,8 +11,8 @@ from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
+from service.engine.sequence import TextStream
 from service.engine.target import Target
-from service.engine.text_stream import TextStream
 from service.engine.weights import LoadedModel
 from service.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny

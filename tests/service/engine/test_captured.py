@@ -12,10 +12,10 @@ from kernels.sample_filtered import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
 from service.engine.commit import lay_out
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import SamplingParams
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.sampler import EAGER_SAMPLER
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import Target, TargetOutput
 from tests.kernels.tensor_program import kernels, record
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target

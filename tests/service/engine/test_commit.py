@@ -5,8 +5,8 @@ import torch
 from drafters.tree import DraftTree, VerifyResult
 from kernels.accept import accept
 from service.engine.commit import commit, lay_out
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 from tests.service.engine.test_target import tree_of

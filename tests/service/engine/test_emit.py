@@ -10,8 +10,7 @@ from drafters.registry import NoDrafter
 from drafters.tree import DraftTree, VerifyResult
 from service.engine.emit import Emission, EmitStage, HostTokens, absorb
 from service.engine.requests import SamplingParams
-from service.engine.sequence import Finish, Sequence
-from service.engine.text_stream import TextStream
+from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.verify import Verified
 from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
 from tests.service.engine.test_scheduler import TOKENIZER, sequence_of

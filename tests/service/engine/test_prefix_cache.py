@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.engine.kv_pool import SlotPool
 from service.engine.prefix_cache import Lease, NoPrefixCache, PrefixCache
-from service.engine.slots import SlotPool
 
 CPU = torch.device("cpu")
 HELLO = [7, 1, 2, 3, 4, 5, 6]

@@ -3,16 +3,16 @@
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+import pytest
 import torch
 
 from service.engine.fairness import Accounts
-from service.engine.prefix_cache import PrefixCache
+from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.prefix_cache import NoPrefixCache, PrefixCache
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Batch, Scheduler
-from service.engine.sequence import Sequence
-from service.engine.slots import SlotPool, SlotTable
-from service.engine.text_stream import TextStream
+from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest, sheltered
+from service.engine.sequence import Sequence, TextStream
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -324,3 +324,74 @@ def test_whoever_leaves_gives_everything_back() -> None:
     assert room.slots.num_free == room.slots.capacity == room.scheduler.num_available
     assert room.table.num_free_rows == 2
     assert room.step().items == []
+
+
+def written(count: int, *, prompt: int = 10, max_tokens: int = 400) -> Sequence:
+    sequence = sequence_of(prompt, max_tokens=max_tokens)
+    sequence.tokens += [1] * count
+    return sequence
+
+
+def test_nobody_is_expected_to_write_more_than_it_may() -> None:
+    assert Forecast().tokens_to_write(written(0, max_tokens=5)) == 5
+    assert Forecast().tokens_to_write(written(300, max_tokens=302)) == 2
+
+
+def test_what_is_still_to_be_read_is_claimed_too() -> None:
+    forecast, sequence = Forecast(), written(0, prompt=30, max_tokens=5)
+    assert forecast.claim(sequence) == 35
+    sequence.num_computed = 20
+    assert forecast.claim(sequence) == 15
+
+
+@pytest.mark.parametrize("length", [8, 200])
+def test_it_learns_how_long_answers_are(length: int) -> None:
+    forecast = Forecast()
+    for _ in range(200):
+        forecast.ended(written(length))
+    assert forecast.tokens_to_write(written(0)) == length
+    assert forecast.tokens_to_write(written(length // 2)) == length - length // 2
+    assert forecast.tokens_to_write(written(length * 2, max_tokens=800)) == length // 4, (
+        "who outlasts the others goes on"
+    )
+
+
+CPU = torch.device("cpu")
+NOTHING_KEPT = NoPrefixCache(CPU)
+
+
+def running(number: int, computed: int, *, priority: int = 0, preemptions: int = 0) -> Sequence:
+    sequence = sequence_of(max(1, computed), priority=priority)
+    sequence.number, sequence.num_computed, sequence.preemptions = number, computed, preemptions
+    return sequence
+
+
+def test_the_oldest_is_sheltered_wherever_it_stands() -> None:
+    first, second = running(1, 5), running(2, 1)
+    assert sheltered([second, first]) is first
+    assert cheapest([second, first], first, NOTHING_KEPT) is second
+    assert cheapest([first], first, NOTHING_KEPT) is None
+
+
+def test_least_to_compute_again_and_the_newest_of_equals() -> None:
+    old, large, small, newer = running(0, 1), running(1, 9), running(2, 4), running(3, 4)
+    assert cheapest([old, large, small, newer], old, NOTHING_KEPT) is newer
+    assert cheapest([old, large, small], old, NOTHING_KEPT) is small
+
+
+def test_importance_before_patience_before_cost() -> None:
+    old, small, tired = running(0, 1), running(1, 30), running(2, 3, preemptions=2)
+    assert cheapest([old, small, tired], old, NOTHING_KEPT) is small
+    unimportant = running(3, 99, priority=5, preemptions=7)
+    assert cheapest([old, small, tired, unimportant], old, NOTHING_KEPT) is unimportant
+
+
+def test_what_others_keep_alive_costs_nothing() -> None:
+    cache = PrefixCache(CPU)
+    shared = list(range(50))
+    cache.release(cache.acquire("", shared), shared, torch.arange(1, 50))
+    old, lone, sharing = running(0, 1), running(1, 20), running(2, 45)
+    sharing.lease = cache.acquire("", shared)
+    assert cheapest([old, lone, sharing], old, cache) is lone
+    old.lease = cache.acquire("", shared)
+    assert cheapest([old, lone, sharing], old, cache) is sharing

@@ -13,8 +13,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from drafters.tree import DraftTree
 from kernels.tree_attention import NULL_SLOT
 from service.engine.commit import lay_out
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows
-from service.engine.slots import SlotPool, SlotTable
 from service.engine.target import AttentionStep, Target, decoder_layers, default_tap_layers, slot_attention
 from service.errors import StartupError
 from tests.service.engine.harness import tiny_target

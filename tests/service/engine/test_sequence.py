@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.engine.text_stream import TextStream
+from service.engine.sequence import TextStream
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
 
