@@ -18,6 +18,7 @@ from benchmarks.options import Concurrency, MorePromptFiles, Out, Seed, Temperat
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.prompts import refuse_too_long
+from service.bench.shift import columns_table, learning_cells
 from service.bench.shift_figures import (
     Window,
     explain_marks,
@@ -192,24 +193,6 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoisonRow:
-    """One window of one run; queries and tau are those of honest clients."""
-
-    run: str
-    window: int
-    phase: str
-    first_query: int
-    queries: int
-    hostile_queries: int
-    tau: float
-    counts: Counts
-
-    def as_json(self) -> dict[str, object]:
-        values = asdict(self)
-        return {**values, **values.pop("counts")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One run over the whole stream, as honest clients saw it."""
 
@@ -250,19 +233,19 @@ def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]
     return parts
 
 
-def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stream: Stream) -> list[PoisonRow]:
+def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stream: Stream) -> list[dict[str, object]]:
     """The honest part of a run, window by window; `hostile` has the number of hostile queries by window."""
     return [
-        PoisonRow(
-            run=run,
-            window=window.number,
-            phase=stream.phases[window.phase].name,
-            first_query=window.first,
-            queries=window.num_queries,
-            hostile_queries=hostile.get(window.number, 0),
-            tau=window.tau,
-            counts=window.counts,
-        )
+        {
+            "run": run,
+            "window": window.number,
+            "phase": stream.phases[window.phase].name,
+            "first_query": window.first,
+            "queries": window.num_queries,  # of honest clients, and so is tau
+            "hostile_queries": hostile.get(window.number, 0),
+            "tau": window.tau,
+            **asdict(window.counts),
+        }
         for window in windows_of(played)
     ]
 
@@ -504,7 +487,7 @@ def _write(out: Path | None, assembly: Assembly, outcome: Outcome, scene: Scene,
     by_client = hostile_by_window(outcome.attacked)
     by_window = sum(map(Counter, by_client.values()), Counter())
     rows = [
-        row.as_json()
+        row
         for run in RUNS
         for row in rows_of(run, outcome.honest[run], by_window if run == ATTACKED else {}, scene.stream)
     ]
@@ -535,10 +518,8 @@ def summary_json(outcome: Outcome, attack: Attack) -> dict[str, object]:
 
 def table_of(outcome: Outcome) -> Table:
     """One column per run."""
-    columns = [_cells(outcome.summaries[run]) for run in RUNS]
-    table = Table("honest clients", *RUNS)
-    for title in columns[0]:
-        table.add_row(title, *(column[title] for column in columns), end_section=title in _SECTION_ENDS)
+    cells = {run: _cells(outcome.summaries[run]) for run in RUNS}
+    table = columns_table("honest clients", cells, ("mismatched", "its query", "over share"))
     ratio, hostile = outcome.ratio, hostile_of(outcome.attacked)
     table.caption = (
         f"{ATTACKED} / {UNATTACKED}: {_ratio(ratio)}, asked for are {ASKED_RATIO}; intervals hold 95 % of resampled "
@@ -546,9 +527,6 @@ def table_of(outcome: Outcome) -> Table:
         f"on; hostile: {_visitors(hostile)}"
     )
     return table
-
-
-_SECTION_ENDS = ("mismatched", "its query", "over share")
 
 
 def _cells(summary: RunSummary) -> dict[str, str]:
@@ -559,20 +537,9 @@ def _cells(summary: RunSummary) -> dict[str, str]:
         f"tau / {ANCHOR}": _ratio(summary.over_anchor).replace(" ", "\n", 1),
         "worst": f"{summary.worst.ratio:.3f}",
         "its query": str(summary.worst.first_query),
-        **_learning(summary),
-    }
-
-
-def _learning(summary: RunSummary) -> dict[str, str]:
-    counts = summary.counts
-    return {
-        "updates, head": str(counts.updates_head),
-        "updates, full": str(counts.updates_full),
-        "publishes": str(counts.publishes),
-        "refusals": str(counts.refusals),
-        "rollbacks": str(counts.rollbacks),
-        "over share": str(counts.over_share),
-        "training": f"{counts.training_seconds:.1f} s",
+        **learning_cells(summary.counts),
+        "over share": str(summary.counts.over_share),
+        "training": f"{summary.counts.training_seconds:.1f} s",
     }
 
 

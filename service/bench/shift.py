@@ -12,7 +12,17 @@ from adaptation.config import PolicyName
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.shift_figures import Gain, PolicySummary, draw, rows_of, summary_of, windows_of
-from service.bench.shift_play import PLAIN, Played, Stream, play_with_bars, players_of, repeated, shifted, turns_of
+from service.bench.shift_play import (
+    PLAIN,
+    Counts,
+    Played,
+    Stream,
+    play_with_bars,
+    players_of,
+    repeated,
+    shifted,
+    turns_of,
+)
 from service.bench.speed import Measure
 from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
@@ -78,7 +88,7 @@ def _write(
     if out is None:
         return
     windows = {name: windows_of(mine) for name, mine in played.items()}
-    rows = [row.as_json() for name, mine in windows.items() for row in rows_of(name, mine, stream)]
+    rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
     summary = {
         "queries": stream.num_queries,
         "new_from": stream.new_from,
@@ -91,10 +101,7 @@ def _write(
 
 def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:
     """One column per policy."""
-    columns = [_cells(summary) for summary in summaries.values()]
-    table = Table("", *summaries)
-    for title in columns[0]:
-        table.add_row(title, *(column[title] for column in columns), end_section=title in _SECTION_ENDS)
+    table = columns_table("", {name: _cells(summary) for name, summary in summaries.items()}, _SECTION_ENDS)
     table.caption = (
         f"before: {stream.phases[0].name}; after: {stream.phases[-1].name}; net: tokens per second, training included; "
         f"engine: without waiting for it; gain: of net over {PLAIN} on the same queries, with what holds 95 % of "
@@ -103,53 +110,48 @@ def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:
     return table
 
 
-_SECTION_ENDS = ("mismatched", "engine after", "recovery", "rollbacks")
+def columns_table(corner: str, columns: Mapping[str, Mapping[str, str]], section_ends: Sequence[str]) -> Table:
+    """One column for each name, whose cells have the same titles."""
+    table = Table(corner, *columns)
+    for title in next(iter(columns.values())):
+        table.add_row(title, *(column[title] for column in columns.values()), end_section=title in section_ends)
+    return table
 
 
-def _cells(summary: PolicySummary) -> dict[str, str]:
+def learning_cells(counts: Counts) -> dict[str, str]:
+    """What learning did."""
     return {
-        "mismatched": str(summary.mismatched_tokens),
-        **_speeds(summary),
-        **_taus(summary),
-        **_learning(summary),
-    } | {
-        f"itl p{percent}": f"{1000 * seconds:.0f} ms"
-        for percent, seconds in ((50, summary.itl_p50_seconds), (99, summary.itl_p99_seconds))
-    }
-
-
-def _speeds(summary: PolicySummary) -> dict[str, str]:
-    return {
-        "net before": f"{summary.net_tokens_per_second_before:.1f}",
-        "gain before": _gain(summary.net_gain_before),
-        "net after": f"{summary.net_tokens_per_second_after:.1f}",
-        "gain after": _gain(summary.net_gain_after),
-        "engine before": f"{summary.engine_tokens_per_second_before:.1f}",
-        "engine after": f"{summary.engine_tokens_per_second_after:.1f}",
-    }
-
-
-def _gain(gain: Gain | None) -> str:
-    return "" if gain is None else f"{gain.percent:+.1f} %\n[{gain.low:+.1f}, {gain.high:+.1f}]"
-
-
-def _taus(summary: PolicySummary) -> dict[str, str]:
-    return {
-        "tau before": f"{summary.tau_before:.3f}",
-        "tau after": f"{summary.tau_after:.3f}",
-        "recovery": "" if summary.recovery_queries is None else str(summary.recovery_queries),
-    }
-
-
-def _learning(summary: PolicySummary) -> dict[str, str]:
-    counts = summary.counts
-    return {
-        "training": f"{counts.training_seconds:.1f} s",
-        "its share": f"{100 * summary.training_share:.1f} %",
-        "waited for": f"{summary.waited_seconds:.1f} s",
         "updates, head": str(counts.updates_head),
         "updates, full": str(counts.updates_full),
         "publishes": str(counts.publishes),
         "refusals": str(counts.refusals),
         "rollbacks": str(counts.rollbacks),
     }
+
+
+_SECTION_ENDS = ("mismatched", "engine after", "recovery", "rollbacks")
+
+
+def _cells(summary: PolicySummary) -> dict[str, str]:
+    return {
+        "mismatched": str(summary.mismatched_tokens),
+        "net before": f"{summary.net_tokens_per_second_before:.1f}",
+        "gain before": _gain(summary.net_gain_before),
+        "net after": f"{summary.net_tokens_per_second_after:.1f}",
+        "gain after": _gain(summary.net_gain_after),
+        "engine before": f"{summary.engine_tokens_per_second_before:.1f}",
+        "engine after": f"{summary.engine_tokens_per_second_after:.1f}",
+        "tau before": f"{summary.tau_before:.3f}",
+        "tau after": f"{summary.tau_after:.3f}",
+        "recovery": "" if summary.recovery_queries is None else str(summary.recovery_queries),
+        "training": f"{summary.counts.training_seconds:.1f} s",
+        "its share": f"{100 * summary.training_share:.1f} %",
+        "waited for": f"{summary.waited_seconds:.1f} s",
+        **learning_cells(summary.counts),
+        "itl p50": f"{1000 * summary.itl_p50_seconds:.0f} ms",
+        "itl p99": f"{1000 * summary.itl_p99_seconds:.0f} ms",
+    }
+
+
+def _gain(gain: Gain | None) -> str:
+    return "" if gain is None else f"{gain.percent:+.1f} %\n[{gain.low:+.1f}, {gain.high:+.1f}]"

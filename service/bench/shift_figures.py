@@ -1,7 +1,7 @@
 """What the turns of a shift benchmark say, as figures and as a picture."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,9 @@ from service.bench.shift_play import PLAIN, Counts, Noted, Played, Stream
 _RECOVERED = 0.9
 _RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)
+_REPORTED = ("training_seconds", "updates_head", "updates_full", "publishes", "refusals", "rollbacks")
+
+_Rate = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +62,6 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShiftRow:
-    """One window of one policy."""
-
-    policy: str
-    window: int
-    phase: str
-    first_query: int
-    queries: int
-    tau: float
-    tokens_per_second: float  # net: all seconds of its turns, training included
-    engine_tokens_per_second: float  # without waiting until training stood still
-    training_seconds: float
-    updates_head: int
-    updates_full: int
-    publishes: int
-    refusals: int
-    rollbacks: int
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySummary:
     """One policy over the whole stream; `before` is its first phase and `after` its last."""
 
@@ -115,9 +95,22 @@ def windows_of(played: Sequence[Played]) -> list[Window]:
     return [Window(tuple(turn for turn in played if turn.turn.window == number)) for number in numbers]
 
 
-def rows_of(policy: str, windows: Sequence[Window], stream: Stream) -> list[ShiftRow]:
+def rows_of(policy: str, windows: Sequence[Window], stream: Stream) -> list[dict[str, object]]:
     """The windows as they are reported."""
-    return [_row(policy, window, stream.phases[window.phase].name) for window in windows]
+    return [
+        {
+            "policy": policy,
+            "window": window.number,
+            "phase": stream.phases[window.phase].name,
+            "first_query": window.first,
+            "queries": window.num_queries,
+            "tau": window.tau,
+            "tokens_per_second": net_speed(window.played),  # all seconds of its turns, training included
+            "engine_tokens_per_second": engine_speed(window.played),  # without waiting until training stood still
+            **{name: getattr(window.counts, name) for name in _REPORTED},
+        }
+        for window in windows
+    ]
 
 
 def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream, *, seed: int) -> PolicySummary:
@@ -151,28 +144,51 @@ def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream
 
 def tau_of(played: Iterable[Played]) -> float:
     """Mean emitted tokens per verify; 1 without any."""
-    queries = [query for turn in played for query in turn.queries]
-    return 1 + sum(query.accepted for query in queries) / max(1, sum(query.verifies for query in queries))
+    emitted, verifies = np.sum([(0, 0), *map(_emitted, played)], axis=0).tolist()
+    return emitted / verifies if verifies else 1.0
 
 
-def net_speed(played: Iterable[Played]) -> float:
+def net_speed(played: Sequence[Played]) -> float:
     """Tokens per second of the turns, training included."""
-    return _speed(played, lambda turn: turn.net_seconds)
+    return sum(turn.num_tokens for turn in played) / sum(turn.net_seconds for turn in played)
 
 
-def engine_speed(played: Iterable[Played]) -> float:
+def engine_speed(played: Sequence[Played]) -> float:
     """Tokens per second until each turn's last answer."""
-    return _speed(played, lambda turn: turn.engine_seconds)
+    return sum(turn.num_tokens for turn in played) / sum(turn.engine_seconds for turn in played)
 
 
 def net_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Gain:
     """How much faster, training included."""
-    return _paired_gain(mine, plain, lambda turn: (turn.num_tokens, turn.net_seconds), seed)
+    return _paired_gain(
+        *([(turn.num_tokens, turn.net_seconds) for turn in turns] for turns in (mine, plain)), seed=seed
+    )
 
 
 def tau_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Gain:
     """How much more is emitted per verify."""
-    return _paired_gain(mine, plain, _emitted_and_verifies, seed)
+    return _paired_gain(list(map(_emitted, mine)), list(map(_emitted, plain)), seed=seed)
+
+
+def _paired_gain(mine: Sequence[_Rate], plain: Sequence[_Rate], *, seed: int) -> Gain:
+    """By tokens of a turn and the seconds or verifies they took; turns of the same queries are drawn together (paired
+    bootstrap)."""
+    table = np.concatenate([np.array(mine, float).T, np.array(plain, float).T])  # [tokens, units, plain ones; turns]
+    drawn = np.random.default_rng(seed).integers(len(mine), size=(_RESAMPLES, len(mine)))
+    low, high = np.percentile(_percent(table[:, drawn].sum(-1)), _INTERVAL)
+    return Gain(float(_percent(table.sum(-1))), float(low), float(high))
+
+
+def _percent(sums: np.ndarray) -> np.ndarray:  # [4, ...] -> [...]
+    tokens, units, plain_tokens, plain_units = sums
+    percent: np.ndarray = 100 * (tokens / units * plain_units / plain_tokens - 1)
+    return percent
+
+
+def _emitted(turn: Played) -> _Rate:
+    """Emitted tokens and verifies."""
+    verifies = sum(query.verifies for query in turn.queries)
+    return verifies + sum(query.accepted for query in turn.queries), verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,60 +224,12 @@ def json_event(noted: Noted) -> dict[str, object]:
     return {"query": noted.query, **asdict(noted.event), "numbers": numbers}
 
 
-def _row(policy: str, window: Window, phase: str) -> ShiftRow:
-    counts = window.counts
-    return ShiftRow(
-        policy=policy,
-        window=window.number,
-        phase=phase,
-        first_query=window.first,
-        queries=window.num_queries,
-        tau=window.tau,
-        tokens_per_second=net_speed(window.played),
-        engine_tokens_per_second=engine_speed(window.played),
-        training_seconds=counts.training_seconds,
-        updates_head=counts.updates_head,
-        updates_full=counts.updates_full,
-        publishes=counts.publishes,
-        refusals=counts.refusals,
-        rollbacks=counts.rollbacks,
-    )
-
-
 def _phase(played: Sequence[Played], phase: int) -> list[Played]:
     return [turn for turn in played if turn.turn.phase == phase]
 
 
 def _new_windows(played: Sequence[Played], stream: Stream) -> list[Window]:
     return [window for window in windows_of(played) if window.first >= stream.new_from]
-
-
-def _speed(played: Iterable[Played], seconds: Callable[[Played], float]) -> float:
-    played = list(played)
-    return sum(turn.num_tokens for turn in played) / sum(map(seconds, played))
-
-
-def _emitted_and_verifies(turn: Played) -> tuple[int, int]:
-    verifies = sum(query.verifies for query in turn.queries)
-    return verifies + sum(query.accepted for query in turn.queries), verifies
-
-
-def _paired_gain(
-    mine: Sequence[Played], plain: Sequence[Played], rate: Callable[[Played], tuple[float, float]], seed: int
-) -> Gain:
-    """By tokens of a turn and the seconds or verifies they took; turns of the same queries are drawn together (paired
-    bootstrap)."""
-    pairs = [(*rate(ours), *rate(theirs)) for ours, theirs in zip(mine, plain, strict=True)]
-    table = np.array(pairs, dtype=float).T  # [tokens, units, plain tokens, plain units; turns]
-    drawn = np.random.default_rng(seed).integers(len(mine), size=(_RESAMPLES, len(mine)))
-    low, high = np.percentile(_percent(table[:, drawn].sum(-1)), _INTERVAL)
-    return Gain(float(_percent(table.sum(-1))), float(low), float(high))
-
-
-def _percent(sums: np.ndarray) -> np.ndarray:  # [4, ...] -> [...]
-    tokens, units, plain_tokens, plain_units = sums
-    percent: np.ndarray = 100 * (tokens / units * plain_units / plain_tokens - 1)
-    return percent
 
 
 def _quantiles(values: Sequence[float], percents: tuple[int, ...]) -> tuple[float, ...]:

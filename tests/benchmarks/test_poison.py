@@ -200,9 +200,9 @@ def test_every_differing_token_of_honest_clients_counts() -> None:
 
 def test_rows_are_windows_with_what_learning_did() -> None:
     rows = rows_of("attacked", [with_answers(turn, 4, 0) for turn in HONEST], {2: 3}, STREAM)
-    assert [row.hostile_queries for row in rows] == [0, 0, 3, 0, 0, 0, 0, 0]
-    assert [row.phase for row in rows] == ["before"] * 4 + ["burst"] * 2 + ["after"] * 2
-    as_json = json.loads(json.dumps(rows[1].as_json(), allow_nan=False))
+    assert [row["hostile_queries"] for row in rows] == [0, 0, 3, 0, 0, 0, 0, 0]
+    assert [row["phase"] for row in rows] == ["before"] * 4 + ["burst"] * 2 + ["after"] * 2
+    as_json = json.loads(json.dumps(rows[1], allow_nan=False))
     assert (as_json["run"], as_json["first_query"], as_json["queries"], as_json["tau"]) == ("attacked", 5, 5, 2.0)
     assert (as_json["over_share"], as_json["publishes"]) == (1, 0)
 
