@@ -3,14 +3,14 @@
 AdaptreeError
 ├── StartupError            the server cannot start as configured; the message names the setting and the fix
 └── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
-    ├── InvalidRequest      400, `param` names the field
-    ├── Unauthorized        401
-    ├── Forbidden           403
-    ├── NotFound            404
-    ├── RequestTimeout      408
+    ├── InvalidRequest      400, a field has a value that cannot be honoured; `param` names it
+    ├── Unauthorized        401, no key or a wrong one
+    ├── Forbidden           403, it comes from, or is meant for, a host that is not allowed
+    ├── NotFound            404, no such model or route
+    ├── RequestTimeout      408, headers or body did not arrive in time
     ├── RequestTooLarge     413
     ├── QueueFull           429 with Retry-After
-    ├── EngineFailure       500
+    ├── EngineFailure       500, the engine stopped on an internal error
     └── NotReady            503 with Retry-After, while loading or draining
 """
 
@@ -42,57 +42,39 @@ class RequestError(AdaptreeError):
 
 
 class InvalidRequest(RequestError):
-    """A field has a value that cannot be honoured; `param` names it."""
-
     status = 400
 
 
 class Unauthorized(RequestError):
-    """No key, or a wrong one."""
-
     status = 401
 
 
 class Forbidden(RequestError):
-    """It comes from, or is meant for, a host that is not allowed."""
-
     status = 403
 
 
 class NotFound(RequestError):
-    """No such model or route."""
-
     status = 404
 
 
 class RequestTimeout(RequestError):
-    """Headers or body did not arrive in time."""
-
     status = 408
 
 
 class RequestTooLarge(RequestError):
-    """The body is larger than the configured limit."""
-
     status = 413
 
 
 class QueueFull(RequestError):
-    """Too many requests are waiting."""
-
     status = 429
     kind = "rate_limit_error"
 
 
 class EngineFailure(RequestError):
-    """The engine stopped on an internal error."""
-
     status = 500
     kind = "server_error"
 
 
 class NotReady(RequestError):
-    """The model is loading, or the server is draining."""
-
     status = 503
     kind = "server_error"

@@ -63,7 +63,7 @@ class Moment:
     running: int
     waiting: int
     slots_used_share: float
-    learning: AdaptationStatus | None  # as last told, without its events; None: nobody learns
+    learning: AdaptationStatus | None  # as last observed, without its events; None: nobody learns
     events: tuple[SeenEvent, ...]
 
     @property

@@ -347,7 +347,7 @@ def _start(served: Served, deliver: Callable[[list[SequenceOutput]], None]) -> N
 
 
 def _stop(served: Served) -> None:
-    """The engine first: what it tells of its last queries is still heard."""
+    """The engine first: its last queries are still observed."""
     served.engine.stop()
     if served.adaptation is not None:
         served.adaptation.stop()

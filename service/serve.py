@@ -142,7 +142,7 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
 
 
 def telling(*observers: Metrics | Live) -> Observe:
-    """What the engine's thread calls after each step: all of them hear of it."""
+    """What the engine's thread calls after each step: every observer sees it."""
 
     def observe(report: StepReport, load: LoadStats) -> None:
         for observer in observers:

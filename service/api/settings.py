@@ -1,4 +1,4 @@
-"""What the HTTP side is told by whoever builds it, and what its routes share."""
+"""Limits and keys of the HTTP interface, and what its routes share."""
 
 import hashlib
 import logging
