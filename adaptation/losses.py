@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from adaptation.vocabulary import Rows
 from drafters.feedback import DraftLabels
-from drafters.specblock.features import rank_class, rank_features
+from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward

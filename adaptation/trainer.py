@@ -31,8 +31,8 @@ from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
 from adaptation.vocabulary import Rows
 from drafters.feedback import DraftLabels
+from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import HEADS, Embed, SpecBlock
-from drafters.specblock.weights import weights_of, write_weights
 from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops

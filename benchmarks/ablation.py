@@ -13,7 +13,7 @@ from benchmarks.anatomy import Share, anatomy_of, observe_variant
 from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights
-from drafters.specblock.policies import POLICIES
+from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.generate import Run, tau, tokens_per_second

@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.registry import TRAINED, TrainedWeights
 from drafters.specblock.config import RANK_CLASSES
-from drafters.specblock.features import CLASS_OF_RANK
+from drafters.specblock.heads import CLASS_OF_RANK
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.generate import generate

@@ -12,8 +12,8 @@ from drafters.protocol import Committed, DraftContext, Drafter, Noise, Untrained
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.specblock.growth import POLICIES
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.policies import POLICIES
 from drafters.specblock.recording import Recorder
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture

@@ -26,10 +26,9 @@ from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError
+from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.recording import BlockRecorder
-from drafters.specblock.weights import weights_of
 from service.assembly import Assembly, choose_drafter, device_of
 from service.config import ServiceConfig
 from service.engine import trained

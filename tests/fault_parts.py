@@ -20,7 +20,7 @@ from adaptation.policy import Arm
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from service.adaptive import Adaptive
 from service.assembly import Assembly
 from service.bench.generate import generate

@@ -19,9 +19,9 @@ from adaptation.samples import training_sample
 from adaptation.weights import in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import weights_of
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig

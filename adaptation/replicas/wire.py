@@ -30,7 +30,7 @@ from adaptation.records import Damaged, Refused
 from adaptation.replicas.redis_store import QueryMessage
 from adaptation.trainer import all_finite
 from drafters.feedback import DraftLabels, Query, QueryFeedback
-from drafters.specblock.weights import VOCABULARY, names_tokens
+from drafters.specblock.checkpoint import VOCABULARY, names_tokens
 
 Kind = Literal["query", "version", "state"]
 Secret = bytes | None

@@ -16,10 +16,9 @@ from drafters import merging
 from drafters.protocol import Noise
 from drafters.specblock.calibration import Calibration
 from drafters.specblock.fates import Fates
-from drafters.specblock.growth import Lattice, Origin, Picked
+from drafters.specblock.growth import Lattice, Origin, Picked, Policy
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.policies import Policy
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import Recorder
 from drafters.specblock.serving import BlockForward, LiveRows, Reach, Window

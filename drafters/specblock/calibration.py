@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import RankOutcomes
-from drafters.specblock.features import CLASS_NAMES, CLASS_OF_RANK
+from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
 
 _PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
 _DECAY = 0.998  # per step: memory of about 500 steps

@@ -2,7 +2,8 @@
 SpecBlock weights (`input_layer.*`, `layers.N.*`, `shift_proj.N`, `norm`, `lm_head`, `rank_head.0 / .2`, `t2d`, `d2t`).
 
 A head that is the target's own, row by row, is not stored again. Whatever does not fit the target is refused with
-what to do; nothing is loaded in part. Raises DrafterError.
+what to do; nothing is loaded in part. Raises DrafterError. Also the weights of a drafter by name, so that they can be
+compared, sent and written back as a whole.
 """
 
 import hashlib
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import names_tokens
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+VOCABULARY = "d2t"
+"""The name of the one that is no parameter: [draft_vocab] int64, target ids."""
 _FORMAT = 1
 
 
@@ -154,3 +156,22 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
 def _published(name: str) -> str:
     """The published name of one of our parameters."""
     return name.removeprefix("decoder.")
+
+
+def weights_of(model: SpecBlock) -> dict[str, Tensor]:
+    """The tensors themselves, by name; to be asked before linear layers are packed."""
+    return {name: value.detach() for name, value in model.named_parameters()} | {VOCABULARY: model.d2t}
+
+
+def names_tokens(vocabulary: Tensor, target_vocab: int) -> bool:
+    """Whether every entry is one of the target's tokens, and none is there twice."""
+    inside = (vocabulary >= 0) & (vocabulary < target_vocab)
+    return bool(inside.all()) and vocabulary.unique().shape == vocabulary.shape
+
+
+@torch.no_grad()
+def write_weights(model: SpecBlock, weights: Mapping[str, Tensor]) -> None:
+    """In place, all of them, whatever type and device they come in."""
+    for name, value in model.named_parameters():
+        value.copy_(weights[name])
+    model.set_vocabulary(weights[VOCABULARY].to(model.d2t.device))

@@ -12,13 +12,12 @@ from torch import Tensor
 from drafters import readback
 from drafters.gating import BlockGate
 from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
-from drafters.specblock.backlog import Backlog
 from drafters.specblock.blocks import Blocks, GrowingTrees, Keys, Sizes, TreeRunners, TreeShape
 from drafters.specblock.calibration import Calibration
 from drafters.specblock.fates import Fates
+from drafters.specblock.growth import Policy
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.policies import Policy
-from drafters.specblock.pool import ROOM, Entries, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import NoRecorder, Recorder
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading

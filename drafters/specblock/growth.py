@@ -1,17 +1,37 @@
 """Grows one draft tree per sequence from block forwards: nodes, their survival, and where the next blocks start.
 
 A block's first ranks form its spine; the other ranks hang beside it as leaves. Blocks after the first start at the
-nodes most likely to be reached and not yet continued. All tensors, no node is an object.
-Legend: batch, starts = blocks begun at once, block = K, rank = features.TOP, nodes = starts * block * rank.
+nodes most likely to be reached and not yet continued. Policies say which ranks become candidates, and how likely each
+is given its parent:
+
+    best_first  every rank the rank head believes in, by survival (the default)
+    rank        the paper's maps: the rank head's class at a position sets how many ranks are kept (appendix B)
+    uniform     the same number of ranks at every position, likelihood from draft probabilities
+
+Legend: batch, starts = blocks begun at once, block = K, rank = TOP, nodes = starts * block * rank.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from drafters.specblock.config import RANK_CLASSES
+from drafters.specblock.heads import CLASS_OF_RANK, BlockOdds
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from kernels.rank_features import TOP
+
+_CEILING = 0.98
+"""Below 1, so that survival falls strictly along every path."""
+
+Policy = Callable[[BlockOdds], Tensor]
+"""Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
+
+RANK_MAPS = {"rank": (2, 4, 10, 0), "rank_narrow": (2, 4, 6, 4)}
+_UNIFORM_WIDTH = 4
 
 
 class Origin(NamedTuple):
@@ -92,3 +112,44 @@ class Lattice:
             start=start,
             position=position,
         )
+
+
+def best_first(odds: BlockOdds) -> Tensor:
+    """Class probabilities spread over the ranks of each class by draft probability (design: candidates)."""
+    members = _members(odds.draft.device)
+    mass = (odds.draft @ members).clamp(min=1e-9)  # [..., block, 4]
+    spread: Tensor = odds.draft * ((odds.classes / mass) @ members.T)
+    return spread.clamp(max=_CEILING)
+
+
+@cache
+def _members(device: torch.device) -> Tensor:
+    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
+    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), RANK_CLASSES).float()
+
+
+def ranked(widths: tuple[int, ...]) -> Policy:
+    """Keep as many ranks as the likeliest class says; a width of 0 ends the block there."""
+
+    @cache
+    def table(device: torch.device) -> Tensor:
+        return torch.tensor(widths, device=device)
+
+    def policy(odds: BlockOdds) -> Tensor:
+        width = table(odds.draft.device)[odds.classes.argmax(-1)]
+        return best_first(odds) * (torch.arange(TOP, device=odds.draft.device) < width[..., None])
+
+    return policy
+
+
+def uniform(odds: BlockOdds) -> Tensor:
+    """The first few ranks everywhere."""
+    return odds.draft.clamp(max=_CEILING) * (torch.arange(TOP, device=odds.draft.device) < _UNIFORM_WIDTH)
+
+
+POLICIES: dict[str, Policy] = {
+    "best_first": best_first,
+    "rank": ranked(RANK_MAPS["rank"]),
+    "rank_narrow": ranked(RANK_MAPS["rank_narrow"]),
+    "uniform": uniform,
+}

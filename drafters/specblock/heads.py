@@ -1,8 +1,10 @@
 """From a block's states to candidate tokens and their odds: draft head, sampling noise, rank head.
 
 At T > 0 tokens are ranked by log q / T + g, with the noise g of the very position the target will sample with
-(coupled drafting), so that a drafter close to the target proposes the token the noise will select.
-Legend: batch, starts, block = K, draft_vocab, rank = features.TOP.
+(coupled drafting), so that a drafter close to the target proposes the token the noise will select. The rank head sees
+features of the same scores, and predicts the class of the target's token among them (SpecBlock appendix B).
+Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab] are log-probabilities, or at a
+temperature T > 0 log-probabilities / T plus the noise of the position.
 """
 
 from dataclasses import dataclass
@@ -12,10 +14,22 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Noise
-from drafters.specblock.features import rank_features
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.policies import BlockOdds
 from kernels import ops
+
+CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
+"""Class of ranks 1..10; the last class, beyond, is 3."""
+
+CLASS_NAMES = ("1", "2-4", "5-10")
+"""Ranks of the classes that hold candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOdds:
+    """What the heads say of each position of a block."""
+
+    draft: Tensor  # [..., block, rank] draft probability of ranks 1..10
+    classes: Tensor  # [..., block, 4] probability of each rank class
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +74,19 @@ def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) 
     classes = model.rank_logits(states, features).softmax(-1)
     odds = BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
     return Proposal(model.d2t[ids], odds, logprobs)
+
+
+def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The 15 features and the draft ids of ranks 1..10.
+
+    Top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the entropy.
+    scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64
+    """
+    return ops.on(scores.device).rank_features(scores)
+
+
+def rank_class(ids: Tensor, token: Tensor) -> Tensor:
+    """Class of a token by its rank. # ids [..., 10] draft ids by rank, token [...] draft id or -1 -> [...] int64"""
+    found = ids == token[..., None]
+    classes = torch.tensor(CLASS_OF_RANK, device=ids.device)
+    return torch.where(found.any(-1), (found * classes).sum(-1), 3)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from drafters.specblock.config import RANK_CLASSES, SpecBlockConfig
-from drafters.specblock.features import NUM_FEATURES
+from kernels.rank_features import NUM_FEATURES
 
 ATTENTION_NAME = "adaptree_draft"
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")

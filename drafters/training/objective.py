@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from drafters.specblock.features import TOP, rank_class, rank_features
+from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
+from kernels.rank_features import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
 _SMALLEST = torch.finfo(torch.float32).tiny

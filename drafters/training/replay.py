@@ -16,8 +16,8 @@ from drafters import merging
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.specblock.growth import best_first
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.policies import best_first
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult

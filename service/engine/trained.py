@@ -11,9 +11,8 @@ from torch.nn.functional import embedding
 import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError
+from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.weights import VOCABULARY, weights_of
 from service.engine import linear
 from service.engine.linear import repacking
 from service.engine.weights import EMBEDDED_NAME, LoadedModel

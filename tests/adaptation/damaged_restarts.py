@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from adaptation.gate import Gate
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.damage import Damage, all_files, snapshot_files
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback

@@ -17,8 +17,8 @@ from adaptation.records import Event
 from adaptation.samples import TrainingSample, training_sample
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table

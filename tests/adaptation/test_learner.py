@@ -14,7 +14,7 @@ from adaptation.config import PolicyName
 from adaptation.gate import GateDecision, GateReason
 from adaptation.records import NotStored
 from adaptation.samples import ValidationText
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 

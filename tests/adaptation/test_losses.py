@@ -8,7 +8,7 @@ from torch.nn.functional import kl_div
 from adaptation.losses import Drift, TextDivergence, anchor_divergence, rank_loss
 from adaptation.samples import example_of
 from adaptation.vocabulary import untrained_rows
-from drafters.specblock.features import rank_features
+from drafters.specblock.heads import rank_features
 from drafters.training.corpus import Batch, Example
 from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback
 from tests.tiny_models import VOCAB_SIZE

@@ -14,7 +14,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.process import Train, TrainingProcess
 from adaptation.records import TrainingLost
 from adaptation.trainer import UpdateReport
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 

@@ -13,8 +13,8 @@ from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import untrained_rows
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import HEADS, SpecBlock
-from drafters.specblock.weights import weights_of
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary

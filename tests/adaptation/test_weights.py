@@ -12,8 +12,8 @@ from adaptation.checkpoint import SnapshotRing, folder_name
 from adaptation.records import Damaged, NotStored
 from adaptation.samples import example_of
 from adaptation.weights import DrafterWeights, in_place
+from drafters.specblock.checkpoint import VOCABULARY, weights_of
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import VOCABULARY, weights_of
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same

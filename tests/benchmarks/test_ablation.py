@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import ablation
 from benchmarks.ablation import ABLATIONS, config_for, measure_variants, refuse_impossible, variants_of
-from drafters.specblock.policies import POLICIES
+from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly
 from service.bench.prompts import PromptSet
 from service.bench.speed import Measure
@@ -116,7 +116,7 @@ def test_the_command_writes_a_row_per_variant(
     arguments += ["--temperature", 0, "--temperature", 1, "--ablation-nodes", 5, "--observe", 1]
     code, output = run(*arguments)
     assert code == 0, output
-    assert "growth beam" in output
+    assert "growth uniform" in output
     report = json.loads(out.read_text())
     assert len(report["rows"]) == 2 * len(POLICIES) + 1
     assert report["summary"] == {"variants": len(POLICIES) + 1, "nodes": 5, "mismatched_tokens": 0}

@@ -21,8 +21,8 @@ from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import weights_of
 from service.bench.generate import generate
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests, practised

@@ -18,8 +18,8 @@ from adaptation.replicas.redis_store import MAX_QUERIES
 from adaptation.replicas.wire import QueryShape
 from adaptation.weights import DrafterWeights, in_place
 from adaptation.worker import Worker
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
-from drafters.specblock.weights import weights_of
 from drafters.training.corpus import TOP
 from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback, vocabulary
 from tests.adaptation.worlds import Clock

@@ -13,7 +13,7 @@ from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.exchange import Exchange, LearnsByRole, LocalOnly, Role
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
 from tests.adaptation.samples import bench, drafter, feedback

@@ -8,7 +8,7 @@ import pytest
 from adaptation.records import Refused
 from adaptation.replicas.follower import UNKNOWN, ServedWeights, VersionState
 from adaptation.replicas.wire import VersionRecord, sign, weights_from_bytes
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import bench, drafter
 from tests.tiny_models import VOCAB_SIZE

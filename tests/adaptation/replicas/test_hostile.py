@@ -12,7 +12,7 @@ import torch
 
 from adaptation.replicas.redis_store import CHUNK_BYTES
 from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, fingerprint, member, until
 from tests.adaptation.samples import drafter, feedback

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback
 

@@ -19,7 +19,7 @@ from adaptation.records import Refused
 from adaptation.replicas.redis_store import QueryMessage
 from adaptation.replicas.wire import QueryCodec, Secret, sign, verify, weights_from_bytes, weights_to_bytes
 from drafters.feedback import DraftLabels, QueryFeedback
-from drafters.specblock.weights import VOCABULARY, weights_of
+from drafters.specblock.checkpoint import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE
 from tests.adaptation.samples import drafter, feedback

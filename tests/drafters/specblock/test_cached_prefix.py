@@ -9,7 +9,7 @@ import torch
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.policies import best_first
+from drafters.specblock.growth import best_first
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
 

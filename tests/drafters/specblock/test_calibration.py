@@ -3,7 +3,8 @@
 import torch
 
 from drafters.specblock.calibration import Calibration
-from drafters.specblock.features import CLASS_NAMES, CLASS_OF_RANK, TOP
+from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
+from kernels.rank_features import TOP
 
 
 def test_nothing_is_corrected_before_anything_is_known() -> None:

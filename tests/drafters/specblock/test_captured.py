@@ -9,7 +9,7 @@ from torch import Tensor
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.policies import best_first
+from drafters.specblock.growth import best_first
 from drafters.specblock.recording import NoRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture

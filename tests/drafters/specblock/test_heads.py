@@ -3,10 +3,10 @@
 import torch
 
 from drafters.protocol import Noise
-from drafters.specblock.features import CLASS_OF_RANK, TOP, rank_class, rank_features
-from drafters.specblock.heads import TreeNoise, propose
-from drafters.specblock.policies import POLICIES, BlockOdds, best_first
+from drafters.specblock.growth import POLICIES, best_first
+from drafters.specblock.heads import CLASS_OF_RANK, BlockOdds, TreeNoise, propose, rank_class, rank_features
 from kernels import ops
+from kernels.rank_features import TOP
 from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
@@ -71,13 +71,6 @@ def test_widths_follow_the_likeliest_class() -> None:
     odds = BlockOdds(draft[:, None], classes)
     widths = {name: (POLICIES[name](odds) > 0).sum(-1)[:, 0].tolist() for name in ("rank", "rank_narrow", "uniform")}
     assert widths == {"rank": [2, 4, 10, 0], "rank_narrow": [2, 4, 6, 4], "uniform": [4, 4, 4, 4]}
-
-
-def test_salf_ends_a_block_that_promises_too_little() -> None:
-    draft = torch.full((3, TOP), 0.1)
-    classes = torch.tensor([[0.9, 0.05, 0.03, 0.02], [0.05, 0.9, 0.03, 0.02], [0.9, 0.05, 0.03, 0.02]])
-    kept = POLICIES["salf"](BlockOdds(draft, classes)) > 0
-    assert kept.any(-1).tolist() == [True, False, False]
 
 
 def test_at_temperature_zero_noise_plays_no_part() -> None:

@@ -55,7 +55,7 @@ def test_a_dummy_is_served_with_a_random_drafter(tmp_path: Path) -> None:
     assembly = assemble(config, graphs=True)
     assert assembly.drafter_name == "specblock"
     assert assembly.numerics == "exact"
-    assert "replayed" in start_up_line(assembly)
+    assert "steps captured" in start_up_line(assembly)
     asked = request("a", assembly.tokenizer.encode("so it is"), greedy(12))
     drafted = generate(assembly.engine(), asked)["a", 0]
     plain = generate(assembly.engine(assembly.drafter("none")), asked)["a", 0]

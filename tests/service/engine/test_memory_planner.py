@@ -12,7 +12,7 @@ from adaptation.trainer import Trainer
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
-from drafters.specblock.weights import weights_of
+from drafters.specblock.checkpoint import weights_of
 from service.config import GIB
 from service.engine.build import EngineLimits
 from service.engine.kv_pool import KVShape
