@@ -35,6 +35,7 @@ class Feed:
         self._changed = asyncio.Condition()
         self._number = 0
         self._frame = b""
+        self._ends = False  # with this frame
         self._asking: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -54,15 +55,15 @@ class Feed:
         seen = self._number
         yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
         while True:
-            seen, newest = await self._newer_than(seen)
+            seen, newest, ends = await self._newer_than(seen)
             yield newest
-            if self._runtime.state == "draining":
+            if ends:
                 return
 
-    async def _newer_than(self, seen: int) -> tuple[int, bytes]:
+    async def _newer_than(self, seen: int) -> tuple[int, bytes, bool]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > seen)
-            return self._number, self._frame
+            return self._number, self._frame, self._ends
 
     async def _run(self) -> None:
         while True:
@@ -71,7 +72,8 @@ class Feed:
             # Nothing is waited for in here, so that no reader finds a moment in the past and then gets it once more.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
-                self._frame = frame({"state": self._runtime.state, **moment})
+                state = self._runtime.state
+                self._frame, self._ends = frame({"state": state, **moment}), state == "draining"
                 self._number += 1
                 self._changed.notify_all()
 
