@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import monotonic
-from typing import Literal
 
 import torch
 
@@ -34,8 +32,6 @@ from service.engine.stats import StepStats
 from service.engine.streams import serving
 from service.errors import StartupError
 
-Verdict = Literal["met", "missed", "not measured", "not judged"]
-
 
 class NotMeasured(Exception):
     """What a section was to measure did not happen; the message says what did."""
@@ -56,56 +52,6 @@ class Figure:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a figure shall be."""
-
-    what: str
-    section: str
-    name: str
-    holds: Callable[[float], bool]
-    of_large: bool = False  # judged by large models alone, whose weights are random
-
-
-AIMS = (
-    Aim("large plain decode at batch 1 is at 80 % of its floor", "decode", "share of floor", lambda v: v >= 0.8, True),
-    Aim("host and glue take at most 10 % of a large step", "decode", "share outside kernels", lambda v: v <= 0.1, True),
-    Aim("drafting takes at most 16 % of a large step", "drafter", "share of a step", lambda v: v <= 0.16, True),
-    Aim("speculation is 2.5 times plain decode", "speed", "decode speedup at T=0", lambda v: v >= 2.5),
-    Aim("training beside costs at most 10 % of tokens/s", "training", "loss of tokens/s", lambda v: v <= 0.1),
-    Aim("no token differs", "exactness", "mismatched tokens", lambda v: v == 0),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """An aim and what became of it."""
-
-    what: str
-    verdict: Verdict
-    value: float | None
-
-
-def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
-    """Every aim against its worst figure; a rehearsal is not judged, but for exactness."""
-    return [_judged(aim, [figure.value for figure in figures if _concerns(aim, figure)], for_real) for aim in AIMS]
-
-
-def _concerns(aim: Aim, figure: Figure) -> bool:
-    is_meant = (figure.section, figure.name) == (aim.section, aim.name)
-    return is_meant and (figure.costs_only or not aim.of_large)
-
-
-def _judged(aim: Aim, values: Sequence[float], for_real: bool) -> Judged:
-    if not values:
-        return Judged(aim.what, "not measured", None)
-    failing = [value for value in values if not aim.holds(value)]
-    value = failing[0] if failing else values[0]
-    if not for_real and aim.section != "exactness":
-        return Judged(aim.what, "not judged", value)
-    return Judged(aim.what, "missed" if failing else "met", value)
-
-
 _DRY: dict[str, object] = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "threads": 1}
 
 
@@ -118,7 +64,6 @@ class Plan:
     large: tuple[str, ...]  # random weights
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
-    kernel_batches: tuple[int, ...]
     concurrencies: tuple[int, ...]
     repeats: int
     copied_bytes: int
@@ -137,7 +82,6 @@ FULL = Plan(
     large=("llama-3.1-8b", "qwen3-8b"),
     rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     contexts=(256, 2048),
-    kernel_batches=(1, 8),
     concurrencies=(1, 4, 16, 32),
     repeats=20,
     copied_bytes=1 << 30,
@@ -155,7 +99,6 @@ DRY = Plan(
     large=("tiny",),
     rows=(1, 16),
     contexts=(32,),
-    kernel_batches=(2,),
     concurrencies=(2,),
     repeats=1,
     copied_bytes=1 << 20,
@@ -177,9 +120,8 @@ def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
 
 def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
     """Random weights of that shape, with a random drafter of two blocks."""
-    longest = max(plan.contexts) + 512
     sizes = {
-        "max_model_len": longest,
+        "max_model_len": max(plan.contexts) + 512,
         "max_sequences": 8 if plan.for_real else 2,
         "kv_cache": "8GiB" if plan.for_real else "100MiB",
     }
@@ -365,8 +307,9 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         row = measure_set(prompts, contestants, measure)
         at: dict[str, int | float | str] = {"temperature": temperature, "model": assembly.config.model}
         name = f"at T={temperature:g}"
-        yield Figure("speed", f"plain decode {name}", row.plain_decode_tokens_per_second, "tokens/s", at)
-        yield Figure("speed", f"speculative decode {name}", row.speculative_decode_tokens_per_second, "tokens/s", at)
+        speeds = {"plain": row.plain_decode_tokens_per_second, "speculative": row.speculative_decode_tokens_per_second}
+        for contestant, speed in speeds.items():
+            yield Figure("speed", f"{contestant} decode {name}", speed, "tokens/s", at)
         yield Figure("speed", f"decode speedup {name}", row.decode_speedup, "times", at)
         yield Figure("speed", f"tau {name}", row.tau, "tokens", at)
         yield Figure("exactness", "mismatched tokens", row.mismatched_tokens, "tokens", at)
@@ -470,9 +413,9 @@ def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int)
 
 def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> Beside:
     """All requests at least once, and again while updates are wanted and patience lasts."""
-    before, start = _made(adaptive), monotonic()
+    before, start = _made(adaptive), time.monotonic()
     runs = [serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests)]
-    while _made(adaptive) - before < updates and monotonic() - start < plan.patience_seconds:
+    while _made(adaptive) - before < updates and time.monotonic() - start < plan.patience_seconds:
         runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
     return Beside(tuple(runs), _made(adaptive) - before)
 
@@ -485,9 +428,7 @@ def _made(adaptive: Adaptive) -> int:
 def _learning(assembly: Assembly, config: AdaptationConfig) -> Iterator[tuple[Adaptive, Counter[str]]]:
     """A learner at work, and what it tells: how often which event had which reason."""
     told: Counter[str] = Counter()
-    budget = FixedBudget(
-        min(_TRAINING_NODES, assembly.limits.max_budget)
-    )  # nothing can be learnt where nothing is drafted
+    budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # nothing is learnt where nothing is drafted
 
     def tell(event: Event) -> None:
         told[f"{event.kind}: {event.reason}"] += 1

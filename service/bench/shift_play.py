@@ -14,10 +14,8 @@ from threading import Lock
 from typing import Final, Protocol
 
 from adaptation.config import PolicyName
-from adaptation.process import TrainingProcess
 from adaptation.records import AdaptationStatus, Event
 from adaptation.trainer import UpdateReport
-from adaptation.worker import Loop
 from drafters.feedback import QueryFeedback
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
@@ -33,6 +31,10 @@ PLAIN: Final = "never"
 
 _PATIENCE_SECONDS = 900.0
 _GLANCE_SECONDS = 0.002
+_WARM_UP_TOKENS = 16
+_WINDOWS = 24  # of the whole stream, about: enough to see a course, few enough that each says something
+
+Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,55 +137,21 @@ class Nobody:
 
 
 class Learning:
-    """The learning thread of an engine that learns while it serves. It takes the engine's learning over for good."""
+    """The learning thread of an engine that learns while it serves, held still between turns. It takes the engine's
+    learning over for good: it is what that thread runs.
+    """
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
-        self._held = _Held(adaptive.worker.loop, adaptive.process)
-        adaptive.worker.loop = self._held
-        if adaptive.process is not None:
-            adaptive.process.before_asking = self._held.stand
+        self._loop = adaptive.worker.loop
+        self._process = adaptive.process
+        self._free, self._standing = Signal(), Signal()
+        self._free.set()
+        adaptive.worker.loop = self
+        if self._process is not None:
+            self._process.before_asking = self.stand
         adaptive.start()
         self.hold()
-
-    def go_on(self) -> None:
-        self._held.go_on()
-
-    def hold(self) -> None:
-        """Waits for the step or the replay that is under way, unless another process does it. Raises StartupError."""
-        worker = self._adaptive.worker
-        asked = worker.ask(lambda: None)  # an idle thread would look for what is due twice a second only
-        if not self._held.hold(_PATIENCE_SECONDS):
-            raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
-        asked.cancel()
-
-    def counts(self) -> Counts:
-        return Counts.of(self._adaptive.overview.status(self._adaptive.worker))  # not by the thread: it stands
-
-    def close(self) -> None:
-        self._held.go_on()
-        self._adaptive.stop()
-
-
-class _Held:
-    """What a learning thread runs, as long as nobody holds it."""
-
-    def __init__(self, loop: Loop, process: TrainingProcess | None) -> None:
-        self._loop = loop
-        self._process = process
-        self._free = Signal()
-        self._free.set()
-        self._standing = Signal()
-
-    def hold(self, timeout_seconds: float) -> bool:
-        """Let the thread stand still, or wait for a process that does; True once it does. Not to be called twice
-        without `go_on`."""
-        self._free.clear()
-        deadline = time.monotonic() + timeout_seconds
-        while not (self._freezes_process() or self._standing.wait(_GLANCE_SECONDS)):
-            if time.monotonic() > deadline:
-                return False
-        return True
 
     def go_on(self) -> None:
         self._standing.clear()
@@ -191,12 +159,23 @@ class _Held:
         if self._process is not None:
             self._process.thaw()
 
-    def _freezes_process(self) -> bool:
-        """Stop the process amid what it does; whether the thread waits for that."""
-        if self._process is None or not self._process.is_asked:
-            return False
-        self._process.freeze()
-        return True
+    def hold(self) -> None:
+        """Waits for the step or the replay that is under way, unless another process does it: that one is stopped at
+        once. Raises StartupError. Not to be called twice without `go_on`."""
+        asked = self._adaptive.worker.ask(lambda: None)  # an idle thread looks for what is due twice a second only
+        self._free.clear()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not (self._freezes_process() or self._standing.wait(_GLANCE_SECONDS)):
+            if time.monotonic() > deadline:
+                raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
+        asked.cancel()
+
+    def counts(self) -> Counts:
+        return Counts.of(self._adaptive.overview.status(self._adaptive.worker))  # not by the thread: it stands
+
+    def close(self) -> None:
+        self.go_on()
+        self._adaptive.stop()
 
     def observe(self, feedback: QueryFeedback) -> object:
         self.stand()
@@ -224,10 +203,12 @@ class _Held:
             self._standing.set()
             self._free.wait()
 
-
-_WINDOWS = 24  # of the whole stream, about: enough to see a course, few enough that each says something
-
-Prompt = tuple[int, ...]
+    def _freezes_process(self) -> bool:
+        """Stop the process amid what it does; whether the thread waits for that."""
+        if self._process is None or not self._process.is_asked:
+            return False
+        self._process.freeze()
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +303,6 @@ def _name(sets: Sequence[PromptSet]) -> str:
 
 def _pieces(prompts: tuple[Prompt, ...], size: int) -> Iterator[tuple[Prompt, ...]]:
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
-
-
-_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +442,9 @@ def play_with_bars(
     for player in players:
         player.warm_up(turns[player.name][0].prompts[0])
     with counting() as progress:
-        tasks = {name: progress.add_task(name, total=_num_queries(mine)) for name, mine in turns.items()}
+        tasks = {
+            name: progress.add_task(name, total=sum(len(turn.queries) for turn in mine)) for name, mine in turns.items()
+        }
         return play_all(players, turns, measure, lambda name, done: progress.advance(tasks[name], done))
 
 
@@ -476,7 +456,3 @@ def _player(assembly: Assembly, name: str, policy: PolicyName, folder: Path, see
     config = assembly.config.adaptation.model_copy(update={"policy": policy, "duty_cycle": 1.0})
     adaptive = build_adaptive(assembly, config, folder=folder, emit=notes.note, seed=seed)
     return Player(name, adaptive.engine, Learning(adaptive), notes)
-
-
-def _num_queries(turns: Sequence[Turn]) -> int:
-    return sum(len(turn.queries) for turn in turns)

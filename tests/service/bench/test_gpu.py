@@ -11,9 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from service.bench.gpu import ENGINE_TESTS, KERNEL_TESTS, Findings
+from service.bench.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, judge
 from service.bench.gpu_sections import (
-    AIMS,
     DRY,
     FULL,
     Figure,
@@ -21,7 +20,6 @@ from service.bench.gpu_sections import (
     check_device,
     copy_bandwidth,
     device_seconds,
-    judge,
     read_bytes,
     small_assembly,
     training_figures,
