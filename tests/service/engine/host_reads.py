@@ -1,4 +1,8 @@
-"""Notes each place where the host asks a device for values, which it then has to wait for."""
+"""Notes each place where the host waits for a device: it asks for values, or uploads what is in its own memory.
+
+`torch.tensor(list, device="cuda")` and an index by a list copy from memory that is not pinned, and end in a
+synchronisation of the stream.
+"""
 
 import sys
 from collections.abc import Callable
@@ -22,16 +26,32 @@ _READS = {
     Tensor.unique: "unique",
     torch.unique: "unique",
     torch.bincount: "bincount",
+    Tensor.bincount: "bincount",
+    Tensor.is_nonzero: "bool",
+    torch.is_nonzero: "bool",
+    Tensor.equal: "equal",
+    torch.equal: "equal",
+    Tensor.allclose: "equal",
+    torch.allclose: "equal",
+    Tensor.masked_select: "mask",
+    torch.masked_select: "mask",
+    Tensor.argwhere: "nonzero",
+    torch.argwhere: "nonzero",
+    Tensor.unique_consecutive: "unique",
+    torch.unique_consecutive: "unique",
 }
+_UPLOADS = (torch.tensor, torch.as_tensor)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class HostReads(TorchFunctionMode):
-    """While it is active, `seen` collects "module:function kind" of every read, in order."""
+    """While it is active, `seen` collects "module:function kind" of every read, and `uploads` every "module:function"
+    that copies from the host, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.uploads: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,12 +59,21 @@ class HostReads(TorchFunctionMode):
         kind = _READS.get(func) or ("mask" if func in _INDEXING and _has_mask(args[1]) else None)
         if kind is not None:
             self.seen.append(f"{_caller()} {kind}")
+        if func in _UPLOADS or (func in _INDEXING and _has_list(args[1])):
+            self.uploads.append(_caller())
         return func(*args, **(kwargs or {}))
 
 
 def _has_mask(index: object) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in _parts(index))
+
+
+def _has_list(index: object) -> bool:
+    return any(isinstance(part, list) for part in _parts(index))
+
+
+def _parts(index: object) -> tuple[object, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _caller() -> str:

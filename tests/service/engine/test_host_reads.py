@@ -32,8 +32,8 @@ ON_THE_HOST = (
 """References that read there, as the kernels that stand for them on a device do not; what has come a step late."""
 
 
-def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
-    """Reads of a step in the middle of three answers."""
+def waits_of_a_step(engine: Engine, params: SamplingParams) -> tuple[list[str], list[str]]:
+    """Reads and uploads of a step in the middle of three answers."""
     for number, prompt in enumerate(random_prompts(3, 30)):
         engine.add(request(str(number), prompt, params))
     for _ in range(5):
@@ -42,7 +42,13 @@ def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
         stats = engine.step().stats
     assert stats is not None
     assert stats.emitted_tokens >= 3
-    return [read for read in reads.seen if not read.startswith(ON_THE_HOST)]
+    return tuple(  # type: ignore[return-value]
+        [wait for wait in waits if not wait.startswith(ON_THE_HOST)] for waits in (reads.seen, reads.uploads)
+    )
+
+
+def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
+    return waits_of_a_step(engine, params)[0]
 
 
 EVERYTHING = replace(
@@ -81,8 +87,37 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
+UPLOADS = {"none": 1, "random": 7, "lookup": 7}
+"""Of a step by drafter, each of which is a wait on a device; to fall to none."""
+
+
+@pytest.mark.parametrize("drafter", UPLOADS)
+def test_uploads_of_a_step_are_no_more_than_they_were(drafter: str) -> None:
+    engine = tiny_engine(drafter=drafter, policy=FixedBudget(0 if drafter == "none" else 5))
+    uploads = waits_of_a_step(engine, greedy())[1]
+    assert len(uploads) == UPLOADS[drafter], uploads
+
+
 def test_reads_are_seen() -> None:
     values = torch.arange(3)
     with HostReads() as reads:
         _ = values[values > 1], int(values[0]), values.tolist(), values.nonzero(), bool(values[1])
-    assert [read.split()[-1] for read in reads.seen] == ["mask", "int", "tolist", "nonzero", "bool"]
+        _ = values.masked_select(values > 1), torch.equal(values, values), values[:1] if values[1] else values
+    kinds = ["mask", "int", "tolist", "nonzero", "bool", "mask", "equal", "bool"]
+    assert [read.split()[-1] for read in reads.seen] == kinds
+    assert not reads.uploads
+
+
+def test_uploads_are_seen() -> None:
+    values = torch.arange(3)
+    with HostReads() as reads:
+        values[[0, 1]] = 0
+        _ = (
+            torch.tensor([1, 2]),
+            torch.as_tensor([3]),
+            torch.from_numpy(np.ones(1)),
+            values + 1,
+            values[torch.arange(2)],
+        )
+    assert len(reads.uploads) == 3
+    assert not reads.seen

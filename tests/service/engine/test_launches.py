@@ -17,6 +17,7 @@ from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS, TREE_SIZES
 torch.set_num_threads(1)
 
 PLAIN, DRAFTED = 34, 132  # launches
+PLAIN_UPLOADS, DRAFTED_UPLOADS = 1, 7
 
 
 def captured(folder: Path) -> Assembly:
@@ -26,8 +27,8 @@ def captured(folder: Path) -> Assembly:
     return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)
 
 
-def step_in_the_middle(engine: Engine, launches: Launches) -> list[str]:
-    """One step of a text, counted. # -> its reads"""
+def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], int]:
+    """One step of a text, counted. # -> its reads, number of uploads"""
     engine.add(request("0", list(range(40)), greedy(100)))
     for _ in range(6):
         engine.step()
@@ -36,7 +37,10 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> list[str]:
         stats = engine.step().stats
     assert stats is not None
     assert not stats.prompt_tokens
-    return [read for read in reads.seen if not read.startswith(ON_THE_HOST)]
+    seen, uploads = (
+        [wait for wait in waits if not wait.startswith(ON_THE_HOST)] for waits in (reads.seen, reads.uploads)
+    )
+    return seen, len(uploads)
 
 
 def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +48,7 @@ def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     launches.stand_for_a_device(monkeypatch)
     assembly = captured(tmp_path)
     plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
-    assert plain_reads == [TOKENS]
+    assert plain_reads == ([TOKENS], PLAIN_UPLOADS)
     assert launches.count == PLAIN
-    assert step_in_the_middle(assembly.engine(), launches) == [TREE_SIZES, TOKENS]
+    assert step_in_the_middle(assembly.engine(), launches) == ([TREE_SIZES, TOKENS], DRAFTED_UPLOADS)
     assert launches.count == DRAFTED
