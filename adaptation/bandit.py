@@ -1,20 +1,20 @@
 """The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
 
-Each arm has a value, the gain of throughput per unit of signal, measured over the queries after its updates with
-their training included. A query's predicted gain is its signal times that value. Beyond the algorithm, exploring has a
-budget: where nothing is gained, what it costs is bounded. Knows nothing of weights or engines.
+An arm's value is the gain of throughput per unit of signal, by replay, less the time that training took. A query's
+predicted gain is its signal times that value. Beyond the algorithm, exploring has a budget: where nothing is gained,
+what it costs is bounded.
 """
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal, cast
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
-from adaptation.policy import ARMS, Arm, Decision, Measurement, QueryReport, Reason, State
+from adaptation.policy import ARMS, Arm, Decision, QueryReport, Reason, State
 
 _MOST_FRUITLESS = 8
 """Updates in a row that may count and fail to be published. What fails costs so little that one lucky publish would be
@@ -23,23 +23,22 @@ followed by dozens, and every query be recorded for them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BanditRules:
-    """The numbers of algorithm 1; what they mean is said in `AdaptationConfig`."""
+    """The numbers of algorithm 1, and of the budget of exploring."""
 
-    batch_queries: Mapping[Arm, int]
+    batch_queries: Mapping[Arm, int]  # size of each arm's buffer
     alpha: float
-    min_signal: float
-    warm_up_queries: int
-    cold_start_events: int
-    epsilon_start: float
-    epsilon_end: float
-    blocked_queries: int
-    measured_queries: int
-    measured_seconds: float
-    payback_queries: int
-    explore_share: float
-    explore_queries: float
-    trials: Mapping[Arm, int]
-    """Updates that are measured before their value is believed, where the budget of exploring allows it."""
+    epsilon: tuple[float, float]  # at first, and from the end of the cold start on
+    s_min: float
+    measured_queries: int  # N, those whose throughput is the baseline
+    warm_up_queries: int = 10  # before the first decision: they give the first baseline
+    cold_start_events: int = 8  # updates over which epsilon falls
+    settling_queries: int = 2  # after an update, whose steps still pay for its training
+    payback_queries: int = 200  # in which an update shall have paid for its time; N would charge all of it to N queries
+    explore_share: float = 0.01  # of serving time, that exploring may cost in the long run, where it brings nothing
+    explore_queries: float = 8.0  # what it may cost at once, in queries' serving time
+    trials: Mapping[Arm, int] = field(default_factory=lambda: {"head": 1, "full": 8})
+    """Updates before an arm's value is believed, where the budget of exploring allows it. Of full updates much may
+    come, yet seldom at once: a few texts teach little."""
 
 
 @dataclass
@@ -59,20 +58,13 @@ class _Update:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     arm: Arm
-    signal: NonNegativeFloat
+    signal: NonNegativeFloat  # mean of the queries it learns from
     before: _Work
     stage: Literal["training", "published", "discarded"] = "training"
-    ended_at: float = 0.0  # on the injected clock
-    tau_ratio: NonNegativeFloat | None = None  # candidate to serving, where a replay knows it
+    tau_ratio: NonNegativeFloat = 1.0  # of candidate to serving; discarded, it changed nothing but the time it took
     counted: bool = True  # False: it says nothing of its arm
     training_cost: NonNegativeFloat = 0.0
-    num_blocked: NonNegativeInt = 0
-    measured: list[_Work] = field(default_factory=list)
-
-    @property
-    def known(self) -> bool:
-        """What it brought, without asking the queries that follow."""
-        return self.stage == "discarded" or self.tau_ratio is not None
+    num_settling: NonNegativeInt = 0  # queries since it ended
 
 
 @dataclass
@@ -94,7 +86,6 @@ class _Knowledge:
     recent: list[_Work] = field(default_factory=list)
     signals: dict[Arm, list[NonNegativeFloat]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     update: _Update | None = None
-    last: Measurement | None = None
 
 
 _RandomState = tuple[int, tuple[int, ...], float | None]
@@ -103,21 +94,16 @@ _RANDOM = TypeAdapter(_RandomState)
 
 
 class Bandit:
-    """A `Policy`. `clock` must go on across restarts (time of day, in seconds)."""
+    """A `Policy`."""
 
-    def __init__(self, rules: BanditRules, *, clock: Callable[[], float], rng: random.Random) -> None:
+    def __init__(self, rules: BanditRules, *, rng: random.Random) -> None:
         self._rules = rules
-        self._clock = clock
         self._rng = rng
         self._now = _Knowledge()
 
     @property
     def values(self) -> Mapping[Arm, float]:
         return dict(self._now.values)
-
-    @property
-    def last_measurement(self) -> Measurement | None:
-        return self._now.last
 
     @property
     def resting(self) -> bool:
@@ -128,9 +114,9 @@ class Bandit:
     @property
     def epsilon(self) -> float:
         """Share of queries, at most, that explore where an arm pays: falls with every update of the cold start."""
-        rules = self._rules
-        progress = min(1.0, self._now.num_events / rules.cold_start_events)
-        return rules.epsilon_start + (rules.epsilon_end - rules.epsilon_start) * progress
+        first, last = self._rules.epsilon
+        progress = min(1.0, self._now.num_events / self._rules.cold_start_events)
+        return first + (last - first) * progress
 
     def decide(self, query: QueryReport) -> Decision:
         if not query.usable:
@@ -148,7 +134,6 @@ class Bandit:
         return decision
 
     def take_update(self) -> Arm | None:
-        self._drop_stale_measurement()
         now = self._now
         order = sorted(self._order, key=self._share_of_trials)
         due = [arm for arm in order if len(now.signals[arm]) >= self._rules.batch_queries[arm]]
@@ -161,11 +146,12 @@ class Bandit:
         now.exploring = None if now.exploring == arm else now.exploring
         return arm
 
-    def published(self, tau_ratio: float | None = None) -> None:
-        self._end_training("published", tau_ratio)
+    def published(self, tau_ratio: float) -> None:
+        assert 0 <= tau_ratio < math.inf, "a ratio that is none"
+        self._end_training("published", tau_ratio, counted=True)
 
     def discarded(self, *, counted: bool = True) -> None:
-        self._end_training("discarded", counted=counted)
+        self._end_training("discarded", 1.0, counted=counted)
 
     def traffic_changed(self) -> None:
         """What the arms were worth says nothing of other texts: they are tried anew."""
@@ -176,7 +162,6 @@ class Bandit:
             recent=now.recent,
             signals=now.signals,
             update=now.update,
-            last=now.last,
         )
 
     def reset(self) -> None:
@@ -206,13 +191,12 @@ class Bandit:
         now, rules = self._now, self._rules
         now.num_queries += 1
         now.spent = max(0.0, now.spent - rules.explore_share)
-        work = _Work(query.emitted_tokens, query.serving_cost)
-        now.recent = [*now.recent, work][-rules.measured_queries :]
-        blocked = self._measure(work, query.training_cost)
+        now.recent = [*now.recent, _Work(query.emitted_tokens, query.serving_cost)][-rules.measured_queries :]
+        self._charge_training(query.training_cost)
         if now.num_queries <= rules.warm_up_queries:
             return "warm_up"
         self._may_explore()
-        return "blocked" if blocked else None
+        return None
 
     def _may_explore(self) -> None:
         """Draw whether the arm that was tried least is tried now, by this query and those that follow: at most a share
@@ -224,61 +208,32 @@ class Bandit:
         if self._rng.random() < self.epsilon / (rules.batch_queries[arm] if self._promises else 1):
             now.exploring = arm
 
-    def _measure(self, work: _Work, training_cost: float) -> bool:
-        """Let a query count for the update under way; True while it is one of those that old and new drafter share, of
-        an update that they measure.
-
-        Whatever training took from any query since the update began is its cost: the baseline knows none of it.
-        """
-        self._drop_stale_measurement()
-        update, rules = self._now.update, self._rules
+    def _charge_training(self, cost: float) -> None:
+        """Whatever training took from any query since the update began is its cost: the baseline knows none of it."""
+        update = self._now.update
         if update is None:
-            return False
-        update.training_cost += training_cost
-        if update.stage == "training":
-            return False
-        blocked = update.num_blocked < rules.blocked_queries
-        if blocked:
-            update.num_blocked += 1
-        else:
-            update.measured.append(work)
-        if update.num_blocked >= rules.blocked_queries and self._measured_enough(update):
-            self._settle(update)
-        return blocked and not update.known
-
-    def _measured_enough(self, update: _Update) -> bool:
-        return update.known or len(update.measured) >= self._rules.measured_queries
-
-    def _work_after(self, update: _Update) -> _Work:
-        """A replay has no noise of other texts, and a discarded update changed nothing but the time it took: both are
-        judged on the baseline's own queries."""
-        if update.tau_ratio is not None:
-            return replace(update.before, tokens=update.before.tokens * update.tau_ratio)
-        return update.before if update.stage == "discarded" else _total(update.measured)
+            return
+        update.training_cost += cost
+        if update.stage != "training":
+            update.num_settling += 1
+            if update.num_settling >= self._rules.settling_queries:
+                self._settle(update)
 
     def _settle(self, update: _Update) -> None:
-        """Turn a finished measurement into the arm's value. What an update brings outlasts the queries that measure
-        it, so that only their share of its time is charged to them. What is published with a full update in it is the
-        full arm's."""
-        now = self._now
-        work = self._work_after(update)
-        paid = update.training_cost * self._rules.measured_queries / self._rules.payback_queries
-        measurement = Measurement(
-            arm=update.arm,
-            published=update.stage == "published",
-            signal=update.signal,
-            before=update.before.throughput,
-            after=replace(work, cost=work.cost + paid).throughput,
-            counted=update.counted and update.signal > 0 and update.signal >= self._rules.min_signal,
-        )
+        """Turn a finished update into its arm's value. A replay has no noise of other texts, so that it is measured on
+        the baseline's own queries; what it brings outlasts these, so that only their share of its time is charged to
+        them. What is published with a full update in it is the full arm's."""
+        now, is_published = self._now, update.stage == "published"
+        work = replace(update.before, tokens=update.before.tokens * update.tau_ratio)
         self._charge(update, work)
-        if measurement.counted:
-            learns: Arm = "full" if now.kept_full and measurement.published else update.arm
-            self._learn(learns, measurement.gain / measurement.signal)
-        now.kept_full = update.stage == "discarded" and not update.counted and (now.kept_full or update.arm == "full")
-        now.fruitless = 0 if measurement.published else now.fruitless + measurement.counted
+        paid = update.training_cost * self._rules.measured_queries / self._rules.payback_queries
+        gain = replace(work, cost=work.cost + paid).throughput - update.before.throughput
+        counted = update.counted and update.signal > 0 and update.signal >= self._rules.s_min
+        if counted:
+            self._learn("full" if now.kept_full and is_published else update.arm, gain / update.signal)
+        now.kept_full = not (is_published or update.counted) and (now.kept_full or update.arm == "full")
+        now.fruitless = 0 if is_published else now.fruitless + counted
         now.num_events += 1
-        now.last = measurement
         now.update = None
 
     def _learn(self, arm: Arm, value: float) -> None:
@@ -340,26 +295,11 @@ class Bandit:
     def _share_of_trials(self, arm: Arm) -> float:
         return self._now.num_taken[arm] / self._rules.trials[arm]
 
-    def _end_training(
-        self, stage: Literal["published", "discarded"], tau_ratio: float | None = None, *, counted: bool = True
-    ) -> None:
+    def _end_training(self, stage: Literal["published", "discarded"], tau_ratio: float, *, counted: bool) -> None:
         update = self._now.update
         assert update is not None, "an update ends that never began"
         assert update.stage == "training", "an update ends twice"
-        assert tau_ratio is None or (math.isfinite(tau_ratio) and tau_ratio >= 0), "a ratio that is none"
-        update.stage = stage
-        update.tau_ratio = tau_ratio
-        update.counted = counted
-        update.ended_at = self._clock()
-        if not self._rules.blocked_queries and self._measured_enough(update):
-            self._settle(update)
-
-    def _drop_stale_measurement(self) -> None:
-        update = self._now.update
-        if update is None or update.stage == "training" or update.known:
-            return
-        if self._clock() - update.ended_at > self._rules.measured_seconds:
-            self._now.update = None
+        update.stage, update.tau_ratio, update.counted = stage, tau_ratio, counted
 
 
 def _total(works: list[_Work]) -> _Work:

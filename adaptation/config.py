@@ -1,12 +1,13 @@
-"""Every knob of learning while serving, written once, with the symbol or section of the paper behind it.
+"""What learning while serving is made of: the settings that an operator may turn, and the numbers that are fixed.
 
-The paper is SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. Values are checked here and nowhere else; no
-class takes this object: `adaptation/build.py` unpacks it.
-
-How many cores there are to compute on, for those who share them."""
+Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `Learner.from_config` unpacks both
+records into parts that take the values they use.
+"""
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import psutil
@@ -30,152 +31,41 @@ class AdaptationConfig(BaseModel):
     )
     policy: PolicyName = Field(
         default="bandit",
-        description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every "
-        "always_queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
+        description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every 8 "
+        "queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
         "never: the drafter stays as it is.",
     )
-
     alpha: float = _knob(
         0.10,
         "Least weight of a new measurement in the value of an arm (alpha); the first ones count as in a mean.",
         gt=0,
         le=1,
     )
-    min_signal: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
-    warm_up_queries: int = _knob(10, "Queries before the first decision: they give the first baseline.", ge=1)
-    cold_start_events: int = _knob(8, "Updates over which exploring falls from its first to its last rate.", ge=1)
-    epsilon_start: float = _knob(
-        0.30, "Share of queries, at most, that explore in the beginning where an arm pays (epsilon).", ge=0, le=1
+    epsilon: tuple[float, float] = Field(
+        default=(0.30, 0.10),
+        description="Share of queries, at most, that explore where an arm pays (epsilon): in the beginning, and from "
+        "the 8th update on.",
     )
-    epsilon_end: float = _knob(0.10, "The same from the end of the cold start on (epsilon).", ge=0, le=1)
-    explore_queries: float = _knob(
-        8.0,
-        "What exploring may cost at once, in queries' serving time: at the start, and again when traffic has changed.",
-        ge=0,
-    )
-    explore_share: float = _knob(
-        0.01, "Share of serving time that exploring may cost in the long run, where it brings nothing.", ge=0, le=1
-    )
-    blocked_queries: int = _knob(
-        2,
-        "Queries after an update that old and new drafter share: not measured, nor learnt from while others are to be.",
-        ge=0,
-    )
-    measured_queries: int = _knob(10, "Queries before and after an update whose throughput is compared (N).", ge=1)
-    measured_seconds: float = _knob(
-        900.0, "A measurement that takes longer is dropped: it would compare different traffic.", gt=0
-    )
-    payback_queries: int = _knob(
-        200,
-        "Queries after which an update shall have paid for its time; N would charge all of it to the measured.",
-        ge=1,
+    s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
+    measured_queries: int = _knob(
+        10, "Queries whose throughput is what an update's gain is measured against (N).", ge=1, le=200
     )
     head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
     full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
-    always_queries: int = _knob(8, "Queries between two updates of the policy `always`.", ge=1)
-
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     head_learning_rate: float = _knob(2e-4, "Learning rate of head updates, at most.", gt=0)
     full_learning_rate: float = _knob(2e-4, "Learning rate of full updates, at most.", gt=0)
-    head_steps: int = _knob(4, "Optimizer steps of a head update, all on the same buffer.", ge=1, le=64)
-    full_steps: int = _knob(
-        12, "Optimizer steps of a full update, which goes through its texts as often as it takes.", ge=1, le=1024
-    )
-    resting_share: float = _knob(
-        0.125,
-        "Share of queries that are recorded while nothing promises a gain, to notice when that changes: recording "
-        "costs 1 to 2 % of throughput.",
-        gt=0,
-        le=1,
-    )
-    rehearsed_texts: int = _knob(
-        64, "Latest texts that were learnt from, some of which each full update hears again.", ge=0
-    )
-    exchange_count: int = _knob(
-        2,
-        "Times that a token outside the draft vocabulary must have been said more often than one inside to take its "
-        "place in an update; 0: the drafter proposes from the deployed vocabulary for ever.",
-        ge=0,
-    )
-    step_texts: int = _knob(2, "Texts per optimizer step of a full update.", ge=1)
-    warm_up_steps: int = _knob(
-        8, "Optimizer steps over which the learning rate rises: the first ones know nothing of its moments.", ge=1
-    )
-    gradient_norm: float = _knob(1.0, "Gradients are scaled down to this norm.", gt=0)
-    update_norm: float = _knob(0.02, "An update moves the weights by at most this share of their norm.", gt=0, le=1)
-    kept_refusals: int = _knob(
-        8,
-        "Times in a row that a refused candidate which is not clearly worse is trained on: small updates add up.",
-        ge=0,
-    )
-    target_top: int = _knob(64, "Tokens of the target's distribution kept per rejected position.", ge=1, le=1024)
-    buffer_positions: int = _knob(
-        4096, "Rejected positions kept for learning, in all; the oldest make room for new ones.", ge=64
-    )
-    window_tokens: int = _knob(256, "Longest stretch of a text that a full update sees.", ge=16)
     train_device: str = Field(
         default="same",
         description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",
         pattern=r"^(same|cpu|cuda(:\d+)?)$",
     )
-    queued_queries: int = _knob(256, "Finished queries that wait to be heard; the oldest make room.", ge=1)
     train_in: Literal["auto", "process", "thread"] = Field(
         default="auto",
         description="What computes updates. process: one of its own, which takes next to nothing from serving (CPU, "
         "Linux). thread: one of the server's, which shares its interpreter. auto: a process where that can be had and "
         "the drafter is not tiny.",
     )
-    train_threads: int = _knob(1, "CPU threads of an update.", ge=1, le=64)
-    train_niceness: int = _knob(
-        10,
-        "How far the learning thread steps back from the CPU (Linux nice value): 0 not at all, 19 most.",
-        ge=0,
-        le=19,
-    )
-    duty_cycle: float = _knob(
-        0.25,
-        "Largest share of time that updates may take from serving; on cores that serving leaves free they take none.",
-        gt=0,
-        le=1,
-    )
-
-    held_back_share: float = _knob(0.25, "Share of queries kept for judging and never learnt from.", gt=0, lt=1)
-    held_back_sequences: int = _knob(24, "Most recent held-back sequences that are replayed.", ge=4)
-    replay: Literal["blocks", "tree"] = Field(
-        default="blocks",
-        description="How held-back sequences are replayed. blocks: a small tree of one block from every other "
-        "position, fast. tree: trees as they are served, with the rank head; tens of times slower.",
-    )
-    probe_texts: int = _knob(8, "Held-back sequences, the first ones, on which drift is measured.", ge=1)
-    gate_sequences: int = _knob(8, "Least number of held-back sequences for a publish.", ge=4)
-    gate_standard_errors: float = _knob(
-        1.25,
-        "Standard errors by which a candidate must beat the serving drafter; above 1 no single text decides.",
-        ge=0,
-    )
-    cusum_slack: float = _knob(0.5, "Fall per window that the alarm forgives, in standard errors (k).", ge=0)
-    cusum_threshold: float = _knob(7.0, "Sum of falls that raises the alarm, in standard errors (h).", gt=0)
-    change_threshold: float = _knob(
-        8.0, "Sum of unusual scores after which traffic counts as changed, in standard deviations of a query.", gt=0
-    )
-    window_sequences: int = _knob(16, "Sequences of one window of the alarms.", ge=4)
-    fall_standard_errors: float = _knob(
-        3.0, "Standard errors a fall over three windows must exceed; 0 is the paper's bare rule.", ge=0
-    )
-    collapse_margin: float = _knob(0.05, "A drafter that earns less than this per verify has collapsed.", gt=0, lt=1)
-    collapse_verifies: int = _knob(64, "Verifies that the collapse alarm looks at.", ge=8)
-
-    client_share: float = _knob(
-        0.25, "Largest share of update data of one client; with fewer clients than fit, an equal share.", gt=0, le=1
-    )
-    client_free_queries: int = _knob(16, "Queries per half-life that a client may add whatever its share.", ge=0)
-    query_positions: int = _knob(32, "Rejected positions of one query that are learnt from at most.", ge=1)
-    quota_half_life_seconds: float = _knob(600.0, "Time after which a client's past use counts half.", gt=0)
-    quota_clients: int = _knob(4096, "Clients remembered by the quota; of more, the smallest are forgotten.", ge=16)
-
-    snapshots_in_memory: int = _knob(2, "Published drafters kept in memory for a rollback.", ge=1)
-    snapshots_on_disk: int = _knob(8, "Published drafters kept on disk (ring).", ge=1)
-
     redis_url: SecretStr | None = Field(
         default=None,
         description="Redis server through which several replicas share one learner: redis://, rediss:// or unix://. "
@@ -192,32 +82,106 @@ class AdaptationConfig(BaseModel):
         description="auto: this replica learns for all when it is the one that leads. follower: it never does, because "
         "another one or `adaptree trainer` shall.",
     )
-    redis_lost: Literal["learn", "stand_still"] = Field(
-        default="learn",
-        description="What a replica does while the server is lost. learn: it learns by itself, and drops that for what "
-        "is announced later. stand_still: it keeps the drafter it has.",
-    )
-    redis_lease_seconds: float = _knob(
-        3.0, "Time after which a leader that is not heard of any more is replaced, and a lost server is lost.", ge=0.5
-    )
-    redis_queries: int = _knob(
-        128, "Queries that wait in the server, and in each replica, to be heard; the oldest make room.", ge=1
-    )
-    redis_query_mib: int = _knob(16, "Largest query that is sent, in MiB; a larger one is not learnt from.", ge=1)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.epsilon_end > self.epsilon_start:
-            raise ValueError("epsilon_end must not exceed epsilon_start")
-        if self.payback_queries < self.measured_queries:
-            raise ValueError("payback_queries must not be below measured_queries: time would be charged more than once")
-        if self.gate_sequences > self.held_back_sequences:
-            raise ValueError("gate_sequences must not exceed held_back_sequences: no update could ever be published")
-        if self.query_positions > self.buffer_positions:
-            raise ValueError("query_positions must not exceed buffer_positions")
+        first, last = self.epsilon
+        if not 0 <= last <= first <= 1:
+            raise ValueError("epsilon is two shares, the second not above the first")
         if self.redis_url is not None and not self.enabled:
             raise ValueError("redis_url is set, but enabled is not: nobody would learn")
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What is the same in every deployment; tiny models and short streams need smaller numbers."""
+
+    window_tokens: int = 256  # longest stretch of a text that a full update sees
+    target_top: int = 64  # tokens of the target's distribution kept per rejected position
+    queued_queries: int = 256  # finished ones that wait to be observed; the oldest make room
+    duty_cycle: float = 0.25  # largest share of time that updates may take from serving
+    niceness: int = 10  # how far the learning thread steps back from the CPU (Linux)
+    always_queries: int = 8  # between two updates of the policy `always`
+    warm_up_queries: int = 10  # before the bandit's first decision
+    client_share: float = 0.25  # of the training data, that one client may make up; with few clients an equal share
+    client_free_queries: int = 16  # per half-life, that a client may add whatever its share
+    head_steps: int = 4  # optimizer steps of a head update, all on the same buffer
+    full_steps: int = 12  # and of a full one, which goes through its texts as often as it takes
+    step_texts: int = 2  # per optimizer step of a full update
+    warm_up_steps: int = 8  # over which the learning rate rises: the first ones know nothing of their moments
+    update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
+    replay_texts: int = 64  # latest ones learnt from, some of which each full update sees again
+    exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary
+    kept_refusals: int = 8  # in a row, that leave the training copy as it is: small updates add up
+    validation_share: float = 0.25  # of queries: never learnt from
+    validation_texts: int = 24  # most recent ones that are kept
+    gate_texts: int = 8  # least number of them for a publish
+    gate_standard_errors: float = 1.25  # by which a candidate must win; above 1 no single text decides
+    drift_texts: int = 8  # validation texts, the first ones, on which the distance to the anchor is measured
+    window_texts: int = 16  # of one window of the alarms
+    fall_standard_errors: float = 3.0  # that a fall over three windows must exceed; 0 is the paper's bare rule
+    collapse_verifies: int = 64  # that the collapse alarm looks at
+    snapshots_in_memory: int = 2  # published drafters that a rollback finds at once
+    snapshots_on_disk: int = 8  # published drafters kept (ring)
+
+
+_DEFAULT = Tuning()
+REMOVED_SETTINGS: Mapping[str, str] = {
+    "min_signal": "s_min",
+    "epsilon_start": "epsilon, whose first number it is",
+    "epsilon_end": "epsilon, whose second number it is",
+    "measured_seconds": "fixed: the gain of an update is known from a replay, without waiting",
+    "blocked_queries": "fixed at 2",
+    "warm_up_queries": f"fixed at {_DEFAULT.warm_up_queries}",
+    "cold_start_events": "fixed at 8",
+    "explore_queries": "fixed at 8.0",
+    "explore_share": "fixed at 0.01",
+    "payback_queries": "fixed at 200",
+    "always_queries": f"fixed at {_DEFAULT.always_queries}",
+    "head_steps": f"fixed at {_DEFAULT.head_steps}",
+    "full_steps": f"fixed at {_DEFAULT.full_steps}",
+    "resting_share": "fixed at 0.125",
+    "rehearsed_texts": f"fixed at {_DEFAULT.replay_texts}",
+    "exchange_count": f"fixed at {_DEFAULT.exchange_count}",
+    "step_texts": f"fixed at {_DEFAULT.step_texts}",
+    "warm_up_steps": f"fixed at {_DEFAULT.warm_up_steps}",
+    "gradient_norm": "fixed at 1.0",
+    "update_norm": f"fixed at {_DEFAULT.update_norm}",
+    "kept_refusals": f"fixed at {_DEFAULT.kept_refusals}",
+    "target_top": f"fixed at {_DEFAULT.target_top}",
+    "buffer_positions": "fixed at 4096",
+    "window_tokens": f"fixed at {_DEFAULT.window_tokens}",
+    "queued_queries": f"fixed at {_DEFAULT.queued_queries}",
+    "train_threads": "fixed at 1",
+    "train_niceness": f"fixed at {_DEFAULT.niceness}",
+    "duty_cycle": f"fixed at {_DEFAULT.duty_cycle}",
+    "held_back_share": f"fixed at {_DEFAULT.validation_share}",
+    "held_back_sequences": f"fixed at {_DEFAULT.validation_texts}",
+    "replay": "fixed at blocks",
+    "probe_texts": f"fixed at {_DEFAULT.drift_texts}",
+    "gate_sequences": f"fixed at {_DEFAULT.gate_texts}",
+    "gate_standard_errors": f"fixed at {_DEFAULT.gate_standard_errors}",
+    "cusum_slack": "fixed at 0.5",
+    "cusum_threshold": "fixed at 7.0",
+    "change_threshold": "fixed at 8.0",
+    "window_sequences": f"fixed at {_DEFAULT.window_texts}",
+    "fall_standard_errors": f"fixed at {_DEFAULT.fall_standard_errors}",
+    "collapse_margin": "fixed at 0.05",
+    "collapse_verifies": f"fixed at {_DEFAULT.collapse_verifies}",
+    "client_share": f"fixed at {_DEFAULT.client_share}",
+    "client_free_queries": f"fixed at {_DEFAULT.client_free_queries}",
+    "query_positions": "fixed at 32",
+    "quota_half_life_seconds": "fixed at 600.0",
+    "quota_clients": "fixed at 4096",
+    "snapshots_in_memory": f"fixed at {_DEFAULT.snapshots_in_memory}",
+    "snapshots_on_disk": f"fixed at {_DEFAULT.snapshots_on_disk}",
+    "redis_lost": "fixed at learn",
+    "redis_lease_seconds": "fixed at 3.0",
+    "redis_queries": "fixed at 128",
+    "redis_query_mib": "fixed at 16",
+}
+"""Settings that there were, each with its new name or with what it is fixed at."""
 
 
 def usable_cores() -> int:

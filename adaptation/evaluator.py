@@ -1,51 +1,40 @@
-"""Scores of drafters on held-back texts: the evidence of gate and alarms, each replay done once.
+"""Scores of drafters on validation texts: the evidence of gate and alarms, each replay done once.
 
 A text's score is tau, mean emitted tokens per verify, had this drafter drafted it. The anchor's never changes, the
-serving drafter's only with its version."""
+serving drafter's only with its version.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal
 
 import torch
 
 from adaptation.gate import Gate, GateDecision, GateReason
-from adaptation.monitor import Pair
+from adaptation.losses import Drift
+from adaptation.monitor import TextScores
 from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_blocks, replay_trees
+from drafters.training.replay import replay_blocks
 
-Replay = Callable[[SpecBlock, Example], float]
-ReplayName = Literal["blocks", "tree"]
+Replay = Callable[[SpecBlock, Example], float]  # -> tau
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _NODES = 8  # some breadth: likeliest tokens alone flatter a head that has only grown surer of them
 _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
 """What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
 
 
-def block_tau(embed: Embed, model: SpecBlock, text: Example) -> float:
-    """One block at every other position, a small tree of its likeliest paths: one forward per text."""
-    with _in_its_own_type(model):
-        return replay_blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
+def replay_of(embed: Embed) -> Replay:
+    """One block at every other position, a small tree of its likeliest paths: one forward per text. Attention of whole
+    texts is fp32 whatever the weights are."""
 
+    def replay(model: SpecBlock, text: Example) -> float:
+        with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            return replay_blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
-def tree_tau(embed: Embed, max_nodes: int, model: SpecBlock, text: Example) -> float:
-    """Trees as they are served, rank head and all: some forwards per step of the text."""
-    with _in_its_own_type(model):
-        return replay_trees(model, embed, [text], max_nodes=max_nodes).tau
-
-
-def _in_its_own_type(model: SpecBlock) -> torch.autocast:
-    """Attention of whole texts is fp32 whatever the weights are."""
-    return torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16)
-
-
-def replay_of(name: ReplayName, embed: Embed, *, max_nodes: int) -> Replay:
-    return partial(block_tau, embed) if name == "blocks" else partial(tree_tau, embed, max_nodes)
+    return replay
 
 
 @dataclass
@@ -59,23 +48,24 @@ class _Known:
 class OfflineEvaluator:
     """Compares versions of a drafter on the same texts."""
 
-    def __init__(
-        self, weights: DrafterWeights, gate: Gate, replay: Replay, *, least_texts: int, most_known: int
-    ) -> None:
+    def __init__(self, weights: DrafterWeights, gate: Gate, replay: Replay, drift: Drift, *, max_known: int) -> None:
+        """`max_known`: scores that are kept of each drafter."""
         self._weights = weights
         self._gate = gate
         self._replay = replay
-        self._least_texts = least_texts
-        self._most_known = most_known
+        self._drift = drift
+        self._max_known = max_known
+        self._known_drift: tuple[int, float] | None = None  # by version
         self._anchor = _Known(0)
         self._serving = _Known(weights.newest)
         self._candidate = _Known(weights.newest)
 
-    def judge(self, texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
+    def evaluate(self, texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         """Whether the training copy may serve, and the seconds it took to find out."""
         began = time.perf_counter()
         self._candidate = _Known(self._weights.newest)
-        few = texts[-self._least_texts :] if len(texts) >= self._least_texts else texts[:0]
+        least = self._gate.least_texts
+        few = texts[-least:] if len(texts) >= least else texts[:0]
         candidate = self._lookup(self._candidate, self._weights.candidate, few)
         decision = self._decide(candidate, few)
         if decision.reason not in _HOPELESS:
@@ -84,22 +74,19 @@ class OfflineEvaluator:
         return decision, time.perf_counter() - began
 
     def published(self) -> None:
-        """What was judged last is served now, and so are its scores."""
+        """What was evaluated last is served now, and so are its scores."""
         self._serving = _Known(self._weights.newest, self._candidate.scores)
 
-    def _decide(self, candidate: Sequence[float], texts: Sequence[ValidationText]) -> GateDecision:
-        return self._gate.judge(candidate, self.serving(texts), self.anchor(texts))
-
-    def scored(self, text: ValidationText, *, with_previous: bool) -> Pair:
+    def scored(self, text: ValidationText, *, with_previous: bool) -> TextScores:
         """How the drafters did on one text, the one that was replaced only where asked for."""
         compares = with_previous and self._weights.has_previous
         before = self._scores(self._weights.previous(), [text])[0] if compares else None
-        return Pair(self.serving([text])[0], self.anchor([text])[0], before)
+        return TextScores(self.serving([text])[0], self.anchor([text])[0], before)
 
     def better_than_anchor(self, texts: Sequence[ValidationText]) -> bool:
         """Whether the serving drafter beats the anchor by more than chance would."""
         ours, theirs = self.serving(texts), self.anchor(texts)
-        return self._gate.judge(ours, theirs, theirs).publish
+        return self._gate.decide(ours, theirs, theirs).publish
 
     def serving(self, texts: Sequence[ValidationText]) -> list[float]:
         if self._weights.latest_origin == ANCHOR:
@@ -115,13 +102,28 @@ class OfflineEvaluator:
         """Of a text that will not be asked for again."""
         return self._scores(self._weights.unchanged(), [text])[0]
 
+    def probe(self, text: ValidationText) -> None:
+        """Measure the distance to the anchor on this text too, until there are enough."""
+        self._drift.offer(text.example)
+
+    def kl_to_anchor(self) -> float | None:
+        """Of the serving drafter, once there are texts to measure it on."""
+        if not self._drift.ready:
+            return None
+        if self._known_drift is None or self._known_drift[0] != self._weights.newest:
+            self._known_drift = self._weights.newest, self._drift.of(self._weights.served_in_full())
+        return self._known_drift[1]
+
+    def _decide(self, candidate: Sequence[float], texts: Sequence[ValidationText]) -> GateDecision:
+        return self._gate.decide(candidate, self.serving(texts), self.anchor(texts))
+
     def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[ValidationText]) -> list[float]:
         missing = [text for text in texts if text.number not in known.scores]
         if missing:
             found = self._scores(load(), missing)
             known.scores |= {text.number: score for text, score in zip(missing, found, strict=True)}
         scores = [known.scores[text.number] for text in texts]
-        for number in sorted(known.scores)[: -self._most_known]:
+        for number in sorted(known.scores)[: -self._max_known]:
             del known.scores[number]
         return scores
 

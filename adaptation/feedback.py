@@ -1,17 +1,8 @@
-"""What becomes of a finished query: a sample in an arm's buffer, a text that judges, or neither.
+"""Which queries are recorded, whose are learnt from, and what becomes of each: a training sample, a validation text, or
+neither.
 
-Whatever may not be learnt from is neither kept nor scored. Knows no weights.
-
-Whose traffic is learnt from: no client takes more than its share of the update data, and no query counts for many.
-
-Requests with `store: false` leave no trace here. Clients are known by a keyed hash with a key that lives as long as
-the process; use is forgotten by halves. Knows neither the data nor what becomes of it.
-
-Which queries are recorded at all: recording costs the engine 1 to 2 % of a step, learnt from or not.
-
-While nothing promises a gain a small share of them is enough to notice that this has changed. What is accepted is
-known of every query; it depends on the budget of trees too, which may draft nothing at all, so that a change of it says
-no more than: look closely."""
+Requests with `store: false` leave no trace here. Recording costs the engine 1 to 2 % of a step, learnt from or not.
+"""
 
 import hashlib
 import secrets
@@ -30,15 +21,22 @@ from adaptation.samples import (
     training_sample,
     undrafted_steps,
 )
-from adaptation.traffic import TrafficChange
+from adaptation.traffic import ChangeDetector
 from drafters.feedback import QueryFeedback
 
 QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
 
+_QUERY_POSITIONS = 32  # rejected ones of a query that are learnt from at most
+_HALF_LIFE_SECONDS = 600.0  # after which a client's past use counts half
+_MAX_CLIENTS = 4096  # that the quota remembers
 _TICKS = 64  # per half-life: within a tick nothing is forgotten, so that a query costs no walk over all clients
 _LEAST_OFFERS = 2.0  # queries; who offers less would lower the cap of others without using the own one
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
+_MANY_WITHOUT_TEXT = 64  # queries
+_RESTING_SHARE = 0.125  # of queries that are recorded while nothing promises a gain
+_IN_A_ROW = 8  # sequences; steps of recorded ones beside others cost as much as if all were
+_ALERT_QUERIES = 32  # recorded once something has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,9 @@ class Quota:
 
     The share is `client_share`, or an equal one while there are too few active clients to fill the whole with it: a
     single client is learnt from without limit. Below `free_queries` nobody is refused, or a client that sends little
-    would stop the learning from one that sends much. A client can exceed its share by one query at most.
-    Of more than `most_clients` the least used are forgotten, which forgives a client a small share at most.
+    would stop the learning from one that sends much. A client can exceed its share by one query at most. Clients are
+    known by a keyed hash with a key that lives as long as the process; of more than `max_clients` the least used are
+    forgotten, which forgives a client a small share at most.
     """
 
     def __init__(
@@ -73,16 +72,16 @@ class Quota:
         *,
         client_share: float,
         free_queries: int,
-        query_positions: int,
-        half_life_seconds: float,
-        most_clients: int,
         clock: Callable[[], float],
+        query_positions: int = _QUERY_POSITIONS,
+        half_life_seconds: float = _HALF_LIFE_SECONDS,
+        max_clients: int = _MAX_CLIENTS,
     ) -> None:
+        self.query_positions = query_positions
         self._client_share = client_share
         self._free_positions = free_queries * query_positions
-        self._query_positions = query_positions
         self._tick_seconds = half_life_seconds / _TICKS
-        self._most_clients = most_clients
+        self._max_clients = max_clients
         self._clock = clock
         self._key = secrets.token_bytes(32)
         self._uses: dict[bytes, _Use] = {}
@@ -110,7 +109,7 @@ class Quota:
         # The total is a sum of the parts, but not to the last bit.
         if use.taken > max(self._free_positions, self.share * self._taken * (1 + 1e-9)):
             return Admission(0, "over_share")
-        granted = min(positions, self._query_positions)
+        granted = min(positions, self.query_positions)
         use.taken += granted
         self._taken += granted
         return Admission(granted, "admitted")
@@ -119,7 +118,7 @@ class Quota:
         return hashlib.blake2b(client.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key).digest()
 
     def _offer(self, name: bytes) -> _Use:
-        if name not in self._uses and len(self._uses) >= self._most_clients:
+        if name not in self._uses and len(self._uses) >= self._max_clients:
             self._make_room()
         use = self._uses.setdefault(name, _Use())
         was_active = use.offers >= _LEAST_OFFERS
@@ -142,16 +141,12 @@ class Quota:
         """Forget the least used quarter: a crowd of new names costs one sort per quarter, and who took much stays."""
         by_use = sorted(self._uses.items(), key=lambda item: (item[1].taken, item[1].offers), reverse=True)
         part, whole = _KEPT_OF_FULL
-        self._keep(dict(by_use[: self._most_clients * part // whole]))
+        self._keep(dict(by_use[: self._max_clients * part // whole]))
 
     def _keep(self, uses: dict[bytes, _Use]) -> None:
         self._uses = uses
         self._num_active = sum(use.offers >= _LEAST_OFFERS for use in uses.values())
         self._taken = sum(use.taken for use in uses.values())
-
-
-_RESTING = Admission(0, "resting")
-_MANY_WITHOUT_TEXT = 64  # queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,69 +156,64 @@ class FilteredQuery:
     admission: Admission
     decision: Decision
     text: ValidationText | None  # its text, where it may be scored
-    held_back: bool
+    validates: bool  # it was held for validation
 
 
 class FeedbackFilter:
-    """Asks quota and policy, and fills the buffers."""
+    """Asks quota and policy, and fills the buffers. Whatever may not be learnt from is neither kept nor scored."""
 
-    def __init__(
-        self, policy: Policy, quota: Quota, buffers: SampleBuffers, held_back: ValidationSet, *, query_positions: int
-    ) -> None:
+    def __init__(self, policy: Policy, quota: Quota, buffers: SampleBuffers, validation: ValidationSet) -> None:
         self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
         self.refusals: Counter[str] = Counter()  # by reason of the quota
+        self.buffers = buffers
+        self.validation = validation
         self._policy = policy
         self._quota = quota
-        self._buffers = buffers
-        self._held_back = held_back
-        self._query_positions = query_positions
         self._undrafted = UndraftedSignal()
         self._num_without_text = 0
 
     @property
-    def hears_no_text(self) -> bool:
-        """Whether of many queries in a row none had a text that may be scored, so that no update could be judged."""
+    def sees_no_text(self) -> bool:
+        """Whether of many queries in a row none had a text that may be scored, so that no update could be validated."""
         return self._num_without_text >= _MANY_WITHOUT_TEXT
 
     def take(self, feedback: QueryFeedback, *, training_cost: float, learning: bool) -> FilteredQuery:
-        """Hear of one query; with `learning` off it only counts."""
+        """One finished query; with `learning` off it only counts."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
         positions = feedback.draft_labels.num_rejected + undrafted
-        asked = feedback.recorded or not query.store
-        admission = self._quota.admit(query.client, positions, store=query.store) if asked else _RESTING
+        is_asked = feedback.recorded or not query.store
+        admission = (
+            self._quota.admit(query.client, positions, store=query.store) if is_asked else Admission(0, "resting")
+        )
         sample = self._sample(feedback, admission, undrafted)
-        held_back = admission.admitted and sample.example is not None and self._held_back.draws()
-        learns = admission.admitted and learning and not held_back
+        example = sample.example if admission.admitted else None
+        validates = example is not None and self.validation.draws()
+        learns = admission.admitted and learning and not validates
         decision = self._policy.decide(_report(feedback, training_cost, sample.signal if learns else None))
-        if learns and sample.example is not None:
-            self._buffers.remember(sample)
+        if learns and example is not None:
+            self.buffers.remember(sample)
         if decision.arm is not None:
-            self._buffers.add(decision.arm, sample)
-        text = None
-        if admission.admitted and sample.example is not None:
-            text = self._held_back.number(sample.example)
-        if held_back and text is not None:
-            self._held_back.keep(text)
-        if asked:
+            self.buffers.add(decision.arm, sample)
+        text = None if example is None else self.validation.number(example)
+        if validates and text is not None:
+            self.validation.keep(text)
+        if is_asked:
             self._num_without_text = self._num_without_text + 1 if text is None else 0
-        self._count(admission, decision)
-        return FilteredQuery(admission, decision, text, held_back)
+        self.decisions[f"{decision.choice}:{decision.reason}"] += 1
+        if not admission.admitted:
+            self.refusals[admission.reason] += 1
+        return FilteredQuery(admission, decision, text, validates)
 
     def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
-        """Of the positions it may teach: rejected ones first, then steps that no block spoke of."""
-        most = min(max(1, admission.positions), self._query_positions)
+        """Of the positions it may teach: rejected ones first, then steps that no block drafted for."""
+        most = min(max(1, admission.positions), self._quota.query_positions)
         sample = training_sample(feedback, most_rejected=most)
         if not admission.admitted or sample.example is None:
             return sample
         self._undrafted.observe(sample)
         missed = self._undrafted.signal(min(undrafted, most - sample.num_rejected))
         return replace(sample, signal=sample.signal + missed)
-
-    def _count(self, admission: Admission, decision: Decision) -> None:
-        self.decisions[f"{decision.choice}:{decision.reason}"] += 1
-        if not admission.admitted:
-            self.refusals[admission.reason] += 1
 
 
 def _report(feedback: QueryFeedback, training_cost: float, signal: float | None) -> QueryReport:
@@ -236,17 +226,18 @@ def _report(feedback: QueryFeedback, training_cost: float, signal: float | None)
     )
 
 
-_IN_A_ROW = 8  # sequences; steps of recorded ones beside others cost as much as if all were
-_ALERT_QUERIES = 32  # looked at closely once something has changed
-
-
 class RecordingSampler:
-    """`draws` belongs to the engine's thread, everything else to the one that learns."""
+    """Which queries are recorded at all: a small share while nothing promises a gain, enough to notice that this has
+    changed.
 
-    def __init__(self, *, share: float, change: TrafficChange) -> None:
-        """`share` of the queries that are recorded while nothing promises a gain; `change` of what is accepted"""
+    What is accepted is known of every query; it depends on the budget of trees too, which may draft nothing at all, so
+    that a change of it says no more than: record all for a while. `draws` belongs to the engine's thread, everything
+    else to the one that learns.
+    """
+
+    def __init__(self, *, share: float = _RESTING_SHARE) -> None:
         self._round = round(_IN_A_ROW / share)
-        self._change = change
+        self._change = ChangeDetector()
         self._resting = False
         self._num_begun = 0
         self._alert = 0
@@ -260,8 +251,8 @@ class RecordingSampler:
         self._num_begun += 1
         return not self._resting or self._num_begun % self._round < _IN_A_ROW
 
-    def accepted(self, accepted: Sequence[int]) -> bool:
-        """Hear of one finished query; whether these are not what they were. # by step"""
+    def observe(self, accepted: Sequence[int]) -> bool:
+        """One finished query; whether its accepted lengths are not what they were. # by step"""
         self._alert = max(0, self._alert - 1)
         changed = self._change.observe_values(accepted)
         if changed:
@@ -272,6 +263,5 @@ class RecordingSampler:
         """Whether nothing promises a gain, as things stand."""
         self._resting = allowed and not self._alert
 
-    def served_anew(self) -> None:
-        """Other weights serve now."""
-        self._change.served_anew()
+    def weights_changed(self) -> None:
+        self._change.weights_changed()

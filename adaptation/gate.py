@@ -1,8 +1,8 @@
-"""May a candidate serve? Decided on a paired replay: candidate, serving and anchor drafter over the same held-back
-sequences, each scored by the tokens it would have emitted per verify.
+"""May a candidate serve? Decided on a paired replay: candidate, serving and anchor drafter over the same validation
+texts, each scored by the tokens it would have emitted per verify.
 
 Committed tokens do not depend on the drafter, so these scores are exact; what remains uncertain is only whether the
-next texts are like the last ones, hence the standard error. Knows no drafter and no weights.
+next texts are like the last ones, hence the standard error.
 """
 
 import math
@@ -27,7 +27,7 @@ class GateDecision:
 
     publish: bool
     reason: GateReason
-    num_sequences: int
+    num_texts: int
     candidate_mean: float
     serving_mean: float
     anchor_mean: float
@@ -48,17 +48,17 @@ class GateDecision:
 class Gate:
     """Lets a candidate pass that beats the serving drafter by `standard_errors` and is no worse than the anchor.
 
-    With `standard_errors` above 1 no single sequence can carry a candidate that gains on no other: if one difference
+    With `standard_errors` above 1 no single text can carry a candidate that gains on no other: if one difference
     is x > 0 and none of the rest is, the mean is at most one standard error.
     """
 
-    def __init__(self, *, least_sequences: int, standard_errors: float) -> None:
-        assert least_sequences >= 2, "one sequence has no standard error"
-        self._least_sequences = least_sequences
+    def __init__(self, *, least_texts: int, standard_errors: float) -> None:
+        assert least_texts >= 2, "one text has no standard error"
+        self.least_texts = least_texts
         self._standard_errors = standard_errors
 
-    def judge(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
-        """Scores of the three, sequence by sequence."""
+    def decide(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
+        """Scores of the three, text by text."""
         assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
         standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
         needed = self._standard_errors * standard_error
@@ -77,7 +77,7 @@ class Gate:
     def _reason(
         self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float], needed: float
     ) -> GateReason:
-        if len(candidate) < self._least_sequences:
+        if len(candidate) < self.least_texts:
             return "too_little_evidence"
         if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
             return "not_finite"

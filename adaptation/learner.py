@@ -1,125 +1,237 @@
-"""The loop of learning while serving, as a plain object: hear queries, update, judge, publish, watch, take back.
+"""The loop of learning while serving, as a plain object: observe queries, update, evaluate, publish, roll back.
 
-Every decision becomes an event with its reason. Knows no threads: whoever owns the learner calls it from one thread,
-and after any exception calls `recover`.
+Every decision becomes an event with its reason. Whoever owns the learner calls it from one thread, and after any
+exception calls `recover`.
 """
 
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from adaptation.checkpoint import LearnerCheckpoint, SavedLearner
+from adaptation.bandit import Bandit, BanditRules
+from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
+from adaptation.config import AdaptationConfig, Tuning, usable_cores
 from adaptation.evaluator import OfflineEvaluator
-from adaptation.feedback import FeedbackFilter, FilteredQuery, RecordingSampler
-from adaptation.gate import GateDecision
+from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
+from adaptation.gate import Gate, GateDecision
 from adaptation.losses import Drift
 from adaptation.monitor import Alarm, RollbackMonitor
-from adaptation.policy import Arm, Policy
-from adaptation.records import AdaptationError, Damaged, Emit, Event, EventKind, NotStored
+from adaptation.policy import Arm, EveryBatch, Never, Policy
+from adaptation.process import TrainingProcess, training_parts
+from adaptation.records import (
+    AdaptationError,
+    AdaptationStatus,
+    Damaged,
+    Emit,
+    Event,
+    EventKind,
+    History,
+    NotStored,
+)
 from adaptation.samples import SampleBuffers, ValidationSet
-from adaptation.traffic import AskedTexts, TokenChange, TrafficChange
-from adaptation.trainer import Pace, Trainer, UpdateReport
-from adaptation.vocabulary import DraftVocabulary
-from adaptation.weights import ANCHOR, DrafterWeights, Restored
-from adaptation.worker import received
-from drafters.feedback import QueryFeedback
+from adaptation.traffic import TrafficMonitor
+from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
+from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
+from adaptation.weights import ANCHOR, DrafterWeights, Restored, ServedDrafter
+from adaptation.worker import Loop, Worker, received
+from drafters.feedback import Query, QueryFeedback
+
+_LEAST_TAKEN = 0.1
+"""Of the time of training on a core of its own: what training and serving share is the memory, and in a thread the
+interpreter. On two cores a process that trained 40 % of the time made forwards of the target 3 % longer."""
 
 
 def _never() -> bool:
     return False
 
 
+class TrainingTime:
+    """Seconds that training has computed, and those that no query was charged for yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, taken_share: float = 1.0) -> None:
+        """`clock` goes while training computes; `taken_share`: how much of that time it takes from serving."""
+        self.seconds = 0.0
+        self.taken_share = taken_share
+        self._clock = clock
+        self._uncharged = 0.0
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        began = self._clock()
+        yield
+        seconds = self._clock() - began
+        self.seconds += seconds
+        self._uncharged += seconds * self.taken_share
+
+    def charge(self, query: Query) -> float:
+        """What training took since the query before, in the units of this query's costs."""
+        if query.seconds <= 0:
+            return 0.0
+        seconds, self._uncharged = self._uncharged, 0.0
+        return seconds * (query.draft_cost + query.verify_cost) / query.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerParts:
+    """What a learner decides with, each an object of its own."""
+
+    weights: DrafterWeights
+    trainer: Trainer
+    process: TrainingProcess | None  # that computes updates; to be closed when nobody learns any more
+    policy: Policy
+    feedback: FeedbackFilter
+    sampler: RecordingSampler
+    vocabulary: DraftVocabulary
+    evaluator: OfflineEvaluator
+    monitor: RollbackMonitor
+    traffic: TrafficMonitor
+    checkpoint: LearnerCheckpoint
+    time: TrainingTime
+
+
 class Learner:
     """Decides when the drafter that serves is replaced, and by what."""
 
-    def __init__(
-        self,
-        *,
-        weights: DrafterWeights,
-        trainer: Trainer,
-        policy: Policy,
-        feedback_filter: FeedbackFilter,
-        buffers: SampleBuffers,
-        vocabulary: DraftVocabulary,
-        held_back: ValidationSet,
-        judge: OfflineEvaluator,
-        watch: RollbackMonitor,
-        traffic: TrafficChange,
-        asked: AskedTexts,
-        words: TokenChange,
-        sampler: RecordingSampler,
-        drift: Drift,
-        checkpoint: LearnerCheckpoint,
-        emit: Emit,
-        kept_refusals: int,
-        least_texts: int,
-        worked: Callable[[], float] = time.perf_counter,
-        taken_share: float = 1.0,
-    ) -> None:
-        """`kept_refusals`: how often in a row a candidate may be refused and yet be trained on; `least_texts`: held
-        back before the first update, because nobody could judge it; `worked`: a clock that goes while training
-        computes; `taken_share`: how much of that time it takes from serving."""
+    def __init__(self, parts: LearnerParts, *, emit: Emit, policy_name: str, tuning: Tuning) -> None:
         self.paused = False
-        self.training_seconds = 0.0
         self.num_updates: Counter[Arm] = Counter()
-        self._weights = weights
-        self._trainer = trainer
-        self._policy = policy
-        self._filter = feedback_filter
-        self._buffers = buffers
-        self._vocabulary = vocabulary
-        self._held_back = held_back
-        self._evaluator = judge
-        self._monitor = watch
-        self._traffic = traffic
-        self._asked = asked
-        self._words = words
-        self._sampler = sampler
-        self._drift = drift
-        self._checkpoint = checkpoint
-        self._emit = emit
-        self._kept_refusals = kept_refusals
-        self._least_texts = least_texts
-        self._worked = worked
-        self._taken_share = taken_share
+        self.tuning = tuning
+        self.weights = parts.weights
+        self.process = parts.process
+        self.sampler = parts.sampler
+        self.time = parts.time
+        self._trainer = parts.trainer
+        self._policy = parts.policy
+        self._feedback = parts.feedback
+        self._buffers = parts.feedback.buffers
+        self._validation = parts.feedback.validation
+        self._vocabulary = parts.vocabulary
+        self._evaluator = parts.evaluator
+        self._monitor = parts.monitor
+        self._traffic = parts.traffic
+        self._checkpoint = parts.checkpoint
+        self._history = History(emit)
+        self._policy_name = policy_name
         self._pace = Pace()
-        self._known_drift: tuple[int, float] | None = None  # by version
         self._num_refused = 0
-        self._unpaid_seconds = 0.0
         self._updating = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: AdaptationConfig,
+        drafter: ServedDrafter,
+        *,
+        folder: Path,
+        device: torch.device | str,
+        clock: Callable[[], float],
+        seed: int,
+        in_bf16: bool,
+        emit: Emit,
+        serves: bool = True,
+        tuning: Tuning | None = None,
+    ) -> Self:
+        """`device` is where the drafter serves; `in_bf16`: as it is served, so that training and replays may multiply
+        in bf16 where that is faster; `serves`: in this process, from which training then takes time."""
+        tuning = tuning or Tuning()
+        train_device = torch.device(device if config.train_device == "same" else config.train_device)
+        autocast = in_bf16 and bf16_is_faster(train_device)
+        weights = DrafterWeights(
+            drafter.weights,
+            drafter.config,
+            prepare=drafter.prepare,
+            snapshots=SnapshotRing(
+                folder / "snapshots", in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk
+            ),
+            train_device=train_device,
+            replica_dtype=torch.float32 if in_bf16 and not autocast else None,
+        )
+        rows = untrained_rows(weights.anchor, drafter.target_head)
+        trainer, replay, process = training_parts(
+            drafter,
+            weights,
+            rows,
+            rules_of(config, tuning, autocast=autocast),
+            train_in=config.train_in if serves else "thread",
+            niceness=tuning.niceness,
+            seed=seed,
+        )
+        vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
+        gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
+        drift = Drift(weights.anchor, drafter.embed, rows, max_texts=tuning.drift_texts)
+        evaluator = OfflineEvaluator(weights, gate, replay, drift, max_known=2 * tuning.validation_texts)
+        policy = policy_of(config, tuning, rng=random.Random(seed))
+        parts = LearnerParts(
+            weights=weights,
+            trainer=trainer,
+            process=process,
+            policy=policy,
+            feedback=_feedback(config, tuning, policy, clock=clock, seed=seed),
+            # Replicas record every query: none of them knows what the others' queries promise.
+            sampler=RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0),
+            vocabulary=DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0),
+            evaluator=evaluator,
+            monitor=RollbackMonitor(
+                window=tuning.window_texts,
+                fall_standard_errors=tuning.fall_standard_errors,
+                collapse_verifies=tuning.collapse_verifies,
+            ),
+            traffic=TrafficMonitor(vocab, evaluator),
+            checkpoint=LearnerCheckpoint(folder),
+            time=_training_time(train_device, process, serves=serves),
+        )
+        return cls(parts, emit=emit, policy_name=config.policy, tuning=tuning)
+
+    def worker(self, loop: Loop | None = None) -> Worker:
+        """A thread that runs the learner, or what stands before it."""
+        return Worker(
+            loop or self,
+            max_waiting=self.tuning.queued_queries,
+            duty_cycle=self.tuning.duty_cycle,
+            taken_share=self.time.taken_share,
+            niceness=self.tuning.niceness,
+            device=self.weights.train_device,
+        )
 
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """One finished query."""
-        feedback = received(feedback, self._weights.train_device)
-        taken = self._filter.take(feedback, training_cost=self._pay(feedback), learning=not self.paused)
-        if taken.held_back and taken.text is not None and not self._drift.ready:
-            self._drift.offer([taken.text.example])
-        if taken.admission.admitted and not taken.held_back:
+        feedback = received(feedback, self.weights.train_device)
+        filtered = self._feedback.take(
+            feedback, training_cost=self.time.charge(feedback.query), learning=not self.paused
+        )
+        if filtered.validates and filtered.text is not None:
+            self._evaluator.probe(filtered.text)
+        if filtered.admission.admitted and not filtered.validates:
             self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
-        self._notice_change(feedback, taken)
-        self._listen(feedback, taken)
-        self._sampler.rest(self._may_rest())
-        return taken
+        self._notice_change(feedback, filtered)
+        self._watch(feedback.query, filtered)
+        self.sampler.rest(self._may_rest())
+        return filtered
 
     def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
-        """Train, judge and publish, if an update is due; says what was trained."""
-        if self.paused or self._weights.pending or len(self._held_back.alike) < self._least_texts:
+        """Train, evaluate and publish, if an update is due; says what was trained."""
+        if self.paused or self.weights.pending or not self._validation.suffices:
             return None
         arm = self._policy.take_update()
         if arm is None:
             return None
         self._updating = True
-        report = self._trained(arm, interrupted)
+        report = self._train(arm, interrupted)
         if report.applied:
             self._conclude(report)
         else:
             self._discarded(counted=report.outcome != "interrupted")
             if report.outcome not in ("nothing_to_learn", "interrupted"):
-                self._buffers.forget_heard()
+                self._buffers.clear_replay()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
 
@@ -134,15 +246,12 @@ class Learner:
 
     def rollback(self) -> Restored:
         """An operator distrusts what is served: back to what was before it."""
-        return self._take_back("operator", {})
+        return self._roll_back("operator", {})
 
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
-        """Somebody brings weights: they are served without being judged. # -> their version. Raises NotStored."""
-        version = self._weights.adopt(weights)
-        self._policy.reset()
-        self._buffers.clear()
-        self._served_anew()
-        self._start_over()
+        """Somebody brings weights: they are served without a gate. # -> their version. Raises NotStored."""
+        version = self.weights.adopt(weights)
+        self._forget_arms()
         self._tell("loaded", reason)
         self.save(training=False)
         return version
@@ -164,7 +273,7 @@ class Learner:
         self._tell("failed", error)
         if self._updating:
             self._discarded()
-        self._buffers.forget_heard()
+        self._buffers.clear_replay()
         self._start_over()
 
     def save(self, *, training: bool) -> None:
@@ -173,7 +282,7 @@ class Learner:
         The training copy with its optimizers is ten times what is served: worth its seconds when the process ends, not
         at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
         """
-        weights = self._weights
+        weights = self.weights
         parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
         try:
             self._checkpoint.save(
@@ -189,126 +298,138 @@ class Learner:
         saved = self._checkpoint.load()
         for complaint in saved.complaints:
             self._tell("restored", complaint)
-        self._weights.resume(saved.newest, saved.condemned)
-        if self._weights.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
+        self.weights.resume(saved.newest, saved.condemned)
+        if self.weights.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
             self._serve_again(saved.origin)
-        self._monitor.served_anew()
+        self._monitor.weights_changed()
         self._restore_parts(saved)
-        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self._weights.latest_origin)
+        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self.weights.latest_origin)
         if tensors is None:
             self._start_over()
         else:
             self._trainer.load_tensors(tensors)
 
-    def drift(self) -> float | None:
-        """KL of the serving drafter from the anchor, once there are texts to measure it on."""
-        if not self._drift.ready:
-            return None
-        if self._known_drift is None or self._known_drift[0] != self._weights.newest:
-            self._known_drift = self._weights.newest, self._drift.of(self._weights.served_in_full())
-        return self._known_drift[1]
+    def status(self, worker: Worker) -> AdaptationStatus:
+        """What an operator sees."""
+        weights, feedback, counts = self.weights, self._feedback, self._history.counts
+        return AdaptationStatus(
+            policy=self._policy_name,
+            paused=self.paused,
+            version=weights.version,
+            origin=weights.origin,
+            exchanged_tokens=weights.num_exchanged,
+            newest=weights.newest,
+            condemned=tuple(sorted(weights.condemned)),
+            snapshots=tuple(weights.snapshots.versions),
+            collapsed=self._monitor.collapsed,
+            values={arm: value for arm, value in self._policy.values.items()},
+            waiting={arm: count for arm, count in self._buffers.counts.items()},
+            held_back=len(self._validation.texts),
+            queries_heard=feedback.decisions.total(),
+            queries_dropped=worker.num_dropped,
+            queries_excluded=feedback.refusals.total(),
+            excluded=dict(feedback.refusals),
+            lessons_dropped=self._buffers.num_dropped,
+            decisions=dict(feedback.decisions),
+            updates={arm: count for arm, count in self.num_updates.items()},
+            publishes=counts["published"],
+            refusals=counts["refused"],
+            rollbacks=counts["rolled_back"],
+            discards=counts["discarded"],
+            training_seconds=self.time.seconds,
+            kl_to_anchor=self._evaluator.kl_to_anchor(),
+            failures={stage: count for stage, count in worker.failures.items()},
+            restarts=worker.num_restarts,
+            events=self._history.last,
+        )
 
-    def _pay(self, feedback: QueryFeedback) -> float:
-        """What training took since the query before, in the units of this query's costs."""
-        query = feedback.query
-        if query.seconds <= 0:
-            return 0.0
-        seconds, self._unpaid_seconds = self._unpaid_seconds, 0.0
-        return seconds * (query.draft_cost + query.verify_cost) / query.seconds
-
-    def _notice_change(self, feedback: QueryFeedback, taken: FilteredQuery) -> None:
-        """By the words of answers, and by how likely the drafter held them, whatever else was drafted from."""
-        if self._sampler.accepted(feedback.query.accepted_by_step):
+    def _notice_change(self, feedback: QueryFeedback, filtered: FilteredQuery) -> None:
+        if self.sampler.observe(feedback.query.accepted_by_step):
             self._traffic.suspect()
-            self._asked.suspect()
-        says_otherwise = feedback.query.store and self._words.observe(feedback.query)
-        if says_otherwise or (taken.admission.admitted and self._fares_otherwise(feedback, taken)):
-            self._meet_other_traffic()
-            self._tell("changed", "other_words" if says_otherwise else "other_traffic")
+        admitted, validates = filtered.admission.admitted, filtered.validates
+        change = self._traffic.observe(feedback, filtered.text, admitted=admitted, validates=validates)
+        if change is not None:
+            self._traffic_changed()
+            self._tell("changed", change)
 
-    def _fares_otherwise(self, feedback: QueryFeedback, taken: FilteredQuery) -> bool:
-        asks_otherwise = taken.text is not None and self._asked.observe(taken.text, judges=taken.held_back)
-        return self._traffic.observe_values(feedback.draft_labels.chances.tolist()) or asks_otherwise
-
-    def _meet_other_traffic(self) -> None:
-        """What was usual, which arm paid, and the texts that judged are of the past."""
-        for usual in (self._traffic, self._asked, self._words):
-            usual.start_anew()
-        for part in (self._policy, self._held_back, self._monitor, self._pace):
+    def _traffic_changed(self) -> None:
+        """What was usual, which arm paid, and the texts that validated are of the past."""
+        self._traffic.reset()
+        for part in (self._policy, self._validation, self._monitor, self._pace):
             part.traffic_changed()
-        self._buffers.forget_heard()
+        self._buffers.clear_replay()
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
-        and there are texts that could judge an update, or none come."""
-        is_new = self._weights.latest_origin != ANCHOR and self._monitor.on_probation
-        can_judge = len(self._held_back.alike) >= self._least_texts
-        learns_nothing = self.paused or self._filter.hears_no_text
-        return not is_new and (learns_nothing or (self._policy.resting and can_judge))
+        and there are texts that could validate an update, or none come."""
+        is_new = self.weights.latest_origin != ANCHOR and self._monitor.on_probation
+        learns_nothing = self.paused or self._feedback.sees_no_text
+        return not is_new and (learns_nothing or (self._policy.resting and self._validation.suffices))
 
-    def _listen(self, feedback: QueryFeedback, taken: FilteredQuery) -> None:
+    def _watch(self, query: Query, filtered: FilteredQuery) -> None:
         """Ask the alarms, unless the query was served by weights that are no longer served."""
-        query = feedback.query
-        if not query.first_version == query.version == self._weights.newest:
+        if not query.first_version == query.version == self.weights.newest:
             return
-        alarm = self._monitor.served(query.accepted)
-        if alarm is None and self._weights.latest_origin != ANCHOR:
-            alarm = self._compare(taken)
+        alarm = self._monitor.observe_served(query.accepted)
+        if alarm is None and self.weights.latest_origin != ANCHOR:
+            alarm = self._compare(filtered)
         if alarm is not None:
             self._answer(alarm)
 
-    def _compare(self, taken: FilteredQuery) -> Alarm | None:
-        """What was learnt against the anchor, and for a while against what it replaced, where the text may judge."""
+    def _compare(self, filtered: FilteredQuery) -> Alarm | None:
+        """What was learnt against the anchor, and for a while against what it replaced, where the text may validate."""
         probing = self._monitor.take_probation()
-        if taken.text is None or not (taken.held_back or probing):
+        if filtered.text is None or not (filtered.validates or probing):
             return None
-        return self._monitor.replayed(self._evaluator.scored(taken.text, with_previous=probing))
+        return self._monitor.observe_scores(self._evaluator.scored(filtered.text, with_previous=probing))
 
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
-        falling, is_deployed = alarm.reason == "falling", self._weights.latest_origin == ANCHOR
+        falling, is_deployed = alarm.reason == "falling", self.weights.latest_origin == ANCHOR
         if is_deployed:
             self._tell("alarm", alarm.reason, numbers)
-        elif falling and self._evaluator.better_than_anchor(self._held_back.texts):
+        elif falling and self._evaluator.better_than_anchor(self._validation.texts):
             self._tell("dismissed", "other_traffic", numbers)
         else:
-            self._take_back(alarm.reason, numbers)
+            self._roll_back(alarm.reason, numbers)
             return
         if falling:
-            self._meet_other_traffic()
+            self._traffic_changed()
 
-    def _take_back(self, reason: str, numbers: dict[str, float]) -> Restored:
+    def _roll_back(self, reason: str, numbers: dict[str, float]) -> Restored:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
-        condemned = self._weights.condemn()
-        restored = self._weights.restore_before(condemned)
-        self._policy.reset()
-        self._buffers.clear()
-        self._served_anew()
-        self._start_over()
+        condemned = self.weights.condemn()
+        restored = self.weights.restore_before(condemned)
+        self._forget_arms()
         self._tell("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
         self.save(training=False)
         return restored
 
-    def _trained(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
-        began = self._worked()
-        wanted = self._vocabulary.wanted(self._trainer.vocabulary)
-        samples, share = self._buffers.take(arm), self._pace.share(arm)
-        report = self._trainer.update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
-        self._spend(self._worked() - began)
+    def _forget_arms(self) -> None:
+        """Weights serve that no update has made: nothing is known of what updates do to them."""
+        self._policy.reset()
+        self._buffers.clear()
+        self._weights_changed()
+        self._start_over()
+
+    def _train(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
+        with self.time.spent():
+            wanted = self._vocabulary.wanted(self._trainer.vocabulary)
+            samples, share = self._buffers.take(arm), self._pace.share(arm)
+            report = self._trainer.update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 
     def _conclude(self, report: UpdateReport) -> None:
         """Publish what was trained if it is better, and say which."""
-        began = self._worked()
-        decision, seconds = self._evaluator.judge(self._held_back.alike)
-        self._spend(self._worked() - began)
+        with self.time.spent():
+            decision, seconds = self._evaluator.evaluate(self._validation.current)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
             return self._refuse(report, decision, decision.reason, numbers)
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
         try:
-            self._weights.publish({**scores, "anchor": decision.anchor_mean})
+            self.weights.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
         self._evaluator.published()
@@ -316,7 +437,7 @@ class Learner:
         self._pace.published(report.arm)
         self._num_refused = 0
         self._updating = False
-        self._served_anew()
+        self._weights_changed()
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
 
@@ -332,7 +453,7 @@ class Learner:
         clearly_worse = not decision.gain >= -decision.standard_error
         if clearly_worse:
             self._pace.clearly_worse(report.arm)
-        if clearly_worse or self._num_refused > self._kept_refusals:
+        if clearly_worse or self._num_refused > self.tuning.kept_refusals:
             self._discarded()
             self._start_over()
         else:
@@ -342,31 +463,27 @@ class Learner:
         self._updating = False
         self._policy.discarded(counted=counted)
 
-    def _served_anew(self) -> None:
+    def _weights_changed(self) -> None:
         """Whatever was known of how queries fare was about other weights."""
-        for part in (self._monitor, self._traffic, self._sampler):
-            part.served_anew()
+        for part in (self._monitor, self._traffic, self.sampler):
+            part.weights_changed()
 
     def _start_over(self) -> None:
         """Train on from what is served."""
         self._num_refused = 0
-        self._trainer.load(self._weights.train_from_served())
-
-    def _spend(self, seconds: float) -> None:
-        self.training_seconds += seconds
-        self._unpaid_seconds += seconds * self._taken_share
+        self._trainer.load(self.weights.train_from_served())
 
     def _serve_again(self, origin: int) -> None:
         try:
-            self._weights.restore(origin)
+            self.weights.restore(origin)
             self._tell("restored", "same_weights", {"origin": origin})
         except Damaged as error:
-            restored = self._weights.restore_before(origin)
+            restored = self.weights.restore_before(origin)
             self._tell("restored", f"version {origin}: {error}", {"origin": restored.origin})
 
     def _restore_parts(self, saved: SavedLearner) -> None:
         """Whoever's state cannot be used starts anew; what was known about other weights is not wanted."""
-        if self._weights.latest_origin != saved.origin:
+        if self.weights.latest_origin != saved.origin:
             return
         for name, state in saved.parts.items():
             try:
@@ -380,7 +497,73 @@ class Learner:
                 self._tell("restored", f"{name}: {error}")
 
     def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self._emit(Event(kind, self._weights.newest, reason, numbers or {}))
+        self._history(Event(kind, self.weights.newest, reason, numbers or {}))
+
+
+def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -> Policy:
+    match config.policy:
+        case "bandit":
+            rules = BanditRules(
+                batch_queries={"head": config.head_queries, "full": config.full_queries},
+                alpha=config.alpha,
+                epsilon=config.epsilon,
+                s_min=config.s_min,
+                measured_queries=config.measured_queries,
+                warm_up_queries=tuning.warm_up_queries,
+            )
+            return Bandit(rules, rng=rng)
+        case "always":
+            return EveryBatch("full", tuning.always_queries)
+        case "head_only":
+            return EveryBatch("head", config.head_queries)
+        case "full_only":
+            return EveryBatch("full", config.full_queries)
+        case "never":
+            return Never()
+
+
+def _feedback(
+    config: AdaptationConfig, tuning: Tuning, policy: Policy, *, clock: Callable[[], float], seed: int
+) -> FeedbackFilter:
+    quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
+    buffers = SampleBuffers(
+        {"head": config.head_queries, "full": max(config.full_queries, tuning.always_queries)},
+        replay_texts=tuning.replay_texts,
+        update_samples=tuning.full_steps * tuning.step_texts,
+        rng=random.Random(seed + 2),
+    )
+    validation = ValidationSet(
+        share=tuning.validation_share,
+        enough=tuning.gate_texts,
+        max_texts=tuning.validation_texts,
+        rng=random.Random(seed + 1),
+    )
+    return FeedbackFilter(policy, quota, buffers, validation)
+
+
+def rules_of(config: AdaptationConfig, tuning: Tuning, *, autocast: bool) -> Rules:
+    return Rules(
+        rates={"head": config.head_learning_rate, "full": config.full_learning_rate},
+        anchor_weight=config.anchor_weight,
+        head_steps=tuning.head_steps,
+        full_steps=tuning.full_steps,
+        step_texts=tuning.step_texts,
+        warm_up_steps=tuning.warm_up_steps,
+        update_norm=tuning.update_norm,
+        autocast=autocast,
+    )
+
+
+def _training_time(device: torch.device, process: TrainingProcess | None, *, serves: bool) -> TrainingTime:
+    """On a CPU training waits whenever others want a core, and that does not count; nor does serving lack all of it
+    where its own threads leave a core free."""
+    has_core = device.type == "cpu" and usable_cores() > torch.get_num_threads()
+    taken_share = (_LEAST_TAKEN if has_core else 1.0) if serves else 0.0
+    if device.type != "cpu":
+        return TrainingTime(taken_share=taken_share)
+    if process is not None:
+        return TrainingTime(lambda: process.seconds + time.thread_time(), taken_share=taken_share)
+    return TrainingTime(time.thread_time, taken_share=taken_share)
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
@@ -391,7 +574,7 @@ def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
         "seconds": report.seconds,
         "moved": report.moved,
         "exchanged": float(report.exchanged),
-        "sequences": decision.num_sequences,
+        "sequences": decision.num_texts,
         "candidate": decision.candidate_mean,
         "serving": decision.serving_mean,
         "anchor": decision.anchor_mean,

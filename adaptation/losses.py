@@ -5,8 +5,6 @@ How far the drafter that serves has moved from the anchor drafter, on a fixed se
 
 Only a number for people: it decides nothing, because far from the anchor may be exactly where the traffic is."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -17,6 +15,8 @@ from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
+
+_DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
 
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
@@ -80,30 +80,29 @@ class TextDivergence:
         return valid
 
 
-_PROBE_ANCHORS = 8
-
-
 class Drift:
-    """KL(drafter || anchor) on the first texts it was given."""
+    """KL(drafter || anchor) on the first texts it was given: a number for people, which decides nothing, because far
+    from the anchor may be exactly where the traffic is."""
 
-    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, most_texts: int) -> None:
-        self._divergence = TextDivergence(anchor, embed, rows, anchors=_PROBE_ANCHORS)
+    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, max_texts: int) -> None:
+        self._divergence = TextDivergence(anchor, embed, rows, anchors=_DRIFT_ANCHORS)
         self._reach = 2 * anchor.config.block_size
         self._device = anchor.d2t.device
-        self._most_texts = most_texts
-        self._probe: list[Example] = []
+        self._max_texts = max_texts
+        self._texts: list[Example] = []
 
     @property
     def ready(self) -> bool:
-        return len(self._probe) == self._most_texts
+        return len(self._texts) == self._max_texts
 
-    def offer(self, texts: Sequence[Example]) -> None:
-        """Fill the probe set; when it is full it stays as it is, so that numbers can be compared."""
-        self._probe += texts[: self._most_texts - len(self._probe)]
+    def offer(self, text: Example) -> None:
+        """Full, the set stays as it is, so that numbers can be compared."""
+        if not self.ready:
+            self._texts.append(text)
 
     @torch.no_grad()
     def of(self, model: SpecBlock) -> float:
         """Mean over the texts, each counting the same. # a model with the anchor's dtype"""
-        assert self._probe, "nothing to measure on"
-        batches = (Batch.of([text], self._reach, self._device) for text in self._probe)
+        assert self._texts, "nothing to measure on"
+        batches = (Batch.of([text], self._reach, self._device) for text in self._texts)
         return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())

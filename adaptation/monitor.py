@@ -1,11 +1,8 @@
-"""Is the drafter that serves getting worse? Three alarms over windows of per-sequence scores (emitted per verify).
+"""Is the drafter that serves getting worse? Alarms over windows of scores (emitted tokens per verify).
 
 `PairedCusum` compares it with the anchor drafter on the same texts; `FallingWindows` is the paper's rule on what was
-served; `Collapse` sees a drafter that earns nothing. They only say so: what follows is decided elsewhere.
-
-The alarms over the drafter that serves, fed query by query: gathers the windows they judge.
-
-Knows neither what a score is made of nor what follows from an alarm."""
+served; `Collapse` sees a drafter that earns nothing. `RollbackMonitor` gathers their windows, query by query.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,6 +16,9 @@ from adaptation.policy import State
 
 AlarmReason = Literal["quiet", "too_few", "not_finite", "worse_than_anchor", "falling", "collapsed"]
 
+_SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
+_THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
+_COLLAPSE_MARGIN = 0.05  # a drafter that earns less than this per verify has collapsed
 _FORGET = 0.9  # weight of the past in the spread of the pairs, per window
 _GROUP = 4  # pairs
 _LEAST_SPREAD = 0.01  # emitted per verify; a smaller spread is a replay of equal drafters, not knowledge
@@ -52,15 +52,14 @@ class PairedCusum:
     drafter that is behind by one standard deviation of a pair is caught within 20 pairs.
     """
 
-    def __init__(self, *, slack: float, threshold: float, least_pairs: int) -> None:
+    def __init__(self, *, least_pairs: int, threshold: float = _THRESHOLD) -> None:
         assert least_pairs >= 2, "one pair has no spread"
-        self._slack = slack
-        self._threshold = threshold
         self._least_pairs = least_pairs
+        self._threshold = threshold
         self._now = _CusumState()
 
     def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Verdict:
-        """Hear of one window: scores of both drafters, sequence by sequence."""
+        """One window: scores of both drafters, sequence by sequence."""
         assert len(serving) == len(anchor), "scores do not come in pairs"
         if not all(map(math.isfinite, serving)):
             return Verdict(True, "not_finite", self._now.total, self._threshold)
@@ -91,7 +90,7 @@ class PairedCusum:
         for start in range(0, len(differences), _GROUP):
             group = differences[start : start + _GROUP]
             fall = -fmean(group) / (spread / math.sqrt(len(group)))
-            total = max(0.0, total + fall - self._slack)
+            total = max(0.0, total + fall - _SLACK)
             highest = max(highest, total)
         self._now = _CusumState(total=total, squares=squares, freedom=freedom)
         return highest
@@ -121,7 +120,7 @@ class FallingWindows:
         self._now = _FallState()
 
     def observe(self, scores: Sequence[float]) -> Verdict:
-        """Hear of one window of what was served."""
+        """One window of what was served."""
         if len(scores) < 2 or not all(map(math.isfinite, scores)):
             return Verdict(False, "too_few", 0.0, self._standard_errors)
         window = _Window(mean=fmean(scores), squared_error=variance(scores) / len(scores))
@@ -162,8 +161,7 @@ class _CollapseState(BaseModel):
 class Collapse:
     """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together, and told once."""
 
-    def __init__(self, *, margin: float, least_verifies: int) -> None:
-        self._margin = margin
+    def __init__(self, *, least_verifies: int) -> None:
         self._least_verifies = least_verifies
         self._now = _CollapseState()
 
@@ -173,16 +171,16 @@ class Collapse:
         return self._now.collapsed
 
     def observe(self, emitted_tokens: int, verifies: int) -> Verdict:
-        """Hear of steps that verified at least one drafted node: the others emit one token whoever drafts."""
+        """Steps that verified at least one drafted node: the others emit one token whoever drafts."""
         emitted = self._now.emitted_tokens + emitted_tokens
         total = self._now.verifies + verifies
         if total < self._least_verifies:
             self._now = self._now.model_copy(update={"emitted_tokens": emitted, "verifies": total})
-            return Verdict(False, "too_few", 0.0, -self._margin)
+            return Verdict(False, "too_few", 0.0, -_COLLAPSE_MARGIN)
         loss, was_collapsed = 1.0 - emitted / total, self.collapsed
-        self._now = _CollapseState(collapsed=loss > -self._margin)
+        self._now = _CollapseState(collapsed=loss > -_COLLAPSE_MARGIN)
         fired = self.collapsed and not was_collapsed
-        return Verdict(fired, "collapsed" if fired else "quiet", loss, -self._margin)
+        return Verdict(fired, "collapsed" if fired else "quiet", loss, -_COLLAPSE_MARGIN)
 
     def reset(self) -> None:
         """Another drafter serves now."""
@@ -206,7 +204,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TextScores:
     """Scores of one text."""
 
     serving: float
@@ -221,25 +219,21 @@ class RollbackMonitor:
     can lose all of it and still be no worse than the anchor.
     """
 
-    def __init__(
-        self,
-        cusum: PairedCusum,
-        cusum_before: PairedCusum,
-        falling: FallingWindows,
-        collapse: Collapse,
-        *,
-        window: int,
-        pairs: int,
-    ) -> None:
-        """`window` sequences as served, `pairs` replayed ones, are judged together."""
-        self._cusum = cusum
-        self._cusum_before = cusum_before
-        self._falling = falling
-        self._collapse = collapse
+    def __init__(self, *, window: int, fall_standard_errors: float, collapse_verifies: int) -> None:
+        """`window` queries as served, or half as many replayed ones, are judged together."""
         self._window = window
-        self._num_pairs = pairs
+        self._num_pairs = max(2, window // 2)
+        self._cusum, self._cusum_before = (PairedCusum(least_pairs=self._num_pairs) for _ in range(2))
+        self._falling = FallingWindows(standard_errors=fall_standard_errors)
+        self._collapse = Collapse(least_verifies=collapse_verifies)
+        self._alarms: dict[str, PairedCusum | FallingWindows | Collapse] = {
+            "cusum": self._cusum,
+            "cusum_before": self._cusum_before,
+            "falling": self._falling,
+            "collapse": self._collapse,
+        }
         self._served: list[float] = []
-        self._pairs: list[Pair] = []
+        self._pairs: list[TextScores] = []
         self._probation = 0
 
     @property
@@ -253,13 +247,13 @@ class RollbackMonitor:
         return self._probation > 0
 
     def take_probation(self) -> bool:
-        """Whether this text is to be scored even if it was not held back, because the weights are new."""
+        """Whether this text is to be scored even if it is no validation text, because the weights are new."""
         on_probation = self.on_probation
         self._probation -= on_probation
         return on_probation
 
-    def served(self, accepted: Sequence[int]) -> Alarm | None:
-        """Hear how far the serving drafter got in each verify of a query. # -> the first alarm, if any"""
+    def observe_served(self, accepted: Sequence[int]) -> Alarm | None:
+        """How far the serving drafter got in each verify of a query. # -> the first alarm, if any"""
         if not accepted:
             return None
         emitted = sum(accepted) + len(accepted)
@@ -272,8 +266,8 @@ class RollbackMonitor:
         window, self._served = self._served, []
         return _alarm(self._falling.observe(window))
 
-    def replayed(self, pair: Pair) -> Alarm | None:
-        """Hear how several drafters did on the same text. # -> an alarm, if any"""
+    def observe_scores(self, pair: TextScores) -> Alarm | None:
+        """How several drafters did on the same text. # -> an alarm, if any"""
         self._pairs.append(pair)
         if len(self._pairs) < self._num_pairs:
             return None
@@ -282,7 +276,7 @@ class RollbackMonitor:
         alarm = _alarm(self._cusum.observe(serving, [one.anchor for one in window]))
         return alarm or self._compare_with_before(window)
 
-    def _compare_with_before(self, window: Sequence[Pair]) -> Alarm | None:
+    def _compare_with_before(self, window: Sequence[TextScores]) -> Alarm | None:
         known = [(one.serving, one.before) for one in window if one.before is not None]
         verdict = self._cusum_before.observe([ours for ours, _ in known], [theirs for _, theirs in known])
         return Alarm("worse_than_before", verdict.statistic, verdict.limit) if verdict.fired else None
@@ -292,34 +286,21 @@ class RollbackMonitor:
         self._falling.reset()
         self._served = []
 
-    def served_anew(self) -> None:
+    def weights_changed(self) -> None:
         """Other weights serve now."""
-        for alarm in (self._cusum, self._cusum_before, self._falling, self._collapse):
+        for alarm in self._alarms.values():
             alarm.reset()
         self._served, self._pairs = [], []
         self._probation = 2 * self._window
 
     def state(self) -> dict[str, State]:
-        return {
-            "cusum": self._cusum.state(),
-            "cusum_before": self._cusum_before.state(),
-            "falling": self._falling.state(),
-            "collapse": self._collapse.state(),
-        }
+        return {name: alarm.state() for name, alarm in self._alarms.items()}
 
     def restore(self, name: str, state: State) -> None:
         """Raises ValueError for a state that is not one."""
-        match name:
-            case "cusum":
-                self._cusum.restore(state)
-            case "cusum_before":
-                self._cusum_before.restore(state)
-            case "falling":
-                self._falling.restore(state)
-            case "collapse":
-                self._collapse.restore(state)
-            case _:
-                raise ValueError("no such alarm")
+        if name not in self._alarms:
+            raise ValueError("no such alarm")
+        self._alarms[name].restore(state)
 
 
 def _alarm(verdict: Verdict) -> Alarm | None:

@@ -1,9 +1,9 @@
-"""What decides about updates, as one protocol: who asks, what a decision says, what a query reports about itself.
+"""Policies of learning: which finished queries are learnt from, and when an update is due.
 
-Throughput is emitted tokens per cost. Costs are normalised: seconds divided by what the cost table predicts for the
-same load, so that a busier hour is not mistaken for a worse drafter. Knows neither tensors nor how one trains.
-
-Policies that ask no bandit: they show what deciding by gain is worth, and `Never` is learning switched off."""
+Throughput is emitted tokens per cost. Costs are seconds divided by what the cost table predicts for the same load, so
+that a busier hour is not mistaken for a worse drafter. `EveryBatch` and `Never` ask no bandit: they show what deciding
+by gain is worth.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ ARMS: tuple[Arm, ...] = ("head", "full")
 
 Reason = Literal[
     "warm_up",  # too few queries for a baseline
-    "blocked",  # an update has just ended
     "not_admitted",  # the query must not be learnt from
     "unusable",  # its numbers make no sense
     "untried",  # too little is known of the arm
@@ -70,22 +69,6 @@ class Decision:
         return "skip" if self.arm is None else self.arm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What an update was worth."""
-
-    arm: Arm
-    published: bool
-    signal: float  # mean signal of the queries it learnt from
-    before: float  # throughput
-    after: float  # throughput, its training included
-    counted: bool  # False: too little signal to say anything about the arm
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
-
-
 class Policy(Protocol):
     """All calls come from the adaptation thread.
 
@@ -96,9 +79,6 @@ class Policy(Protocol):
     def values(self) -> Mapping[Arm, float]:
         """Gain of throughput per unit of signal that each arm is believed to bring; empty when nobody estimates it."""
         ...
-
-    @property
-    def last_measurement(self) -> Measurement | None: ...
 
     @property
     def resting(self) -> bool:
@@ -113,9 +93,9 @@ class Policy(Protocol):
         """The arm whose buffer is full and may be trained on now, if any; its update has begun with this call."""
         ...
 
-    def published(self, tau_ratio: float | None = None) -> None:
-        """The update reached the serving copy. With the ratio of replayed tau, new to old, less what may be luck, its
-        gain is known at once; without, it is measured on the queries that follow."""
+    def published(self, tau_ratio: float) -> None:
+        """The update reached the serving copy; `tau_ratio`: replayed tau of the new weights to that of the old, less
+        what may be luck."""
         ...
 
     def discarded(self, *, counted: bool = True) -> None:
@@ -161,10 +141,6 @@ class EveryBatch:
         return {}
 
     @property
-    def last_measurement(self) -> Measurement | None:
-        return None
-
-    @property
     def resting(self) -> bool:
         return False
 
@@ -183,7 +159,7 @@ class EveryBatch:
         self._training = True
         return self._arm
 
-    def published(self, tau_ratio: float | None = None) -> None:
+    def published(self, tau_ratio: float) -> None:
         assert self._training, "an update ends that never began"
         self._training = False
 
@@ -217,10 +193,6 @@ class Never:
         return {}
 
     @property
-    def last_measurement(self) -> Measurement | None:
-        return None
-
-    @property
     def resting(self) -> bool:
         return True
 
@@ -230,7 +202,7 @@ class Never:
     def take_update(self) -> Arm | None:
         return None
 
-    def published(self, tau_ratio: float | None = None) -> None:
+    def published(self, tau_ratio: float) -> None:
         raise AssertionError("an update ends that never began")
 
     def discarded(self, *, counted: bool = True) -> None:

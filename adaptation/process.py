@@ -19,19 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.arena import Arena, Places
-from adaptation.evaluator import Replay, ReplayName, replay_of
+from adaptation.evaluator import Replay, replay_of
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
-from adaptation.vocabulary import untrained_rows
+from adaptation.vocabulary import Rows, untrained_rows
+from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
@@ -40,6 +41,8 @@ EMBEDDING, HEAD = "embedding", "head"
 """Names of the target's tables in the arena; a tied head is the embedding."""
 _INTERRUPTED = "interrupted?"  # asked back before each step of an update
 _ENDING_SECONDS = 5.0
+_LEAST_WEIGHTS = 1_000_000
+"""Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
 _CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
@@ -56,10 +59,7 @@ class Setup:
     config: SpecBlockConfig
     replica_dtype: torch.dtype
     rules: Rules
-    replay: ReplayName
-    max_nodes: int
     seed: int
-    threads: int
     niceness: int
     head: str | None  # name of the target's rows in the arena
     places: Places
@@ -216,6 +216,50 @@ def remote_replay(process: TrainingProcess, replica: SpecBlock) -> Replay:
     return replay
 
 
+def training_parts(
+    drafter: ServedDrafter,
+    weights: DrafterWeights,
+    rows: Rows,
+    rules: Rules,
+    *,
+    train_in: Literal["auto", "process", "thread"],
+    niceness: int,
+    seed: int,
+) -> tuple[Trainer, Replay, TrainingProcess | None]:
+    """Who computes updates and replays: this process, or one of its own. Raises ValueError where that cannot be had."""
+    generator = torch.Generator().manual_seed(seed)
+    if not _in_its_own_process(train_in, drafter, weights):
+        trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
+        return trainer, replay_of(drafter.embed), None
+    remote = RemoteTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
+    table, head = drafter.embedding, drafter.target_head
+    assert table is not None, "a process of its own has no table to look tokens up in"
+    is_tied = head is not None and head.data_ptr() == table.data_ptr()
+    computed_on = shared_tensors(remote, training=weights.training, anchor=weights.anchor, replica=weights.replica)
+    tables = {EMBEDDING: table} if head is None or is_tied else {EMBEDDING: table, HEAD: head}
+    arena = Arena.holding(computed_on | tables)
+    arena.lend(computed_on)
+    setup = Setup(
+        config=drafter.config,
+        replica_dtype=weights.replica.dtype,
+        rules=rules,
+        seed=seed,
+        niceness=niceness,
+        head=None if head is None else EMBEDDING if is_tied else HEAD,
+        places=arena.places,
+    )
+    remote.process = process = TrainingProcess(arena, setup)
+    return remote, remote_replay(process, weights.replica), process
+
+
+def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterWeights) -> bool:
+    possible = sys.platform == "linux" and weights.train_device.type == "cpu" and drafter.embedding is not None
+    if train_in == "process" and not possible:
+        raise ValueError("adaptation.train_in: a process of its own trains on Linux, on a CPU; choose auto or thread")
+    worthwhile = sum(value.numel() for value in weights.training.parameters()) >= _LEAST_WEIGHTS
+    return train_in == "process" or (train_in == "auto" and possible and worthwhile)
+
+
 def shared_tensors(
     trainer: Trainer, *, training: SpecBlock, anchor: SpecBlock, replica: SpecBlock
 ) -> dict[str, Tensor]:
@@ -233,7 +277,7 @@ def main(arena: int, talk: int) -> None:
     try:
         setup: Setup = pickle.loads(connection.recv_bytes())
         os.nice(setup.niceness)
-        torch.set_num_threads(setup.threads)
+        torch.set_num_threads(1)
         _Work(setup, Arena(arena, setup.places), connection).serve()
     except (EOFError, OSError):
         return
@@ -251,7 +295,7 @@ class _Work:
         generator = torch.Generator().manual_seed(setup.seed)
         self._trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, generator=generator)
         self._replica = replica
-        self._replay: Replay = replay_of(setup.replay, embed, max_nodes=setup.max_nodes)
+        self._replay: Replay = replay_of(embed)
         arena.lend(shared_tensors(self._trainer, training=training, anchor=anchor, replica=replica))
 
     def serve(self) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong in adaptation without being a bug of ours, as one tree of exceptions.
+"""What adaptation did, what it looks like to an operator, and what can go wrong in it: records without torch.
 
 AdaptationError
 ├── Damaged     a stored file cannot be trusted; the message names the file and what is wrong with it
@@ -8,14 +8,7 @@ AdaptationError
 ├── TrainingLost  the process that trains has died; its update is lost, and the next starts another process
 └── StoreLost   the store that replicas share does not answer; what it did last is not known
     └── StoreRefused  it answered that it will not
-
-What adaptation did and why, as records for metrics, logs and operators.
-
-What an operator sees of learning while serving, as plain records: no torch, so that anybody may hold them.
-
-What happened lately, and how often each kind of thing has: listens to events and passes them on.
-
-Written by the thread that learns, read by any."""
+"""
 
 import time
 from collections import Counter, deque

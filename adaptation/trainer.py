@@ -1,21 +1,9 @@
 """The training copy of a drafter and the two updates it can take: its heads alone, or all of it.
 
 An update is applied whole or not at all: a number that is not finite anywhere, in a loss, a gradient, a weight or the
-optimizer, leaves copy and optimizer as they were. Knows neither who asked for an update nor what becomes of it.
-Legend: rows = marked positions of all samples, vocab = the drafter's.
-
-AdamW whose state is a fixed set of tensors from the start, so that it can be stored, compared and undone.
-
-torch's own allocates its state at the first step; here a resumed process knows names and shapes before it.
-
-How large the steps of updates are: the gate answers each one, and the arm's next is bolder or more careful.
-
-Far from the traffic large steps teach more; close to it they take a trained drafter away from all that it knows. Which
-of the two it is nobody knows before a candidate has been judged. Knows neither gate nor optimizer.
-
-Whether weights are numbers at all.
-
-In which type a device multiplies faster, for those who may choose."""
+optimizer, leaves copy and optimizer as they were. Legend: rows = labelled positions of all samples, vocab = the
+drafter's.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,11 +38,18 @@ Outcome = Literal[
 _HEAD = "lm_head.weight"
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
 _RANK_ROWS = 128  # entries per step that train the rank head: drawing noise for each costs as much as its products
+_GRADIENT_NORM = 1.0  # gradients are scaled down to it
+_BETAS = (0.9, 0.98)
+_ADAM_EPSILON = 1e-8
+_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # of an arm's share of its rate, after a publish and a candidate clearly worse
+_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
+_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
+_PRODUCT_TRIALS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How weights are changed; what the numbers mean is said in `AdaptationConfig`."""
+    """How weights are changed; most are said in `Tuning`."""
 
     rates: Mapping[Arm, float]
     head_steps: int
@@ -62,7 +57,6 @@ class Rules:
     step_texts: int
     warm_up_steps: int
     anchor_weight: float
-    gradient_norm: float
     update_norm: float
     autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
 
@@ -111,6 +105,80 @@ class _Terms:
     def numbers(self) -> Losses:
         anchor = None if self.anchor is None else float(self.anchor.detach())
         return Losses(float(self.draft.detach()), float(self.rank.detach()), anchor)
+
+
+class Adam:
+    """torch.optim.AdamW without weight decay, for the weights start from a trained drafter's; and with a state that has
+    its names and shapes from the start, where torch allocates it at the first step: it is stored and undone."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
+        self._parameters = dict(parameters)
+        self._rate = rate
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
+        )
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def num_steps(self) -> int:
+        """Since the last reset."""
+        return int(max(state["step"] for state in self._optimizer.state.values()))
+
+    def step(self, share: float = 1.0) -> None:
+        """Use the gradients that are there, at this share of the rate; parameters without one stay."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * self._rate
+        self._optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state itself, by name."""
+        return {
+            f"{name}.{kind}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimizer.state[parameter].items()
+        }
+
+    @torch.no_grad()
+    def forget(self, name: str, rows: Tensor) -> None:
+        """What it knows of some rows of one parameter. # rows [rows] bool"""
+        state = self._optimizer.state[self._parameters[name]]
+        state["exp_avg"][rows] = 0
+        state["exp_avg_sq"][rows] = 0
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for value in self.tensors().values():
+            value.zero_()
+
+
+class Pace:
+    """Each arm's share of its learning rate: the gate answers each update, and the arm's next is bolder or more
+    careful.
+
+    Far from the traffic large steps teach more; close to it they take a trained drafter away from all that it knows.
+    """
+
+    def __init__(self) -> None:
+        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
+
+    def share(self, arm: Arm) -> float:
+        """Of the rate, above 0 and at most 1."""
+        return self._shares[arm]
+
+    def published(self, arm: Arm) -> None:
+        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
+
+    def clearly_worse(self, arm: Arm) -> None:
+        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
+
+    def traffic_changed(self) -> None:
+        """What is served may be far from it."""
+        self._shares = dict.fromkeys(ARMS, 1.0)
 
 
 class Trainer:
@@ -290,7 +358,7 @@ class Trainer:
         if not bool(torch.isfinite(terms.loss)):
             raise _Discard("loss_not_finite")
         terms.loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), self._rules.gradient_norm)
+        norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), _GRADIENT_NORM)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
         optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._rules.warm_up_steps))
@@ -347,15 +415,7 @@ def _joined(parts: Sequence[DraftLabels], device: torch.device) -> DraftLabels:
         raise _Discard("nothing_to_learn")
     columns = (torch.cat([getattr(part, name) for part in parts]) for name in DraftLabels.__slots__)
     joined = DraftLabels(*columns).to(device)
-    return DraftLabels(
-        joined.positions,
-        joined.states.float(),
-        joined.tokens,
-        joined.chances,
-        joined.rejected,
-        joined.top_ids,
-        joined.top_logprobs,
-    )
+    return replace(joined, states=joined.states.float())
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -371,97 +431,12 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).norm())
 
 
-_BETAS = (0.9, 0.98)
-_ADAM_EPSILON = 1e-8
-
-
-class Adam:
-    """torch.optim.AdamW without weight decay: the weights start from a trained drafter's."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
-        self._parameters = dict(parameters)
-        self._rate = rate
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
-        )
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-    @property
-    def num_steps(self) -> int:
-        """Since the last reset."""
-        return int(max(state["step"] for state in self._optimizer.state.values()))
-
-    def step(self, share: float = 1.0) -> None:
-        """Use the gradients that are there, at this share of the rate; parameters without one stay."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = share * self._rate
-        self._optimizer.step()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state itself, by name."""
-        return {
-            f"{name}.{kind}": value
-            for name, parameter in self._parameters.items()
-            for kind, value in self._optimizer.state[parameter].items()
-        }
-
-    @torch.no_grad()
-    def forget(self, name: str, rows: Tensor) -> None:
-        """What it knows of some rows of one parameter. # rows [rows] bool"""
-        state = self._optimizer.state[self._parameters[name]]
-        state["exp_avg"][rows] = 0
-        state["exp_avg_sq"][rows] = 0
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        for value in self.tensors().values():
-            value.zero_()
-
-
-_RATE_GROWTH = 1.25
-_RATE_CUT = 0.7
-_FIRST_SHARE = 0.5
-_LEAST_SHARE = 0.25
-
-
-class Pace:
-    """Each arm's share of its learning rate."""
-
-    def __init__(self) -> None:
-        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
-
-    def share(self, arm: Arm) -> float:
-        """Of the rate, above 0 and at most 1."""
-        return self._shares[arm]
-
-    def published(self, arm: Arm) -> None:
-        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
-
-    def clearly_worse(self, arm: Arm) -> None:
-        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
-
-    def traffic_changed(self) -> None:
-        """What is served may be far from it."""
-        self._shares = dict.fromkeys(ARMS, 1.0)
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """A sum is finite only where every term is, and costs one pass where asking each term costs five."""
     return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
 
 
-_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
-_PRODUCT_TRIALS = 5
-
-Clocked = Callable[[torch.dtype], float]
-
-
-def bf16_is_faster(device: torch.device, clocked: Clocked | None = None) -> bool:
+def bf16_is_faster(device: torch.device, clocked: Callable[[torch.dtype], float] | None = None) -> bool:
     """Whether products of bf16 numbers take less time than those of fp32 ones.
 
     On a CPU this is timed, in some hundredths of a second: with matrix units they are up to ten times as fast, and

@@ -27,7 +27,7 @@ class TokenCounts:
     """How often each token was said of late."""
 
     def __init__(self, vocab: int, *, half_life: int = _HALF_LIFE) -> None:
-        """`half_life`: tokens heard after which one counts half."""
+        """`half_life`: tokens seen after which one counts half."""
         self._counts = torch.zeros(vocab)
         self._half_life = half_life
 

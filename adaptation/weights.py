@@ -18,7 +18,7 @@ from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.records import Damaged, NotRemoved
 from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
@@ -27,6 +27,18 @@ returns puts them there, in the engine's thread, and must be quick."""
 logger = logging.getLogger(__name__)
 
 ANCHOR = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDrafter:
+    """The drafter that serves, as learning needs to know it."""
+
+    config: SpecBlockConfig
+    weights: Mapping[str, Tensor]  # by name, in the serving dtype, taken before linear layers were packed
+    target_head: Tensor | None  # [target_vocab, hidden], rows for tokens it may come to propose; None: there are none
+    prepare: Prepare
+    embed: Embed  # the target's embedding, on the device that trains
+    embedding: Tensor | None  # [target_vocab, hidden], the same as a table, for a process of its own; None: no process
 
 
 @dataclass(frozen=True, slots=True)

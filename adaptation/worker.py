@@ -1,12 +1,9 @@
-"""The side thread that learns: hears finished queries, trains between them, and never holds the engine up.
+"""The side thread that learns: observes finished queries, trains between them, and never holds the engine up.
 
 The engine's calls put something into a bounded queue and return. Nothing that breaks in here reaches anybody else: it
-is counted, told, and learning goes on from what is served. Knows nothing of what learning is.
-
-Learning beside serving on a CUDA device: a stream of its own, and what is handed over to it.
-
-Serving computes on a stream of higher priority, so that an update fills what a step leaves idle. The only place where
-tensors of serving enter learning; what goes back, goes through `DrafterWeights`."""
+is counted, told, and learning goes on from what is served. On a CUDA device it computes on a stream of its own, and
+`received` is the only place where tensors of serving enter learning.
+"""
 
 import logging
 import os
@@ -59,8 +56,7 @@ class Worker:
         self,
         loop: Loop,
         *,
-        most_waiting: int,
-        threads: int,
+        max_waiting: int,
         duty_cycle: float,
         taken_share: float = 1.0,
         niceness: int = 0,
@@ -70,11 +66,10 @@ class Worker:
         from it; `niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
         `device`: where the loop computes, on a stream that gives way too."""
         self.failures: Counter[Stage] = Counter()
-        self.num_dropped = 0  # queries that nobody heard
+        self.num_dropped = 0  # queries that nobody observed
         self.num_restarts = 0
         self.loop = loop  # who replaces it does so before the start
-        self._most_waiting = most_waiting
-        self._threads = threads
+        self._max_waiting = max_waiting
         self._rest_share = max(0.0, taken_share / duty_cycle - 1)
         self._niceness = niceness
         self._device = device or torch.device("cpu")
@@ -101,7 +96,7 @@ class Worker:
     def offer(self, feedback: QueryFeedback) -> None:
         """Hand over a finished query; of too many the oldest is dropped. Called by the engine thread."""
         with self._ready:
-            if len(self._waiting) >= self._most_waiting:
+            if len(self._waiting) >= self._max_waiting:
                 self._waiting.popleft()
                 self.num_dropped += 1
             self._waiting.append(feedback)
@@ -134,7 +129,7 @@ class Worker:
         return answer
 
     def settle(self, timeout_seconds: float) -> bool:
-        """Wait until every query is heard and no update is due; False if that took too long."""
+        """Wait until every query is observed and no update is due; False if that took too long."""
         return self._nothing_due.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
@@ -158,7 +153,7 @@ class Worker:
             self.start()
 
     def _run(self) -> None:
-        bound_threads(self._threads)
+        bound_threads(1)
         step_back(self._niceness)
         with beside(self._device):
             if self._busy:  # the thread before died in the middle of something

@@ -13,16 +13,14 @@ from typing import Final
 
 import torch
 
-from adaptation.assembly import Built, ServedDrafter, build_learner
-from adaptation.config import AdaptationConfig
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.feedback import RecordingSampler
 from adaptation.learner import Learner
-from adaptation.overview import Overview
 from adaptation.process import TrainingProcess
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
-from adaptation.weights import DrafterWeights, in_place
+from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.specblock import checkpoint
@@ -55,7 +53,6 @@ class Adaptive:
     weights: DrafterWeights
     worker: Worker
     replicas: Replicas
-    overview: Overview
     loaded: LoadedModel
     network: SpecBlock  # that serves
     process: TrainingProcess | None
@@ -83,7 +80,7 @@ class Adaptive:
 
     def status(self) -> AdaptationStatus:
         """Waits for an update under way, as everything below does. Raises CancelledError once learning is stopped."""
-        status = self.worker.ask(lambda: self.overview.status(self.worker)).result()
+        status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
         return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
@@ -129,6 +126,7 @@ def build_adaptive(
     limits: EngineLimits | None = None,
     seed: int = 0,
     clock: Callable[[], float] = time.time,
+    tuning: Tuning | None = None,
 ) -> Adaptive:
     """An engine as the assembly would build it, with a drafter of its own that learns, or goes on with what it had
     learnt in `folder`. Raises StartupError."""
@@ -143,27 +141,24 @@ def build_adaptive(
         prepare=source.prepare,
         embed=trained.embed_with(train_table),
         embedding=table,
-        max_nodes=limits.max_budget,
     )
-    built, worker, replicas = _learning(
-        config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock
+    learner, worker, replicas = _learning(
+        config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock, tuning=tuning
     )
-    tables, recorder = _recorders(config, network, limits, built.sampler)
-    weights = replace(source.weights, recorder=recorder, version=lambda: built.weights.version)
-    engine = assembly.engine(
-        assembly.drafter(limits=limits, weights=weights), policy, limits, _Told(built.weights, tables, replicas)
-    )
-    built.learner.restore()
+    tables, recorder = _recorders(learner.tuning, network, limits, learner.sampler)
+    weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
+    told = _Told(learner.weights, tables, replicas)
+    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, told)
+    learner.restore()
     return Adaptive(
         engine,
-        built.learner,
-        built.weights,
+        learner,
+        learner.weights,
         worker,
         replicas,
-        built.overview,
         assembly.loaded,
         network,
-        built.process,
+        learner.process,
     )
 
 
@@ -188,17 +183,18 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         prepare=in_place(network),
         embed=trained.embed_with(loaded.parts.embedding),
         embedding=None,
-        max_nodes=config.max_budget,
     )
     folder = learning_folder(config.state_dir, loaded.parts.identity, source)
     folder = folder.with_name(f"{folder.name}-trainer")
-    built, worker, replicas = _learning(config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False)
+    learner, worker, replicas = _learning(
+        config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False
+    )
 
     def write() -> None:
-        built.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
+        learner.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
 
-    built.weights.waits = write
-    built.learner.restore()
+    learner.weights.waits = write
+    learner.restore()
     write()
     logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
     return worker, replicas
@@ -214,10 +210,11 @@ def _learning(
     seed: int = 0,
     clock: Callable[[], float] = time.time,
     serves: bool = True,
-) -> tuple[Built, Worker, Replicas]:
+    tuning: Tuning | None = None,
+) -> tuple[Learner, Worker, Replicas]:
     """The learner of this drafter, its thread, and whom it learns with."""
     try:
-        built = build_learner(
+        learner = Learner.from_config(
             config,
             drafter,
             folder=folder,
@@ -227,8 +224,9 @@ def _learning(
             in_bf16=loaded.model.dtype == torch.bfloat16,
             emit=emit,
             serves=serves,
+            tuning=tuning,
         )
-        return built, *join_replicas(config, built, drafter, target_identity=loaded.parts.identity)
+        return learner, *join_replicas(config, learner, drafter, target_identity=loaded.parts.identity)
     except ValueError as error:
         raise StartupError(str(error)) from error
 
@@ -268,13 +266,13 @@ def _replaceable(assembly: Assembly) -> Replaceable:
 
 
 def _recorders(
-    config: AdaptationConfig, network: SpecBlock, limits: EngineLimits, sampler: RecordingSampler
+    tuning: Tuning, network: SpecBlock, limits: EngineLimits, sampler: RecordingSampler
 ) -> tuple[FeedbackRecorder, BlockRecorder]:
     shape = network.config
-    top = min(config.target_top, shape.target_vocab_size)
+    top = min(tuning.target_top, shape.target_vocab_size)
     tables = FeedbackRecorder(
         max_sequences=limits.max_sequences,
-        window_tokens=config.window_tokens,
+        window_tokens=tuning.window_tokens,
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
         top=top,

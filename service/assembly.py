@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from adaptation.config import Tuning
 from drafters.protocol import Drafter
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
@@ -166,8 +167,9 @@ def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.Lea
     if not learning.enabled:
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
-    kept_texts = learning.held_back_sequences + learning.full_queries + learning.rehearsed_texts
-    return memory_planner.LearningSizes(trains_here, learning.window_tokens, learning.target_top, kept_texts)
+    tuning = Tuning()
+    kept_texts = tuning.validation_texts + learning.full_queries + tuning.replay_texts
+    return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts)
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:

@@ -349,7 +349,7 @@ EVENTS: Final[Table[Event]] = (
 
 ARMS: Final = ("head", "full")
 DECISIONS: Final = (
-    *(f"skip:{reason}" for reason in ("warm_up", "blocked", "not_admitted", "unusable", "no_gain", "never")),
+    *(f"skip:{reason}" for reason in ("warm_up", "not_admitted", "unusable", "no_gain", "never")),
     *(f"{arm}:{reason}" for arm in ARMS for reason in ("untried", "explore", "gain", "fixed")),
 )
 EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")

@@ -47,7 +47,7 @@ STAGES: dict[str, Place] = {
     "trimming the ring": (SnapshotRing, "_drop_oldest"),
     "staging": (DrafterWeights, "_stage"),
     "telling the policy": (EveryBatch, "published"),
-    "resetting the watch": (RollbackMonitor, "served_anew"),
+    "resetting the watch": (RollbackMonitor, "weights_changed"),
     "state write": (LearnerCheckpoint, "save"),
 }
 """Where an update is made to break, in its order."""

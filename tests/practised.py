@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.assembly import Built, ServedDrafter, build_learner
-from adaptation.config import AdaptationConfig
+from adaptation.learner import Learner
 from adaptation.records import Emit
 from adaptation.samples import training_sample
-from adaptation.weights import in_place
+from adaptation.weights import ServedDrafter, in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import weights_of
@@ -31,11 +30,12 @@ from tests.adaptation.worlds import Clock
 from tests.service.bench.parts import DRAFT_VOCAB, save_two_layers, settings_for
 from tests.service.learning_parts import requests, texts
 from tests.tiny_models import VOCAB_SIZE, random_prompts
+from tests.tuned import tuned
 
 TOKENS = 24
 _PROMPT = 6
 _TAPS = (0, 1)
-_LESSONS: dict[str, object] = {
+_PRACTICE: dict[str, object] = {
     "policy": "never",
     "full_steps": 64,
     "step_texts": 64,
@@ -71,7 +71,7 @@ class Practised:
         drawn = random.Random(seed).choices(self.recorded, k=count)
         return [replace(one, query=replace(one.query, first_version=version, version=version)) for one in drawn]
 
-    def learner(self, folder: Path, emit: Emit, anchor: Mapping[str, Tensor], **knobs: object) -> Built:
+    def learner(self, folder: Path, emit: Emit, anchor: Mapping[str, Tensor], **knobs: object) -> Learner:
         """One that starts from these weights, and serves nobody."""
         serving = self.network()
         with torch.no_grad():
@@ -84,11 +84,18 @@ class Practised:
             embedding=None,
             prepare=in_place(serving),
             embed=self.embed,
-            max_nodes=self.assembly.limits.max_budget,
         )
-        config = AdaptationConfig.model_validate(knobs)
-        return build_learner(
-            config, served, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=emit
+        config, tuning = tuned(knobs)
+        return Learner.from_config(
+            config,
+            served,
+            folder=folder,
+            device="cpu",
+            clock=Clock(),
+            seed=0,
+            in_bf16=False,
+            emit=emit,
+            tuning=tuning,
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -136,8 +143,8 @@ def _save_first(folder: Path, assembly: Assembly, frequent: list[int]) -> SpecBl
 
 def _recorded(assembly: Assembly, folder: Path, asked: list[GenerationRequest]) -> tuple[Adaptive, list[QueryFeedback]]:
     """What an engine tells a learner that never listens."""
-    config = AdaptationConfig.model_validate({**_LESSONS, "queued_queries": len(asked)})
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None)
+    config, tuning = tuned({**_PRACTICE, "queued_queries": len(asked)})
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, tuning=tuning)
     texts(adaptive.engine, asked)
     return adaptive, sorted(adaptive.worker._waiting, key=lambda feedback: list(feedback.query.tokens))
 

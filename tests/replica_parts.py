@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import yaml
 
 from service.assembly import Assembly
 from service.engine.requests import GenerationRequest
+from tests import tuned
 from tests.practised import practised
 from tests.redis_server import RedisServer
 from tests.service.learning_parts import EAGER, requests, texts
@@ -113,10 +113,9 @@ class Process:
 
 def begin(site: Ground, name: str, *words: str) -> Process:
     """`adaptree WORDS` with a state of its own; under the same name it goes on where it was."""
-    settings = {**site.settings, "state_dir": str(site.folder / name)}
+    settings, program = tuned.program({**site.settings, "state_dir": str(site.folder / name)})
     (site.folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    program = str(Path(sys.executable).with_name("adaptree"))
-    command = [program, *words, "--config", str(site.folder / f"{name}.yaml")]
+    command = [*program, *words, "--config", str(site.folder / f"{name}.yaml")]
     log = site.folder / f"{name}-{time.monotonic_ns()}.log"
     with log.open("w") as stream:
         environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal
 
-from adaptation.assembly import Built, ServedDrafter
-from adaptation.build import build_worker
-from adaptation.config import AdaptationConfig
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.learner import Learner
 from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.follower import (
     Follower,
@@ -30,6 +29,7 @@ from adaptation.replicas.leader import Leader, QueryReceiver
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, QueryStream, RedisStore, VersionStore
 from adaptation.replicas.wire import QueryCodec, QueryShape, weights_from_bytes, weights_to_bytes
 from adaptation.trainer import UpdateReport
+from adaptation.weights import ServedDrafter
 from adaptation.worker import Loop, Worker, bound_threads, step_back
 from drafters.feedback import QueryFeedback
 
@@ -223,7 +223,7 @@ Replicas = Exchange | LocalOnly
 
 def join_replicas(
     config: AdaptationConfig,
-    built: Built,
+    learner: Learner,
     drafter: ServedDrafter,
     *,
     target_identity: str,
@@ -231,9 +231,8 @@ def join_replicas(
     max_queries: int = MAX_QUERIES,
 ) -> tuple[Worker, Replicas]:
     """The thread that learns, and whom it learns with. Raises ValueError where that cannot be."""
-    worker_of = partial(build_worker, config, device=built.weights.train_device, taken_share=built.taken_share)
     if config.redis_url is None:
-        worker = worker_of(loop=built.learner)
+        worker = learner.worker()
         return worker, LocalOnly(worker)
     name = f"{platform.node()}:{os.getpid()}"
     holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
@@ -248,14 +247,14 @@ def join_replicas(
     lease = Lease(store, prefix, name=holder, clock=clock, seconds=lease_seconds, eligible=eligible)
     versions = VersionStore(store, prefix, name=holder)
     stream = QueryStream(store, prefix, name=holder, max_queries=max_queries)
-    codec = QueryCodec(fingerprint, _query_shape(config, drafter), secret)
-    loop = LearnsByRole(built.learner)
-    worker = worker_of(loop=loop)
-    served = ServedWeights(built.weights)
+    codec = QueryCodec(fingerprint, _query_shape(learner.tuning, drafter), secret)
+    loop = LearnsByRole(learner)
+    worker = learner.worker(loop)
+    served = ServedWeights(learner.weights)
     state = VersionState(fingerprint, len(served.now().data), secret)
-    decode = partial(weights_from_bytes, layout=built.weights.layout, vocab=drafter.config.target_vocab_size)
-    follower = Follower(versions, state, lease, served, built.learner, worker, decode=decode, clock=clock)
-    receiver = QueryReceiver(stream, codec, served, lambda query: worker.ask(lambda: built.learner.observe(query)))
+    decode = partial(weights_from_bytes, layout=learner.weights.layout, vocab=drafter.config.target_vocab_size)
+    follower = Follower(versions, state, lease, served, learner, worker, decode=decode, clock=clock)
+    receiver = QueryReceiver(stream, codec, served, lambda query: worker.ask(lambda: learner.observe(query)))
     exchange = Exchange(
         name=name,
         loop=loop,
@@ -266,7 +265,7 @@ def join_replicas(
         follower=follower,
         leader=Leader(follower, receiver, name=name, clock=clock),
         lost_after_seconds=lease_seconds,
-        niceness=config.train_niceness,
+        niceness=learner.tuning.niceness,
         clock=clock,
     )
     return worker, exchange
@@ -279,13 +278,13 @@ def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
     return digest.hexdigest()
 
 
-def _query_shape(config: AdaptationConfig, drafter: ServedDrafter) -> QueryShape:
+def _query_shape(tuning: Tuning, drafter: ServedDrafter) -> QueryShape:
     shape = drafter.config
     return QueryShape(
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
-        top=min(config.target_top, shape.target_vocab_size),
+        top=min(tuning.target_top, shape.target_vocab_size),
         vocab=shape.target_vocab_size,
-        most_tokens=config.window_tokens + 1,
+        most_tokens=tuning.window_tokens + 1,
         dtype=drafter.weights["lm_head.weight"].dtype,
     )

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from adaptation.config import AdaptationConfig
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
 from drafters.specblock import checkpoint
 from service.adaptive import Adaptive, build_adaptive
@@ -358,14 +358,7 @@ def num_tokens(run: LoadRun) -> int:
 
 _TRAINING_CONCURRENCY = 4
 _TRAINING_NODES = 16
-_EAGER: dict[str, object] = {
-    "enabled": True,
-    "duty_cycle": 1.0,
-    "always_queries": 4,
-    "gate_sequences": 4,
-    "held_back_share": 0.5,
-    "train_niceness": 0,
-}
+_EAGER = Tuning(duty_cycle=1.0, always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +395,7 @@ def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> Beside:
     """Serve beside a learner, until it has made so many updates or patience ends. Raises NotMeasured without any."""
     learning = assembly.config.adaptation
-    config = AdaptationConfig.model_validate({**learning.model_dump(), **_EAGER, "policy": policy})
+    config = AdaptationConfig.model_validate({**learning.model_dump(), "enabled": True, "policy": policy})
     with _learning(assembly, config) as (adaptive, told):
         _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
         beside = _serve_until(adaptive, assembly, plan, updates)
@@ -434,7 +427,7 @@ def _learning(assembly: Assembly, config: AdaptationConfig) -> Iterator[tuple[Ad
         told[f"{event.kind}: {event.reason}"] += 1
 
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=tell, policy=budget)
+        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=tell, policy=budget, tuning=_EAGER)
         adaptive.start()
         try:
             yield adaptive, told

@@ -13,7 +13,7 @@ from threading import Event as Signal
 from threading import Lock
 from typing import Final, Protocol
 
-from adaptation.config import PolicyName
+from adaptation.config import PolicyName, Tuning
 from adaptation.records import AdaptationStatus, Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
@@ -171,7 +171,7 @@ class Learning:
         asked.cancel()
 
     def counts(self) -> Counts:
-        return Counts.of(self._adaptive.overview.status(self._adaptive.worker))  # not by the thread: it stands
+        return Counts.of(self._adaptive.learner.status(self._adaptive.worker))  # not by the thread: it stands
 
     def close(self) -> None:
         self.go_on()
@@ -453,6 +453,7 @@ def _player(assembly: Assembly, name: str, policy: PolicyName, folder: Path, see
     if policy == PLAIN:
         return Player(name, assembly.engine(), Nobody(), notes)
     # Rests between updates pass while others have their turn; waiting for them as well would be time nobody loses.
-    config = assembly.config.adaptation.model_copy(update={"policy": policy, "duty_cycle": 1.0})
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=notes.note, seed=seed)
+    config = assembly.config.adaptation.model_copy(update={"policy": policy})
+    tuning = Tuning(duty_cycle=1.0)
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=notes.note, seed=seed, tuning=tuning)
     return Player(name, adaptive.engine, Learning(adaptive), notes)

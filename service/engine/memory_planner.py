@@ -187,7 +187,7 @@ def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning
         top=learning.top,
         itemsize=itemsize,
     )
-    needs = [Need("what is recorded of texts", tables, "lower max_sequences or adaptation.window_tokens")]
+    needs = [Need("what is recorded of texts", tables, "lower max_sequences")]
     if learning.trains_here:
         heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
         weights = sum(value.numel() for value in network.parameters())

@@ -8,14 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.assembly import ServedDrafter, build_learner
-from adaptation.config import AdaptationConfig
 from adaptation.learner import Learner
-from adaptation.overview import Overview
-from adaptation.process import TrainingProcess
 from adaptation.records import Event
 from adaptation.samples import TrainingSample, training_sample
-from adaptation.weights import DrafterWeights, in_place
+from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -23,6 +19,7 @@ from drafters.training.corpus import TOP
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
+from tests.tuned import tuned
 
 HIDDEN, PROMPT, ANSWER = 48, 4, 16
 EMBED, TABLE = tiny_embedding(HIDDEN), tiny_table(HIDDEN)
@@ -126,10 +123,8 @@ class Bench:
 
     learner: Learner
     weights: DrafterWeights
-    overview: Overview
     serving: SpecBlock
     clock: Clock
-    process: TrainingProcess | None = None
     events: list[Event] = field(default_factory=list)
 
     def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
@@ -152,14 +147,14 @@ def bench(folder: Path, **knobs: object) -> Bench:
         "head_learning_rate": 0.01,
         "full_learning_rate": 0.003,
         "update_norm": 1.0,
-        "gate_sequences": 4,
-        "held_back_sequences": 8,
-        "held_back_share": 0.5,
-        "window_sequences": 8,
-        "probe_texts": 2,
+        "gate_texts": 4,
+        "validation_texts": 8,
+        "validation_share": 0.5,
+        "window_texts": 8,
+        "drift_texts": 2,
         "client_free_queries": 1000,
     }
-    config = AdaptationConfig.model_validate({**settings, **knobs})
+    config, tuning = tuned({**settings, **knobs})
     serving = drafter()
     events: list[Event] = []
     clock = Clock()
@@ -170,9 +165,16 @@ def bench(folder: Path, **knobs: object) -> Bench:
         embedding=TABLE,
         prepare=in_place(serving),
         embed=EMBED,
-        max_nodes=8,
     )
-    built = build_learner(
-        config, served, folder=folder, device="cpu", clock=clock, seed=0, in_bf16=False, emit=events.append
+    learner = Learner.from_config(
+        config,
+        served,
+        folder=folder,
+        device="cpu",
+        clock=clock,
+        seed=0,
+        in_bf16=False,
+        emit=events.append,
+        tuning=tuning,
     )
-    return Bench(built.learner, built.weights, built.overview, serving, clock, built.process, events)
+    return Bench(learner, learner.weights, serving, clock, events)

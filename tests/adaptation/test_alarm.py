@@ -14,7 +14,7 @@ SEEDS = range(20)
 
 
 def cusum() -> PairedCusum:
-    return PairedCusum(slack=0.5, threshold=6.0, least_pairs=8)
+    return PairedCusum(threshold=6.0, least_pairs=8)
 
 
 def window(texts: Texts, quality: float) -> tuple[list[float], list[float]]:
@@ -159,7 +159,7 @@ def test_windows_that_are_none_are_passed_over_and_a_new_drafter_starts_anew() -
 
 
 def test_a_drafter_that_earns_nothing_has_collapsed_until_it_earns_again() -> None:
-    alarm = Collapse(margin=0.05, least_verifies=64)
+    alarm = Collapse(least_verifies=64)
     assert alarm.observe(33, 32).reason == "too_few"
     assert alarm.observe(33, 32).fired
     assert alarm.collapsed
@@ -170,17 +170,17 @@ def test_a_drafter_that_earns_nothing_has_collapsed_until_it_earns_again() -> No
 
 
 def test_a_collapse_is_told_once() -> None:
-    alarm = Collapse(margin=0.05, least_verifies=64)
+    alarm = Collapse(least_verifies=64)
     assert [alarm.observe(emitted, 64).fired for emitted in (64, 64, 128, 64)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(("emitted", "collapsed"), [(64, True), (67, True), (68, False), (128, False)])
 def test_collapse_means_less_than_the_margin_per_verify(emitted: int, collapsed: bool) -> None:
-    assert Collapse(margin=0.05, least_verifies=64).observe(emitted, 64).fired == collapsed
+    assert Collapse(least_verifies=64).observe(emitted, 64).fired == collapsed
 
 
 def test_collapse_is_resumed_and_reset() -> None:
-    first, second = Collapse(margin=0.05, least_verifies=8), Collapse(margin=0.05, least_verifies=8)
+    first, second = Collapse(least_verifies=8), Collapse(least_verifies=8)
     first.observe(8, 8)
     first.observe(3, 2)
     second.restore(json.loads(json.dumps(first.state())))
@@ -190,9 +190,7 @@ def test_collapse_is_resumed_and_reset() -> None:
     assert not first.collapsed
 
 
-@pytest.mark.parametrize(
-    "alarm", [cusum(), FallingWindows(standard_errors=3.0), Collapse(margin=0.1, least_verifies=8)]
-)
+@pytest.mark.parametrize("alarm", [cusum(), FallingWindows(standard_errors=3.0), Collapse(least_verifies=8)])
 def test_a_foreign_state_is_refused(alarm: PairedCusum | FallingWindows | Collapse) -> None:
     before = alarm.state()
     with pytest.raises(ValueError, match="surprise"):

@@ -10,7 +10,7 @@ import torch
 
 from adaptation.evaluator import OfflineEvaluator
 from adaptation.samples import ValidationText, example_of
-from adaptation.traffic import AskedTexts, TrafficChange
+from adaptation.traffic import AnchorScoreChange
 from tests.adaptation.samples import bench, feedback, undrafted, vocabulary
 
 torch.set_num_threads(1)
@@ -38,9 +38,8 @@ class Replays:
         return self.rng.gauss(self.tau, 0.3)
 
 
-def asked(replays: Replays) -> AskedTexts:
-    change = TrafficChange(slack=0.5, threshold=8.0)
-    return AskedTexts(change, cast(OfflineEvaluator, replays), clock=lambda: replays.now)
+def asked(replays: Replays) -> AnchorScoreChange:
+    return AnchorScoreChange(cast(OfflineEvaluator, replays), clock=lambda: replays.now)
 
 
 def text(number: int) -> ValidationText:
@@ -48,22 +47,22 @@ def text(number: int) -> ValidationText:
     return ValidationText(number, EXAMPLE)
 
 
-@pytest.mark.parametrize("judges", [False, True])
-def test_other_texts_are_noticed_though_nobody_drafts(judges: bool) -> None:
+@pytest.mark.parametrize("validates", [False, True])
+def test_other_texts_are_noticed_though_nobody_drafts(validates: bool) -> None:
     replays = Replays()
     texts = asked(replays)
-    assert not any(texts.observe(text(number), judges=judges) for number in range(60))
+    assert not any(texts.observe(text(number), validates=validates) for number in range(60))
     replays.tau = 1.3
-    found = [texts.observe(text(number), judges=judges) for number in range(20)].index(True)
+    found = [texts.observe(text(number), validates=validates) for number in range(20)].index(True)
     assert found < 10
-    assert (len(replays.kept), replays.once) == ((80, 0) if judges else (0, 80))
+    assert (len(replays.kept), replays.once) == ((80, 0) if validates else (0, 80))
 
 
 def test_replays_take_a_small_share_of_the_time() -> None:
     replays = Replays(seconds=0.05)
     texts = asked(replays)
     for number in range(10_000):
-        texts.observe(text(number), judges=False)
+        texts.observe(text(number), validates=False)
         replays.now += 0.01
     assert 0.01 < 0.05 * replays.once / replays.now <= 0.02
 
@@ -74,11 +73,11 @@ def test_a_suspicion_is_half_the_evidence() -> None:
         replays = Replays()
         texts = asked(replays)
         for number in range(60):
-            texts.observe(text(number), judges=True)
+            texts.observe(text(number), validates=True)
         replays.tau = 1.3
         if suspects:
-            texts.suspect()
-        found.append([texts.observe(text(number), judges=True) for number in range(20)].index(True))
+            texts.change.suspect()
+        found.append([texts.observe(text(number), validates=True) for number in range(20)].index(True))
     assert found[1] < found[0]
 
 
@@ -86,15 +85,15 @@ def test_what_others_have_noticed_is_not_noticed_again() -> None:
     replays = Replays()
     texts = asked(replays)
     for number in range(60):
-        texts.observe(text(number), judges=True)
+        texts.observe(text(number), validates=True)
     replays.tau = 1.3
-    texts.start_anew()
-    assert not any(texts.observe(text(number), judges=True) for number in range(100))
+    texts.change.reset()
+    assert not any(texts.observe(text(number), validates=True) for number in range(100))
 
 
 def test_a_learner_at_rest_looks_closely_when_nobody_drafts_any_more(tmp_path: Path) -> None:
     tried = bench(tmp_path, policy="never")
-    attention = tried.learner._sampler
+    attention = tried.learner.sampler
     for seed in range(40):
         tried.learner.observe(feedback(seed, accepted=(1, 2, 0, 1) * 4))
         attention.rest(True)
@@ -106,7 +105,7 @@ def test_a_learner_at_rest_looks_closely_when_nobody_drafts_any_more(tmp_path: P
 
 
 def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path: Path) -> None:
-    tried = bench(tmp_path, policy="never", held_back_share=0.25, held_back_sequences=24)
+    tried = bench(tmp_path, policy="never", validation_share=0.25, validation_texts=24)
     for seed in range(80):
         tried.learner.observe(undrafted(seed))
     assert "changed" not in tried.kinds()
@@ -116,8 +115,8 @@ def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path
         tried.learner.observe(undrafted(1_000 + heard, token=easy))
         heard += 1
         assert heard < 40
-    assert len(tried.learner._held_back.alike) < 2
-    assert tried.learner._held_back.texts
+    assert len(tried.learner._validation.current) < 2
+    assert tried.learner._validation.texts
 
 
 def _is_easy(judge: OfflineEvaluator, token: int) -> bool:

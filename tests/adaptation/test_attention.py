@@ -6,16 +6,15 @@ from itertools import pairwise
 import pytest
 
 from adaptation.feedback import RecordingSampler
-from adaptation.traffic import TrafficChange
 
 
 def sampler(share: float = 0.125) -> RecordingSampler:
-    return RecordingSampler(share=share, change=TrafficChange(slack=0.5, threshold=8.0))
+    return RecordingSampler(share=share)
 
 
 def served(asked: RecordingSampler, tau: float, count: int, rng: random.Random) -> list[bool]:
     """Queries of twenty verifies each, about so many tokens of which are accepted."""
-    return [asked.accepted([round(max(0.0, rng.gauss(tau, 0.7))) for _ in range(20)]) for _ in range(count)]
+    return [asked.observe([round(max(0.0, rng.gauss(tau, 0.7))) for _ in range(20)]) for _ in range(count)]
 
 
 def test_every_query_is_recorded_until_it_may_rest() -> None:
@@ -59,7 +58,7 @@ def test_other_acceptance_wakes_it_for_a_while() -> None:
 
 
 def test_steps_without_drafts_say_nothing() -> None:
-    assert not sampler().accepted(())
+    assert not sampler().observe(())
 
 
 def test_what_other_weights_do_is_not_other_traffic() -> None:
@@ -69,6 +68,6 @@ def test_what_other_weights_do_is_not_other_traffic() -> None:
         heard = []
         for tau in (1.09, 1.18, 1.27, 1.36):
             if tells:
-                asked.served_anew()
+                asked.weights_changed()
             heard += served(asked, tau, 10, rng)
         assert any(heard) is expected

@@ -12,12 +12,12 @@ torch.set_num_threads(1)
 
 
 def buffers_of(
-    most_positions: int, most_samples: Mapping[Arm, int], *, replayed: int, update_samples: int = 9
+    max_positions: int, max_samples: Mapping[Arm, int], *, replay: int, update_samples: int = 9
 ) -> SampleBuffers:
     return SampleBuffers(
-        most_positions=most_positions,
-        most_samples=most_samples,
-        replayed=replayed,
+        max_samples,
+        max_positions=max_positions,
+        replay_texts=replay,
         update_samples=update_samples,
         rng=random.Random(0),
     )
@@ -26,7 +26,7 @@ def buffers_of(
 def test_the_oldest_lessons_make_room_and_are_counted() -> None:
     rng, buffers = (
         random.Random(0),
-        buffers_of(40, {"head": 100, "full": 100}, replayed=0),
+        buffers_of(40, {"head": 100, "full": 100}, replay=0),
     )
     kept: deque[tuple[Arm, TrainingSample]] = deque()
     dropped = 0
@@ -42,11 +42,11 @@ def test_the_oldest_lessons_make_room_and_are_counted() -> None:
     for arm in ARMS:
         expected = [one.signal for name, one in kept if name == arm]
         assert [one.signal for one in buffers.take(arm)] == expected
-        assert buffers.count(arm) == 0
+        assert buffers.counts[arm] == 0
 
 
 def test_an_arm_keeps_its_newest_samples() -> None:
-    buffers = buffers_of(10_000, {"head": 2, "full": 3}, replayed=0)
+    buffers = buffers_of(10_000, {"head": 2, "full": 3}, replay=0)
     given = samples(5)
     for sample in given:
         for arm in ARMS:
@@ -57,7 +57,7 @@ def test_an_arm_keeps_its_newest_samples() -> None:
 
 
 def test_only_full_updates_keep_texts() -> None:
-    buffers = buffers_of(100, {"head": 100, "full": 100}, replayed=0)
+    buffers = buffers_of(100, {"head": 100, "full": 100}, replay=0)
     (sample,) = samples(1)
     for arm in ARMS:
         buffers.add(arm, sample)
@@ -66,7 +66,7 @@ def test_only_full_updates_keep_texts() -> None:
 
 
 def test_full_updates_hear_the_latest_lessons_again() -> None:
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replayed=4)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=4)
     given = samples(7)
     signals = [sample.signal for sample in given]
 
@@ -81,8 +81,8 @@ def test_full_updates_hear_the_latest_lessons_again() -> None:
     assert heard(2, 4) == signals[:4]
     assert heard(4, 5) == signals[1:5]
     assert heard(0, 2, "head") == signals[:2]
-    assert buffers.count("full") == 0
-    buffers.forget_heard()
+    assert buffers.counts["full"] == 0
+    buffers.clear_replay()
     assert heard(5, 6) == signals[5:6]
     buffers.clear()
     assert heard(6, 7) == signals[6:7]
@@ -90,7 +90,7 @@ def test_full_updates_hear_the_latest_lessons_again() -> None:
 
 def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_samples() -> None:
     given = samples(12)
-    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replayed=8, update_samples=4)
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=8, update_samples=4)
     for sample in given[:8]:
         buffers.remember(sample)
     drawn = set()
@@ -107,34 +107,34 @@ def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_sa
 
 
 def test_a_lesson_keeps_the_version_it_is_about() -> None:
-    buffers = buffers_of(100, {"head": 100, "full": 100}, replayed=0)
+    buffers = buffers_of(100, {"head": 100, "full": 100}, replay=0)
     for version, sample in enumerate(samples(3)):
         buffers.add("head", TrainingSample(version, sample.signal, sample.num_rejected, sample.draft_labels, None))
     assert [sample.version for sample in buffers.take("head")] == [0, 1, 2]
 
 
 def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
-    held_back = ValidationSet(share=0.2, enough=2, most=3, rng=random.Random(0))
-    drawn = sum(held_back.draws() for _ in range(5000))
+    validation = ValidationSet(share=0.2, enough=2, max_texts=3, rng=random.Random(0))
+    drawn = sum(validation.draws() for _ in range(5000))
     assert 0.18 * 5000 < drawn < 0.22 * 5000
-    texts = [held_back.number(sample.example) for sample in samples(5) if sample.example is not None]
+    texts = [validation.number(sample.example) for sample in samples(5) if sample.example is not None]
     for text in texts:
-        held_back.keep(text)
-    assert list(held_back.texts) == texts[-3:]
+        validation.keep(text)
+    assert list(validation.texts) == texts[-3:]
     assert len({text.number for text in texts}) == 5
 
 
 def test_texts_from_before_a_change_judge_no_more_and_others_are_soon_held_back() -> None:
-    held_back = ValidationSet(share=0.1, enough=2, most=8, rng=random.Random(0))
-    texts = [held_back.number(sample.example) for sample in samples(4) if sample.example is not None]
+    validation = ValidationSet(share=0.1, enough=2, max_texts=8, rng=random.Random(0))
+    texts = [validation.number(sample.example) for sample in samples(4) if sample.example is not None]
     for text in texts:
-        held_back.keep(text)
-    assert list(held_back.alike) == texts
-    held_back.traffic_changed()
-    assert (len(held_back.texts), held_back.alike) == (4, ())
-    assert 0.4 < sum(held_back.draws() for _ in range(1000)) / 1000 < 0.6
-    newer = [held_back.number(sample.example) for sample in samples(2) if sample.example is not None]
+        validation.keep(text)
+    assert list(validation.current) == texts
+    validation.traffic_changed()
+    assert (len(validation.texts), validation.current) == (4, ())
+    assert 0.4 < sum(validation.draws() for _ in range(1000)) / 1000 < 0.6
+    newer = [validation.number(sample.example) for sample in samples(2) if sample.example is not None]
     for text in newer:
-        held_back.keep(text)
-    assert list(held_back.alike) == newer
-    assert sum(held_back.draws() for _ in range(1000)) / 1000 < 0.2
+        validation.keep(text)
+    assert list(validation.current) == newer
+    assert sum(validation.draws() for _ in range(1000)) / 1000 < 0.2

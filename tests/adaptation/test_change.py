@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptation.traffic import TrafficChange
+from adaptation.traffic import ChangeDetector
 
 
-def change() -> TrafficChange:
-    return TrafficChange(slack=0.5, threshold=8.0)
+def change() -> ChangeDetector:
+    return ChangeDetector()
 
 
 def scores(mean: float, *, seed: int = 0, spread: float = 0.1) -> Iterator[float]:
@@ -17,7 +17,7 @@ def scores(mean: float, *, seed: int = 0, spread: float = 0.1) -> Iterator[float
         yield rng.gauss(mean, spread)
 
 
-def first_change(traffic: TrafficChange, queries: Iterator[float], most: int) -> int | None:
+def first_change(traffic: ChangeDetector, queries: Iterator[float], most: int) -> int | None:
     return next((number for number, score in zip(range(most), queries, strict=False) if traffic.observe(score)), None)
 
 
@@ -90,6 +90,6 @@ def test_queries_of_which_little_is_known_count_together() -> None:
 
 @pytest.mark.parametrize(("now", "found"), [(0.2, False), (0.6, True)])
 def test_falling_scores_may_be_nothing_new(now: float, found: bool) -> None:
-    traffic = TrafficChange(slack=0.5, threshold=8.0, memory=32, only_rising=True)
+    traffic = ChangeDetector(memory=32, only_rising=True)
     assert first_change(traffic, scores(0.4), 150) is None
     assert (first_change(traffic, scores(now, seed=1), 40) is not None) is found

@@ -17,7 +17,7 @@ def test_every_eighth_query_completes_a_batch(arm: Arm) -> None:
         assert policy.decide(report()).arm == arm
         if policy.take_update() == arm:
             taken.append(number)
-            policy.published()
+            policy.published(1.0)
     assert taken == [8, 16, 24, 32]
 
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from adaptation.gate import Gate, GateDecision
 from tests.adaptation.streams import Texts
 
-GATE = Gate(least_sequences=16, standard_errors=1.25)
+GATE = Gate(least_texts=16, standard_errors=1.25)
 
 
 def replay(seed: int, candidate: float, serving: float = 1.0, count: int = 64) -> GateDecision:
     """Drafters of these qualities over the same texts, beside an anchor of quality 1."""
     texts = Texts(seed)
     chances = texts.difficulties(count)
-    return GATE.judge(texts.scores(chances, candidate), texts.scores(chances, serving), texts.scores(chances))
+    return GATE.decide(texts.scores(chances, candidate), texts.scores(chances, serving), texts.scores(chances))
 
 
 def test_a_bad_candidate_is_refused_20_of_20_times() -> None:
@@ -43,7 +43,7 @@ def test_what_passes_by_luck_has_gained_next_to_nothing() -> None:
 
 
 def test_the_numbers_are_told() -> None:
-    decision = GATE.judge([2.0, 3.0] * 8, [1.0, 2.5] * 8, [1.0, 1.0] * 8)
+    decision = GATE.decide([2.0, 3.0] * 8, [1.0, 2.5] * 8, [1.0, 1.0] * 8)
     assert decision == GateDecision(True, "better", 16, 2.5, 1.75, 1.0, decision.standard_error, decision.needed)
     assert decision.standard_error == pytest.approx(0.25 * math.sqrt(16 / 15) / 4)
     assert (decision.gain, decision.needed) == (0.75, 1.25 * decision.standard_error)
@@ -67,13 +67,13 @@ def test_the_numbers_are_told() -> None:
     ],
 )
 def test_each_reason(candidate: list[float], serving: list[float], anchor: list[float], reason: str) -> None:
-    decision = GATE.judge(candidate, serving, anchor)
+    decision = GATE.decide(candidate, serving, anchor)
     assert decision.reason == reason
     assert decision.publish == (reason == "better")
 
 
 def test_little_evidence_that_is_no_number_is_refused_too() -> None:
-    decision = GATE.judge([math.nan], [1.0], [1.0])
+    decision = GATE.decide([math.nan], [1.0], [1.0])
     assert decision.reason == "too_little_evidence"
     assert math.isnan(decision.candidate_mean)
     assert decision.serving_mean == 1.0
@@ -85,12 +85,12 @@ def test_no_single_sequence_carries_a_candidate(gain: float, losses: list[float]
     differences.insert(place, gain)
     serving = [5.0] * len(differences)
     candidate = [5.0 + difference for difference in differences]
-    assert not GATE.judge(candidate, serving, [0.0] * len(differences)).publish
+    assert not GATE.decide(candidate, serving, [0.0] * len(differences)).publish
 
 
 @given(st.permutations(range(16)))
 def test_the_order_of_the_sequences_does_not_matter(order: list[int]) -> None:
     candidate = [1.5 + 0.125 * (i % 5) for i in range(16)]
     serving = [1.5 + 0.125 * (i % 3) for i in range(16)]
-    shuffled = GATE.judge([candidate[i] for i in order], [serving[i] for i in order], [1.0] * 16)
-    assert shuffled == GATE.judge(candidate, serving, [1.0] * 16)
+    shuffled = GATE.decide([candidate[i] for i in order], [serving[i] for i in order], [1.0] * 16)
+    assert shuffled == GATE.decide(candidate, serving, [1.0] * 16)

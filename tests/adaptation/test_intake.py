@@ -6,47 +6,57 @@ from dataclasses import replace
 import torch
 
 from adaptation.bandit import Bandit
-from adaptation.build import build_policy, build_quota
-from adaptation.config import AdaptationConfig
-from adaptation.feedback import FeedbackFilter
+from adaptation.feedback import FeedbackFilter, Quota
+from adaptation.learner import policy_of
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock
+from tests.tuned import tuned
 
 torch.set_num_threads(1)
 
 
 class Parts:
-    def __init__(self, *, share: float = 0.5, update_samples: int = 9, **knobs: object) -> None:
-        config = AdaptationConfig.model_validate({"policy": "head_only", **knobs})
-        clock = Clock()
+    def __init__(
+        self,
+        *,
+        share: float = 0.5,
+        update_samples: int = 9,
+        query_positions: int = 32,
+        client_share: float = 0.25,
+        client_free_queries: int = 16,
+        **knobs: object,
+    ) -> None:
+        config, tuning = tuned({"policy": "head_only", **knobs})
         self.buffers = SampleBuffers(
-            most_positions=10_000,
-            most_samples={"head": 100, "full": 100},
-            replayed=100,
+            {"head": 100, "full": 100},
+            replay_texts=100,
             update_samples=update_samples,
             rng=random.Random(0),
         )
-        self.held_back = ValidationSet(share=share, enough=4, most=1000, rng=random.Random(0))
-        self.policy = build_policy(config, clock=clock, rng=random.Random(0))
-        quota = build_quota(config, clock=clock)
-        self.feedback_filter = FeedbackFilter(
-            self.policy, quota, self.buffers, self.held_back, query_positions=config.query_positions
+        self.validation = ValidationSet(share=share, enough=4, max_texts=1000, rng=random.Random(0))
+        self.policy = policy_of(config, tuning, rng=random.Random(0))
+        quota = Quota(
+            client_share=client_share,
+            free_queries=client_free_queries,
+            query_positions=query_positions,
+            clock=Clock(),
         )
+        self.feedback_filter = FeedbackFilter(self.policy, quota, self.buffers, self.validation)
 
     def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
         """Whether it became a sample, and whether its text may judge."""
-        before = self.buffers.count("head")
+        before = self.buffers.counts["head"]
         taken = self.feedback_filter.take(heard, training_cost=0.0, learning=learning)
-        return self.buffers.count("head") > before, taken.held_back
+        return self.buffers.counts["head"] > before, taken.validates
 
 
 def test_a_query_is_learnt_from_or_judges_never_both() -> None:
     parts = Parts()
     fates = [parts.take(feedback(seed)) for seed in range(40)]
     assert {(True, False), (False, True)} == set(fates)
-    assert len(parts.held_back.texts) == sum(judges for _, judges in fates)
+    assert len(parts.validation.texts) == sum(judges for _, judges in fates)
 
 
 def test_all_that_is_learnt_from_is_rehearsed_by_full_updates_whatever_arm_it_went_to() -> None:
@@ -65,8 +75,8 @@ def test_what_must_not_be_stored_leaves_no_trace() -> None:
         heard = feedback(seed)
         private = replace(heard, query=replace(heard.query, store=False))
         taken = parts.feedback_filter.take(private, training_cost=0.0, learning=True)
-        assert (taken.text, taken.held_back, taken.admission.reason) == (None, False, "not_stored")
-    assert (parts.buffers.count("head"), parts.held_back.texts) == (0, ())
+        assert (taken.text, taken.validates, taken.admission.reason) == (None, False, "not_stored")
+    assert (parts.buffers.counts["head"], parts.validation.texts) == (0, ())
     assert parts.feedback_filter.refusals == {"not_stored": 20}
     assert parts.feedback_filter.decisions == {"skip:not_admitted": 20}
 
@@ -95,8 +105,8 @@ def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
     parts = Parts(policy="full_only")
     taken = [parts.feedback_filter.take(undrafted(seed), training_cost=0.0, learning=True) for seed in range(40)]
     samples = parts.buffers.take("full")
-    assert len(samples) + len(parts.held_back.texts) == 40
-    assert len(parts.held_back.texts) > 10
+    assert len(samples) + len(parts.validation.texts) == 40
+    assert len(parts.validation.texts) > 10
     assert all(one.admission.positions == 16 for one in taken)
     assert {(sample.signal, sample.num_rejected, sample.draft_labels.count) for sample in samples} == {(16.0, 0, 0)}
     assert all(sample.example is not None for sample in samples)

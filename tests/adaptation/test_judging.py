@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.evaluator import OfflineEvaluator, ReplayName, replay_of
+from adaptation.evaluator import OfflineEvaluator, replay_of
 from adaptation.gate import Gate
+from adaptation.losses import Drift
 from adaptation.samples import ValidationText, example_of
+from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_blocks, replay_trees
+from drafters.training.replay import replay_blocks
 from tests.adaptation.samples import EMBED, drafter, feedback
 from tests.adaptation.test_weights import train, weights_in
 
@@ -45,105 +47,99 @@ def evaluator_of(
     folder: Path, replay: Counted, *, least: int = 4, known: int = 100
 ) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
-    gate = Gate(least_sequences=4, standard_errors=1.0)
-    return OfflineEvaluator(weights, gate, replay, least_texts=least, most_known=known), weights
+    gate = Gate(least_texts=least, standard_errors=1.0)
+    drift = Drift(weights.anchor, EMBED, untrained_rows(weights.anchor, None), max_texts=2)
+    return OfflineEvaluator(weights, gate, replay, drift, max_known=known), weights
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = evaluator_of(tmp_path, replay)
+    evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
-    judge.judge(texts)
+    evaluator.evaluate(texts)
     assert replay.calls == 8, "what serves is the anchor"
-    judge.judge(texts)
+    evaluator.evaluate(texts)
     assert replay.calls == 12
     train(weights, 1)
     weights.publish({})
     weights.between_steps()
-    judge.judge(texts)
+    evaluator.evaluate(texts)
     assert replay.calls == 20
 
 
 def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = evaluator_of(tmp_path, replay)
+    evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     train(weights, 1)
-    judge.judge(texts)
+    evaluator.evaluate(texts)
     weights.publish({})
-    judge.published()
+    evaluator.published()
     before = replay.calls
-    assert judge.serving(texts) == [first_weight(weights.training, texts[0].example)] * 4
+    assert evaluator.serving(texts) == [first_weight(weights.training, texts[0].example)] * 4
     assert replay.calls == before
     weights.between_steps()
     weights.restore(0)
     weights.between_steps()
-    assert judge.serving(texts) == [first_weight(weights.anchor, texts[0].example)] * 4
+    assert evaluator.serving(texts) == [first_weight(weights.anchor, texts[0].example)] * 4
 
 
 def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
-    judge, weights = evaluator_of(tmp_path, Counted())
+    evaluator, weights = evaluator_of(tmp_path, Counted())
     texts = [text(number) for number in range(4)]
     anchor = first_weight(weights.anchor, texts[0].example)
     train(weights, 1)
     published = first_weight(weights.training, texts[0].example)
-    assert judge.serving(texts) == [anchor] * 4
+    assert evaluator.serving(texts) == [anchor] * 4
     weights.publish({})
     weights.between_steps()
     train(weights, 2)
-    decision, seconds = judge.judge(texts)
+    decision, seconds = evaluator.evaluate(texts)
     assert decision.candidate_mean == pytest.approx(first_weight(weights.training, texts[0].example))
     assert (decision.serving_mean, decision.anchor_mean) == pytest.approx((published, anchor))
     assert seconds > 0
-    scored = judge.scored(text(9), with_previous=True)
+    scored = evaluator.scored(text(9), with_previous=True)
     assert (scored.serving, scored.anchor, scored.before) == (published, anchor, anchor)
-    assert judge.scored(text(9), with_previous=False).before is None
+    assert evaluator.scored(text(9), with_previous=False).before is None
 
 
 def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
     replay = Counted()
-    judge, _ = evaluator_of(tmp_path, replay, least=5)
-    assert judge.judge([text(number) for number in range(4)])[0].reason == "too_little_evidence"
+    evaluator, _ = evaluator_of(tmp_path, replay, least=5)
+    assert evaluator.evaluate([text(number) for number in range(4)])[0].reason == "too_little_evidence"
     assert replay.calls == 0
 
 
 def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path) -> None:
     replay = Counted()
-    judge, weights = evaluator_of(tmp_path, replay)
+    evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(10)]
     for change, calls in ((-1.0, 4), (1.0, 10)):
         with torch.no_grad():
             weights.training.lm_head.weight[0, 0] += change
             weights.training.lm_head.weight[0, 0] += change
-        judge.serving(texts)
-        judge.anchor(texts)
+        evaluator.serving(texts)
+        evaluator.anchor(texts)
         before = replay.calls
-        decision, _ = judge.judge(texts)
+        decision, _ = evaluator.evaluate(texts)
         assert replay.calls - before == calls
-        assert decision.num_sequences == calls
+        assert decision.num_texts == calls
 
 
 def test_what_is_known_is_bounded(tmp_path: Path) -> None:
     replay = Counted()
-    judge, _ = evaluator_of(tmp_path, replay, known=2)
+    evaluator, _ = evaluator_of(tmp_path, replay, known=2)
     for number in (0, 1, 2, 1, 2):
-        judge.anchor([text(number)])
+        evaluator.anchor([text(number)])
     assert replay.calls == 3
-    judge.anchor([text(0)])
+    evaluator.anchor([text(0)])
     assert replay.calls == 4
 
 
-@pytest.mark.parametrize("name", ["blocks", "tree"])
-def test_a_drafter_in_bf16_can_be_replayed(name: ReplayName) -> None:
-    tau = replay_of(name, EMBED, max_nodes=8)(drafter().to(torch.bfloat16), text(0).example)
-    assert 1.0 <= tau <= 9.0
+def test_a_drafter_in_bf16_can_be_replayed() -> None:
+    assert 1.0 <= replay_of(EMBED)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
 
 
 def test_replays_are_those_of_the_drafters() -> None:
     model, example = drafter(), text(0).example
-    assert (
-        replay_of("blocks", EMBED, max_nodes=8)(model, example)
-        == replay_blocks(model, EMBED, example, every=2, nodes=8).tau
-    )
-    expected = replay_trees(model, EMBED, [example], max_nodes=8).tau
-    assert replay_of("tree", EMBED, max_nodes=8)(model, example) == expected
+    assert replay_of(EMBED)(model, example) == replay_blocks(model, EMBED, example, every=2, nodes=8).tau

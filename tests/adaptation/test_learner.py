@@ -17,6 +17,7 @@ from adaptation.samples import ValidationText
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
+from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -80,7 +81,7 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     assert published[-1].numbers["candidate"] > published[-1].numbers["anchor"] + 1
     assert all(event.numbers["candidate"] > event.numbers["serving"] for event in published)
     assert not same(weights_of(tried.serving), weights_of(drafter()))
-    assert tried.learner.training_seconds > 0
+    assert tried.learner.time.seconds > 0
     assert "rolled_back" not in tried.kinds()
 
 
@@ -119,15 +120,15 @@ def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
 
 
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path, held_back_share=0.001)
+    tried = full_bench(tmp_path, validation_share=0.001)
     serve(tried, range(12))
     assert tried.events == []
-    assert tried.learner.training_seconds == 0.0
+    assert tried.learner.time.seconds == 0.0
     assert sum(tried.learner.num_updates.values()) == 0
 
 
 def test_lessons_wait_for_the_texts_that_judge(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path, gate_sequences=8)
+    tried = full_bench(tmp_path, gate_texts=8)
     serve_until(tried, range(60), "published")
     first = next(event for event in tried.events if event.kind in ("published", "refused"))
     assert first.numbers["sequences"] == 8
@@ -158,13 +159,13 @@ def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> 
 
 
 def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
-    tried = taught(tmp_path, window_sequences=16)
+    tried = taught(tmp_path, window_texts=16)
     good = {name: value.clone() for name, value in weights_of(tried.serving).items()}
     origin = tried.weights.origin
     spoil(tried)
     poisoned = tried.weights.publish({})
     tried.weights.between_steps()
-    tried.learner._monitor.served_anew()
+    tried.learner._monitor.weights_changed()
     tried.events.clear()
     queries = 0
     while tried.weights.origin == poisoned:
@@ -201,10 +202,10 @@ def test_a_fall_of_the_anchor_is_other_traffic(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never", fall_standard_errors=0.0)
     tried.learner._buffers._replay.extend(samples(1))
     for start, accepted in ((0, (6, 6)), (8, (4, 4)), (16, (2, 2))):
-        assert len(tried.learner._held_back.alike) == len(tried.learner._held_back.texts)
+        assert len(tried.learner._validation.current) == len(tried.learner._validation.texts)
         serve(tried, range(start, start + 8), accepted=accepted)
     assert [(event.kind, event.reason) for event in tried.events] == [("alarm", "falling")]
-    assert not tried.learner._held_back.alike
+    assert not tried.learner._validation.current
     assert not tried.learner._buffers._replay
 
 
@@ -217,7 +218,7 @@ def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> Non
 def test_a_fall_that_replays_do_not_confirm_is_other_traffic(tmp_path: Path) -> None:
     tried = taught(tmp_path, fall_standard_errors=0.0)
     tried.events.clear()
-    tried.learner._monitor.served_anew()
+    tried.learner._monitor.weights_changed()
     for start, accepted in ((200, (6, 6)), (208, (4, 4)), (216, (2, 2))):
         serve(tried, range(start, start + 8), accepted=accepted, update=False)
     assert [(event.kind, event.reason) for event in tried.events] == [("dismissed", "other_traffic")]
@@ -239,7 +240,7 @@ def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried.learner._buffers._replay.extend(samples(1))
     changed(tried, range(60))
     assert not tried.learner._buffers._replay
-    assert len(tried.learner._held_back.texts) >= 4
+    assert len(tried.learner._validation.texts) >= 4
     assert tried.learner.update() is None
     serve_until(tried, range(100, 140), "published")
     judged = next(event for event in tried.events if event.kind in ("published", "refused"))
@@ -258,10 +259,10 @@ def test_queries_that_must_not_be_learnt_from_change_no_traffic(tmp_path: Path) 
 
 def test_what_is_published_gains_what_it_gained_beyond_luck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
-    told: list[float | None] = []
+    told: list[float] = []
     published = tried.learner._policy.published
 
-    def listening(tau_ratio: float | None = None) -> None:
+    def listening(tau_ratio: float) -> None:
         told.append(tau_ratio)
         published(tau_ratio)
 
@@ -281,13 +282,13 @@ def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_
 ) -> None:
     tried = full_bench(tmp_path, kept_refusals=2)
     told = told_of_discarded(tried, monkeypatch)
-    judge = tried.learner._evaluator.judge
+    judge = tried.learner._evaluator.evaluate
 
     def unsure(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, publish=False, reason=reason), seconds
 
-    monkeypatch.setattr(tried.learner._evaluator, "judge", unsure)
+    monkeypatch.setattr(tried.learner._evaluator, "evaluate", unsure)
     while len(tried.events) < 4:
         serve(tried, range(60))
     assert {(event.kind, event.reason) for event in tried.events} == {("refused", reason)}
@@ -299,13 +300,13 @@ def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
 ) -> None:
     tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, full_learning_rate=1e-5, warm_up_steps=3)
     told = told_of_discarded(tried, monkeypatch)
-    judge = tried.learner._evaluator.judge
+    judge = tried.learner._evaluator.evaluate
 
     def not_better(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         return replace(decision, reason="worse_than_serving"), seconds
 
-    monkeypatch.setattr(tried.learner._evaluator, "judge", not_better)
+    monkeypatch.setattr(tried.learner._evaluator, "evaluate", not_better)
     seed = 0
     while len(told) < 4:
         serve(tried, range(seed, seed + 1))
@@ -363,7 +364,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     assert tried.learner._buffers.take("full") == [], "it would break the next update too"
 
 
-@pytest.mark.parametrize("stage", ["_trained", "_conclude"])
+@pytest.mark.parametrize("stage", ["_train", "_conclude"])
 def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
 
@@ -460,33 +461,33 @@ def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path
 
 def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    tried.learner._taken_share = 0.5
-    tried.learner._spend(3.0)
+    now, time = Clock(), tried.learner.time
+    time.taken_share, time._clock = 0.5, now
+    with time.spent():
+        now.now += 3.0
     heard = feedback(0, token=TOKEN)
     unmeasured = replace(heard, query=replace(heard.query, seconds=0.0))
-    assert tried.learner._pay(unmeasured) == 0.0
-    assert tried.learner._pay(heard) == 0.5 * 3.0 * (1.0 + 4.0) / 0.5
-    assert tried.learner._pay(heard) == 0.0
+    assert time.charge(unmeasured.query) == 0.0
+    assert time.charge(heard.query) == 0.5 * 3.0 * (1.0 + 4.0) / 0.5
+    assert time.charge(heard.query) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("train_threads", "serving", "cores", "share"), [(1, 1, 2, 0.1), (1, 2, 2, 1.0), (4, 2, 4, 0.5), (1, 8, 2, 1.0)]
-)
+@pytest.mark.parametrize(("serving", "cores", "share"), [(1, 2, 0.1), (2, 2, 1.0), (8, 2, 1.0)])
 def test_training_takes_little_where_serving_leaves_a_core(
-    train_threads: int, serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaptation.assembly.usable_cores", lambda: cores)
+    monkeypatch.setattr("adaptation.learner.usable_cores", lambda: cores)
     monkeypatch.setattr("torch.get_num_threads", lambda: serving)
-    assert full_bench(tmp_path, train_threads=train_threads).learner._taken_share == share
+    assert full_bench(tmp_path).learner.time.taken_share == share
 
 
 def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    assert tried.learner.drift() is None
+    assert tried.learner._evaluator.kl_to_anchor() is None
     serve(tried, range(8), update=False)
-    assert tried.learner.drift() == 0.0
+    assert tried.learner._evaluator.kl_to_anchor() == 0.0
     serve(tried, range(8, 48))
-    drift = tried.learner.drift()
+    drift = tried.learner._evaluator.kl_to_anchor()
     assert drift is not None
     assert drift > 0
 
@@ -543,7 +544,7 @@ def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: P
         tried = full_bench(tmp_path / policy, policy=policy)
         for queries in (1, 60):
             serve(tried, range(queries))
-            rests[policy, queries] = tried.learner._sampler.resting
+            rests[policy, queries] = tried.learner.sampler.resting
     assert rests == {("never", 1): False, ("never", 60): True, ("full_only", 1): False, ("full_only", 60): False}
 
 
@@ -553,20 +554,20 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
     for seed, act in enumerate((lambda: None, tried.learner.pause, tried.learner.resume)):
         act()
         serve(tried, range(seed, seed + 1))
-        rests.append(tried.learner._sampler.resting)
+        rests.append(tried.learner.sampler.resting)
     assert rests == [False, True, False]
 
 
 def test_other_acceptance_alone_makes_it_look_closely_and_half_as_much_evidence_is_enough(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60), accepted=(1, 2) * 8)
-    threshold = tried.learner._traffic._threshold
-    rests = [tried.learner._sampler.resting]
+    rests = [tried.learner.sampler.resting]
     while rests[-1] and len(rests) < 41:
         serve(tried, range(len(rests), len(rests) + 1), accepted=(2, 3) * 8)
-        rests.append(tried.learner._sampler.resting)
+        rests.append(tried.learner.sampler.resting)
     assert (rests[0], rests[-1]) == (True, False)
-    assert max(tried.learner._traffic._up, tried.learner._traffic._down) >= threshold / 2 - 3
+    change = tried.learner._traffic._drafted
+    assert max(change._up, change._down) >= 8.0 / 2 - 3
     assert "changed" not in tried.kinds()
 
 
@@ -592,9 +593,9 @@ def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path,
     for queries in (63, 1, 1):
         for seed in range(queries):
             tried.observe(feedback, seed, **told)
-        rests.append(tried.learner._sampler.resting)
+        rests.append(tried.learner.sampler.resting)
     serve(tried, range(1))
-    assert (rests, tried.learner._sampler.resting) == ([False, True, True], False)
+    assert (rests, tried.learner.sampler.resting) == ([False, True, True], False)
 
 
 def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +616,6 @@ def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch:
     seen: set[tuple[bool, bool]] = set()
     while (True, True) not in seen:
         serve(tried, range(seed, seed + 1))
-        seen.add((not tried.learner._monitor.on_probation, tried.learner._sampler.resting))
+        seen.add((not tried.learner._monitor.on_probation, tried.learner.sampler.resting))
         seed += 1
     assert seen == {(False, False), (True, True)}

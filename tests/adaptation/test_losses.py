@@ -47,10 +47,11 @@ def test_the_rank_head_learns_the_rank_of_the_targets_token() -> None:
 
 def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
     anchor = drafter()
-    drift = Drift(anchor, EMBED, untrained_rows(anchor, None), most_texts=3)
+    drift = Drift(anchor, EMBED, untrained_rows(anchor, None), max_texts=3)
     ready = []
     for texts in ([text(0)], [text(seed) for seed in range(1, 6)]):
-        drift.offer(texts)
+        for one in texts:
+            drift.offer(one)
         ready.append(drift.ready)
     assert ready == [False, True]
     distances = []
@@ -68,10 +69,11 @@ def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
 
 def test_later_texts_do_not_change_the_probe_set() -> None:
     rows = untrained_rows(drafter(), torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0)))
-    one, other = (Drift(drafter(), EMBED, rows, most_texts=2) for _ in range(2))
-    one.offer([text(0), text(1)])
-    other.offer([text(0), text(1), text(2)])
-    other.offer([text(3)])
+    one, other = (Drift(drafter(), EMBED, rows, max_texts=2) for _ in range(2))
+    for seed in range(2):
+        one.offer(text(seed))
+    for seed in range(4):
+        other.offer(text(seed))
     assert one.of(drafter(seed=1)) == other.of(drafter(seed=1))
 
 

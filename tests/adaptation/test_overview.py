@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def seen(tried: Bench) -> AdaptationStatus:
-    worker = Worker(tried.learner, most_waiting=4, threads=1, duty_cycle=1.0)
+    worker = Worker(tried.learner, max_waiting=4, duty_cycle=1.0)
     worker.num_dropped, worker.num_restarts = 3, 2
     worker.failures["hear"] = 1
-    return tried.overview.status(worker)
+    return tried.learner.status(worker)
 
 
 def test_before_anything_happened(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     assert status.snapshots == tuple(tried.weights.snapshots.versions)
     assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()
     assert status.kl_to_anchor is not None
-    assert status.training_seconds == tried.learner.training_seconds > 0
+    assert status.training_seconds == tried.learner.time.seconds > 0
     assert [past.kind for past in status.events] == kinds[-50:]
 
 
@@ -68,12 +68,12 @@ def test_the_distance_to_the_anchor_is_measured_once_per_version(
         return whole()
 
     monkeypatch.setattr(tried.weights, "served_in_full", counted)
-    assert tried.learner.drift() == tried.learner.drift() == 0.0
+    assert tried.learner._evaluator.kl_to_anchor() == tried.learner._evaluator.kl_to_anchor() == 0.0
     assert len(asked) == 1
     with torch.no_grad():
         tried.weights.training.lm_head.weight.mul_(1.5)
     tried.weights.publish({})
-    changed = tried.learner.drift()
+    changed = tried.learner._evaluator.kl_to_anchor()
     assert changed is not None
     assert changed > 0
     assert len(asked) == 2

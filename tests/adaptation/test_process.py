@@ -30,8 +30,8 @@ def tried(tmp_path: Path) -> Iterator[Bench]:
 
 
 def process_of(tried: Bench) -> TrainingProcess:
-    assert tried.process is not None
-    return tried.process
+    assert tried.learner.process is not None
+    return tried.learner.process
 
 
 def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
@@ -48,7 +48,7 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     alone = full_bench(tmp_path / "thread", train_in="thread")
     for each in (tried, alone):
         learn(each)
-    assert alone.process is None
+    assert alone.learner.process is None
     assert "published" in tried.kinds()
     assert tried.kinds() == alone.kinds()
     assert same(weights_of(tried.serving), weights_of(alone.serving))
@@ -57,7 +57,7 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert not torch.equal(tried.serving.d2t, drafter().d2t)
     assert process_of(tried).num_started == 1
     assert process_of(tried).seconds > 0
-    assert tried.learner.training_seconds > 0
+    assert tried.learner.time.seconds > 0
 
 
 def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
@@ -149,4 +149,4 @@ def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: B
 
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:
     assert AdaptationConfig().train_in == "auto"
-    assert bench(tmp_path).process is None
+    assert bench(tmp_path).learner.process is None

@@ -11,13 +11,13 @@ from tests.adaptation.worlds import Clock
 POSITIONS = 32
 
 
-def quota(clock: Clock | None = None, *, share: float = 0.25, free: int = 0, most_clients: int = 4096) -> Quota:
+def quota(clock: Clock | None = None, *, share: float = 0.25, free: int = 0, max_clients: int = 4096) -> Quota:
     return Quota(
         client_share=share,
         free_queries=free,
         query_positions=POSITIONS,
         half_life_seconds=600.0,
-        most_clients=most_clients,
+        max_clients=max_clients,
         clock=clock or Clock(),
     )
 
@@ -161,7 +161,7 @@ def test_somebody_is_always_admitted(queries: list[tuple[int, int, float]]) -> N
 
 
 def test_memory_and_time_are_bounded_under_a_crowd_of_names() -> None:
-    fair = quota(most_clients=1000)
+    fair = quota(max_clients=1000)
     started = time.perf_counter()
     for number in range(50_000):
         fair.admit(f"client-{number}", 20, store=True)
@@ -170,7 +170,7 @@ def test_memory_and_time_are_bounded_under_a_crowd_of_names() -> None:
 
 
 def test_a_crowd_of_names_does_not_wash_a_heavy_client_clean() -> None:
-    fair = quota(most_clients=100, share=0.05)
+    fair = quota(max_clients=100, share=0.05)
     for number in range(2000):
         fair.admit("heavy", 20, store=True)
         fair.admit(f"{number % 40}", 20, store=True)

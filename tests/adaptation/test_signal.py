@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptation.samples import UndraftedSignal, example_of, signal_of, training_sample, undrafted_steps
+from adaptation.samples import UndraftedSignal, example_of, training_sample, undrafted_steps
 from drafters.training.corpus import Batch
 from drafters.training.replay import replay_chain
 from tests.adaptation.samples import ANSWER, EMBED, PROMPT, drafter, feedback
@@ -15,8 +15,8 @@ torch.set_num_threads(1)
 
 def test_the_signal_is_what_the_drafter_did_not_believe_in() -> None:
     heard = feedback(0, rejected=3)
-    draft_labels = replace(heard.draft_labels, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
-    assert signal_of(draft_labels) == 0.75 + 1.0 + 0.0
+    labels = replace(heard.draft_labels, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
+    assert training_sample(replace(heard, draft_labels=labels), most_rejected=3).signal == 0.75 + 1.0 + 0.0
 
 
 def test_a_query_counts_for_so_many_positions_at_most() -> None:

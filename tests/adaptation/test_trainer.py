@@ -31,7 +31,6 @@ def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int =
         step_texts=64,
         warm_up_steps=1,
         anchor_weight=anchor_weight,
-        gradient_norm=1.0,
         update_norm=update_norm,
         autocast=autocast,
     )

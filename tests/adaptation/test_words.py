@@ -12,7 +12,7 @@ VOCAB = 5000
 
 
 def words() -> TokenChange:
-    return TokenChange(VOCAB, slack=0.5, threshold=8.0)
+    return TokenChange(VOCAB)
 
 
 def texts(count: int, *, language: int, seed: int = 0) -> list[list[int]]:

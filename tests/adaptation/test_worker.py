@@ -71,10 +71,8 @@ def killed() -> None:
 def made() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def make(loop: Scripted, *, most_waiting: int = 64, duty_cycle: float = 1.0, taken_share: float = 1.0) -> Worker:
-        workers.append(
-            Worker(loop, most_waiting=most_waiting, threads=1, duty_cycle=duty_cycle, taken_share=taken_share)
-        )
+    def make(loop: Scripted, *, max_waiting: int = 64, duty_cycle: float = 1.0, taken_share: float = 1.0) -> Worker:
+        workers.append(Worker(loop, max_waiting=max_waiting, duty_cycle=duty_cycle, taken_share=taken_share))
         return workers[-1]
 
     yield make
@@ -99,7 +97,7 @@ def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
 def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
     going = threading.Event()
     loop = Scripted(on_hear=lambda: wait_until(going.is_set))
-    worker = made(loop, most_waiting=5)
+    worker = made(loop, max_waiting=5)
     worker.start()
     worker.offer(FEEDBACK)
     wait_until(lambda: loop.told == ["hear"])
@@ -167,7 +165,7 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
 
 def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    worker = Worker(tried.learner, most_waiting=64, threads=1, duty_cycle=1.0)
+    worker = Worker(tried.learner, max_waiting=64, duty_cycle=1.0)
     worker.start()
     token, seed = int(vocabulary()[0][5]), 0
     while not tried.weights.version:
@@ -224,7 +222,7 @@ def test_training_takes_no_more_than_its_share(made: Made) -> None:
         spent.append(time.monotonic() - began)
         return UpdateReport("head", "applied", 0.02)
 
-    worker = made(Scripted(on_update=train, on_hear=lambda: time.sleep(0.001)), most_waiting=5000, duty_cycle=0.25)
+    worker = made(Scripted(on_update=train, on_hear=lambda: time.sleep(0.001)), max_waiting=5000, duty_cycle=0.25)
     for _ in range(5000):
         worker.offer(FEEDBACK)
     worker.start()
@@ -296,7 +294,7 @@ def test_settling_gives_up(made: Made) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
 def test_the_thread_gives_way_and_nobody_else_does() -> None:
     ours = os.getpriority(os.PRIO_PROCESS, 0)
-    worker = Worker(Scripted(), most_waiting=4, threads=1, duty_cycle=1.0, niceness=3)
+    worker = Worker(Scripted(), max_waiting=4, duty_cycle=1.0, niceness=3)
     worker.start()
     niceness = worker.ask(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10)
     assert niceness == min(19, ours + 3)

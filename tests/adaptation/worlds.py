@@ -41,7 +41,7 @@ class Served:
         return self.tokens / self.cost
 
 
-def serve(policy: Policy, world: World, *, queries: int, rng: random.Random, replayed: bool) -> Served:
+def serve(policy: Policy, world: World, *, queries: int, rng: random.Random) -> Served:
     served = Served()
     training_cost = 0.0
     for _ in range(queries):
@@ -56,7 +56,7 @@ def serve(policy: Policy, world: World, *, queries: int, rng: random.Random, rep
             before = world.throughput
             training_cost = world.update(arm)
             served.updates[arm] += 1
-            policy.published(world.throughput / before if replayed else None)
+            policy.published(world.throughput / before)
     return served
 
 

@@ -40,7 +40,8 @@ from service.bench.shift_play import AnsweredQuery, Counts, Nobody, Noted, Notes
 from service.bench.speed import Measure
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER, played, prompt_set
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, played, prompt_set
+from tests.tuned import tune
 
 Run = Callable[..., tuple[int, str]]
 PROMPTS = prompt_set("honest", 40).prompts
@@ -226,7 +227,8 @@ def test_the_engine_hears_who_asks(assembly: Assembly) -> None:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> Assembly:
     """The command finds a tiny model with a drafter that learns at once, and leaves the log alone."""
-    learning = EAGER.model_copy(update={"policy": "head_only", "client_share": 0.1, "client_free_queries": 0})
+    tune(monkeypatch, {**EAGER_NUMBERS, "client_share": 0.1, "client_free_queries": 0})
+    learning = EAGER.model_copy(update={"policy": "head_only"})
     config = trained_assembly.config.model_copy(update={"adaptation": learning})
     assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
     monkeypatch.setattr(poison, "assemble", lambda config: assembly)

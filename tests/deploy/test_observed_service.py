@@ -23,6 +23,7 @@ from tests.e2e.test_learning_over_http import Files, Running, assembled, begin
 from tests.service.bench.parts import save_drafter
 from tests.service.learning_parts import EAGER
 from tests.tiny_models import served_by
+from tests.tuned import program
 
 PATIENCE_SECONDS = 120
 CLIENTS = 2
@@ -37,7 +38,7 @@ _LEARNS_AT_ONCE = {
     "step_texts": 64,
     "warm_up_steps": 1,
     "full_learning_rate": 0.005,
-    "held_back_share": 0.4,
+    "validation_share": 0.4,
     "gate_standard_errors": 0.0,
 }
 
@@ -60,8 +61,9 @@ def running(folder: Path, name: str, settings: Mapping[str, object]) -> Running:
         folder / "model", max_model_len=128, max_sequences=2, max_budget=4, state_dir=str(folder / name), **settings
     )
     config = folder / f"{name}.yaml"
+    served, words = program(served)
     config.write_text(yaml.safe_dump(served))
-    return begin(Files(config, folder / name, folder), folder / f"{name}.log")
+    return begin(Files(config, folder / name, folder, words), folder / f"{name}.log")
 
 
 @contextmanager

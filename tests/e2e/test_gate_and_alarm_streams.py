@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation.assembly import Built
-from adaptation.build import build_cusum
-from adaptation.config import AdaptationConfig
-from adaptation.monitor import FallingWindows
+from adaptation.learner import Learner
+from adaptation.monitor import FallingWindows, PairedCusum
 from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.trainer import UpdateReport
@@ -37,10 +35,10 @@ STATIONARY_WINDOWS = 200
 KNOBS: dict[str, object] = {
     "policy": "full_only",
     "full_queries": 2,
-    "held_back_share": 0.5,
-    "held_back_sequences": TEXTS,
-    "gate_sequences": WINDOW,
-    "window_sequences": WINDOW,
+    "validation_share": 0.5,
+    "validation_texts": TEXTS,
+    "gate_texts": WINDOW,
+    "window_texts": WINDOW,
     "client_free_queries": 10**6,
     "client_share": 1.0,
     "snapshots_on_disk": 3,
@@ -57,18 +55,18 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
 
 
-def serving_the_good_one(known: Practised, folder: Path, emit: list[Event], **knobs: object) -> Built:
+def serving_the_good_one(known: Practised, folder: Path, emit: list[Event], **knobs: object) -> Learner:
     """A learner whose anchor is good at nothing; it serves the trained drafter as its first version."""
     built = known.learner(folder, emit.append, known.first, **{**KNOBS, **knobs})
-    built.learner.adopt(known.good)
+    built.adopt(known.good)
     built.weights.between_steps()
     emit.clear()
     return built
 
 
-def observe(built: Built, stream: list[QueryFeedback]) -> None:
+def observe(built: Learner, stream: list[QueryFeedback]) -> None:
     for feedback in stream:
-        built.learner.observe(feedback)
+        built.observe(feedback)
 
 
 @torch.no_grad()
@@ -83,8 +81,8 @@ def perturb(weights: dict[str, Tensor], scale: float, seed: int) -> None:
 def test_the_trained_drafter_is_good(known: Practised, tmp_path: Path) -> None:
     built = serving_the_good_one(known, tmp_path, [])
     observe(built, known.stream(0, 80, version=1))
-    texts = built.learner._held_back.texts
-    serving, anchor = fmean(built.learner._evaluator.serving(texts)), fmean(built.learner._evaluator.anchor(texts))
+    texts = built._validation.texts
+    serving, anchor = fmean(built._evaluator.serving(texts)), fmean(built._evaluator.anchor(texts))
     print(f"replayed tau {serving:.2f}, of the drafter it was trained from {anchor:.2f}")
     assert serving > anchor + 0.8
 
@@ -106,9 +104,9 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
 
-    monkeypatch.setattr(built.learner._trainer, "update", spoil)
+    monkeypatch.setattr(built._trainer, "update", spoil)
     for number in range(20):
-        while built.learner.update() is None:
+        while built.update() is None:
             observe(built, known.stream(100 + number, 2, version=1))
     built.weights.between_steps()
     falls = [event.numbers["serving"] - event.numbers["candidate"] for event in events]
@@ -127,12 +125,12 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
-    built.learner._monitor.served_anew()
+    built._monitor.weights_changed()
     built.weights.between_steps()
     events.clear()
     queries = 0
     for feedback in known.stream(1000 + seed, WINDOW, version=poisoned):
-        built.learner.observe(feedback)
+        built.observe(feedback)
         queries += 1
         if events:
             break
@@ -160,7 +158,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
     events: list[Event] = []
     asked = greedy_requests(8)
     plain = texts(known.assembly.engine(known.assembly.drafter("none")), asked)
-    with learning(known.assembly, tmp_path, events=events, policy="never", window_sequences=WINDOW) as adaptive:
+    with learning(known.assembly, tmp_path, events=events, policy="never", window_texts=WINDOW) as adaptive:
         adaptive.worker.ask(lambda: adaptive.learner.adopt(known.good)).result()
         assert texts(adaptive.engine, asked) == plain
         assert adaptive.settle(PATIENCE_SECONDS)
@@ -182,17 +180,17 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
     assert fmean(sum(answer.accepted_per_step) / len(answer.accepted_per_step) for answer in run.answers) > 0.5
 
 
-def scores_of(known: Practised, built: Built, weights: dict[str, Tensor]) -> list[float]:
+def scores_of(known: Practised, built: Learner, weights: dict[str, Tensor]) -> list[float]:
     """Replayed tau of a drafter on every recorded text."""
     with torch.no_grad():
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
-    model, judge = built.weights.candidate(), built.learner._evaluator
+    model, judge = built.weights.candidate(), built._evaluator
     examples = (training_sample(feedback, most_rejected=1).example for feedback in known.recorded)
     return [judge._replay(model, example) for example in examples if example is not None]
 
 
-def twin_of(known: Practised, built: Built) -> dict[str, Tensor]:
+def twin_of(known: Practised, built: Learner) -> dict[str, Tensor]:
     """Of some drafters that differ a little from the good one, the one that is as good as it in the mean."""
     good = fmean(scores_of(known, built, known.good))
 
@@ -215,14 +213,14 @@ def bare_rule(stream: Sequence[QueryFeedback]) -> int:
 def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised, tmp_path: Path) -> None:
     """The drafter that serves, the one it has replaced and the anchor are equally good, and not the same."""
     events: list[Event] = []
-    built = known.learner(tmp_path, events.append, known.good, **{**KNOBS, "policy": "never", "held_back_share": 0.2})
+    built = known.learner(tmp_path, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.2})
     twin = twin_of(known, built)
     stream = known.stream(0, STATIONARY_WINDOWS * WINDOW, version=0)
     for feedback in stream:
         if built.weights.origin == 0:  # not yet published, or taken back
             publish(built, twin)
         version = built.weights.version
-        built.learner.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
+        built.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
         built.weights.between_steps()
     rollbacks = sum(event.kind == "rolled_back" for event in events)
     dismissed = sum(event.kind == "dismissed" for event in events)
@@ -232,13 +230,13 @@ def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised,
     assert bare >= 10
 
 
-def publish(built: Built, weights: dict[str, Tensor]) -> None:
+def publish(built: Learner, weights: dict[str, Tensor]) -> None:
     """As after an update, but without the gate."""
     with torch.no_grad():
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
     built.weights.publish({})
-    built.learner._monitor.served_anew()
+    built._monitor.weights_changed()
     built.weights.between_steps()
 
 
@@ -252,7 +250,7 @@ def test_the_paired_alarm_is_quiet_on_the_noise_of_real_replays(known: Practised
 
 
 def count_alarms(pairs: Sequence[tuple[float, float]], rng: random.Random) -> int:
-    cusum, fired = build_cusum(AdaptationConfig()), 0
+    cusum, fired = PairedCusum(least_pairs=WINDOW // 2), 0
     for _ in range(STATIONARY_WINDOWS):
         drawn = [rng.sample(pair, 2) for pair in rng.choices(pairs, k=WINDOW)]
         if cusum.observe([ours for ours, _ in drawn], [theirs for _, theirs in drawn]).fired:

@@ -21,6 +21,7 @@ from service.assembly import Assembly, assemble
 from service.metric_tables import ADAPTATION
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tiny_models import served_by
+from tests.tuned import program
 
 KEY = {"authorization": "Bearer boss"}
 READY = re.compile(r"ready: (http://\S+)/v1 ")
@@ -34,6 +35,7 @@ class Files:
     config: Path
     state: Path
     drafters: Path
+    program: tuple[str, ...] = (str(Path(sys.executable).with_name("adaptree")),)
 
 
 def assembled(folder: Path, *, hidden_size: int) -> Assembly:
@@ -56,10 +58,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         drafter_path=str(drafters / "deployed"),
         budget_policy="fixed",
         state_dir=str(root / "state"),
-        adaptation={"enabled": True, "policy": "head_only", "head_queries": 1, "held_back_share": 0.3},
+        adaptation={"enabled": True, "policy": "head_only", "head_queries": 1, "validation_share": 0.3},
     )
+    settings, words = program(settings)
     (root / "config.yaml").write_text(yaml.safe_dump(settings))
-    return Files(root / "config.yaml", root / "state", drafters)
+    return Files(root / "config.yaml", root / "state", drafters, words)
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Running:
 
 
 def begin(files: Files, log: Path) -> Running:
-    command = [str(Path(sys.executable).with_name("adaptree")), "serve", "--config", str(files.config)]
+    command = [*files.program, "serve", "--config", str(files.config)]
     with log.open("w") as stream:
         environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environ)

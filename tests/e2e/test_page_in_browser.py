@@ -24,6 +24,7 @@ from tests.service.api.client import app_of
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 from tests.tiny_models import served_by
+from tests.tuned import program
 
 TOKENS = 60
 QUESTION = "say <b>it</b> again"
@@ -60,10 +61,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         drafter_path=str(save_drafter(root / "drafter", target)),
         budget_policy="fixed",
         state_dir=str(root / "state"),
-        adaptation={"enabled": True, "train_niceness": 0},
+        adaptation={"enabled": True, "niceness": 0},
     )
+    settings, words = program(settings)
     (root / "config.yaml").write_text(yaml.safe_dump(settings))
-    running = begin(Files(root / "config.yaml", root / "state", root), root / "log")
+    running = begin(Files(root / "config.yaml", root / "state", root, words), root / "log")
     yield running
     if running.process.poll() is None:
         running.end()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.config import AdaptationConfig
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.weights import DrafterWeights
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
@@ -116,9 +116,10 @@ def publish_in_mid_stream(
     """`parts` are the beginnings of the names of the weights that change; an empty one begins them all."""
     asked = requests(prompts[:SEQUENCES], temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
-    config = AdaptationConfig.model_validate({"snapshots_on_disk": 1, "snapshots_in_memory": 1})
-    limits = replace(assembly.limits, num_slots=slots)
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, limits=limits)
+    limits, tuning = replace(assembly.limits, num_slots=slots), Tuning(snapshots_on_disk=1, snapshots_in_memory=1)
+    adaptive = build_adaptive(
+        assembly, AdaptationConfig(), folder=folder, emit=lambda event: None, limits=limits, tuning=tuning
+    )
     assert serve(adaptive, asked, plain, publishes, parts) > 0
 
 

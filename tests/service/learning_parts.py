@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adaptation.config import AdaptationConfig
 from adaptation.records import Event
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
@@ -14,6 +13,7 @@ from service.engine.build import EngineLimits
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
+from tests.tuned import tuned
 
 EAGER: dict[str, object] = {
     "policy": "head_only",
@@ -26,14 +26,14 @@ EAGER: dict[str, object] = {
     "head_learning_rate": 0.01,
     "full_learning_rate": 0.003,
     "update_norm": 1.0,
-    "gate_sequences": 4,
-    "held_back_sequences": 8,
-    "held_back_share": 0.5,
-    "window_sequences": 8,
-    "probe_texts": 2,
+    "gate_texts": 4,
+    "validation_texts": 8,
+    "validation_share": 0.5,
+    "window_texts": 8,
+    "drift_texts": 2,
     "client_free_queries": 1000,
     "duty_cycle": 1.0,
-    "train_niceness": 0,
+    "niceness": 0,
 }
 """Quick to decide, and eager to learn."""
 
@@ -57,9 +57,11 @@ def learning(
     **knobs: object,
 ) -> Iterator[Adaptive]:
     """An engine that learns, its thread running."""
-    config = AdaptationConfig.model_validate({**EAGER, **knobs})
+    config, tuning = tuned({**EAGER, **knobs})
     told = [] if events is None else events
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=told.append, policy=budget, limits=limits)
+    adaptive = build_adaptive(
+        assembly, config, folder=folder, emit=told.append, policy=budget, limits=limits, tuning=tuning
+    )
     adaptive.start()
     try:
         yield adaptive

@@ -21,6 +21,7 @@ from service.engine.linear import can_pack
 from service.errors import StartupError
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
+from tests.tuned import tuned
 
 torch.set_num_threads(1)
 PROMPTS = varied_prompts()[:4]
@@ -34,8 +35,9 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
 
 def idle(assembly: Assembly, folder: Path, nodes: int = 8) -> tuple[Adaptive, list[QueryFeedback]]:
     """One whose thread does not run, and what it is offered."""
-    config = AdaptationConfig.model_validate(EAGER)
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda _: None, policy=FixedBudget(nodes))
+    config, tuning = tuned(EAGER)
+    budget = FixedBudget(nodes)
+    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda _: None, policy=budget, tuning=tuning)
     heard: list[QueryFeedback] = []
     adaptive.worker.offer = heard.append  # type: ignore[method-assign, assignment]
     return adaptive, heard
@@ -106,8 +108,8 @@ def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
 
 
 def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -> None:
-    config = AdaptationConfig.model_validate(EAGER)
-    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None)
+    config, tuning = tuned(EAGER)
+    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
     woken: list[bool] = []
     adaptive.start(lambda: woken.append(adaptive.weights.pending))
     adaptive.rollback()
@@ -232,8 +234,8 @@ def test_a_process_that_cannot_start_is_told_and_stops_no_server(
     def full(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
-    config = AdaptationConfig.model_validate({**EAGER, "train_in": "process"})
-    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None)
+    config, tuning = tuned({**EAGER, "train_in": "process"})
+    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
     process = adaptive.process
     assert process is not None
     with monkeypatch.context() as patch:

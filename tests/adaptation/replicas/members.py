@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.assembly import ServedDrafter, build_learner
-from adaptation.config import AdaptationConfig
 from adaptation.learner import Learner
 from adaptation.records import Event, ReplicaStatus
 from adaptation.replicas.exchange import Exchange, fingerprint_of, join_replicas
 from adaptation.replicas.redis_store import MAX_QUERIES
 from adaptation.replicas.wire import QueryShape
-from adaptation.weights import DrafterWeights, in_place
+from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -24,6 +22,7 @@ from drafters.training.corpus import TOP
 from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback, vocabulary
 from tests.adaptation.worlds import Clock
 from tests.tiny_models import VOCAB_SIZE
+from tests.tuned import tuned
 
 TARGET = "a target"
 SHAPE = QueryShape(
@@ -44,14 +43,14 @@ _EAGER: dict[str, object] = {
     "warm_up_steps": 1,
     "full_learning_rate": 0.01,
     "update_norm": 1.0,
-    "gate_sequences": 4,
-    "held_back_sequences": 8,
-    "held_back_share": 0.5,
-    "window_sequences": 8,
+    "gate_texts": 4,
+    "validation_texts": 8,
+    "validation_share": 0.5,
+    "window_texts": 8,
     "window_tokens": 63,
     "client_free_queries": 1000,
     "duty_cycle": 1.0,
-    "train_niceness": 0,
+    "niceness": 0,
 }
 
 
@@ -95,7 +94,6 @@ def served_drafter(serving: SpecBlock) -> ServedDrafter:
         embedding=None,
         prepare=in_place(serving),
         embed=EMBED,
-        max_nodes=8,
     )
 
 
@@ -108,17 +106,25 @@ def member(
     folder: Path, url: str, *, lease_seconds: float = 6.0, max_queries: int = MAX_QUERIES, **knobs: object
 ) -> Iterator[Member]:
     """Its learning thread runs; the thread that talks to the others is the test."""
-    config = AdaptationConfig.model_validate({**_EAGER, "redis_url": url, **knobs})
+    config, tuning = tuned({**_EAGER, "redis_url": url, **knobs})
     serving, events = drafter(), list[Event]()
     made = served_drafter(serving)
-    built = build_learner(
-        config, made, folder=folder, device="cpu", clock=Clock(), seed=0, in_bf16=False, emit=events.append
+    learner = Learner.from_config(
+        config,
+        made,
+        folder=folder,
+        device="cpu",
+        clock=Clock(),
+        seed=0,
+        in_bf16=False,
+        emit=events.append,
+        tuning=tuning,
     )
     worker, exchange = join_replicas(
-        config, built, made, target_identity=TARGET, lease_seconds=lease_seconds, max_queries=max_queries
+        config, learner, made, target_identity=TARGET, lease_seconds=lease_seconds, max_queries=max_queries
     )
     assert isinstance(exchange, Exchange)
-    weights = built.weights
+    weights = learner.weights
 
     def write() -> None:
         weights.between_steps()
@@ -126,7 +132,7 @@ def member(
     weights.waits = write
     worker.start()
     try:
-        yield Member(built.learner, weights, worker, exchange, serving, events)
+        yield Member(learner, weights, worker, exchange, serving, events)
     finally:
         assert worker.stop()
 

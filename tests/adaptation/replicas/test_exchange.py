@@ -277,7 +277,7 @@ def test_an_update_waits_for_its_turn_and_is_broken_off_with_it(tmp_path: Path) 
 
 
 def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
-    worker = Worker(bench(tmp_path).learner, most_waiting=4, threads=1, duty_cycle=1.0)
+    worker = Worker(bench(tmp_path).learner, max_waiting=4, duty_cycle=1.0)
     local = LocalOnly(worker)
     local.start()
     local.offer(feedback(0))

@@ -5,18 +5,15 @@ from adaptation.records import Event
 from service.bench.prompts import PromptSet
 from service.bench.shift_play import AnsweredQuery, Counts, Noted, Phase, Played, Stream, Turn
 
-EAGER = AdaptationConfig(
-    warm_up_queries=1,
-    head_queries=1,
-    full_queries=1,
-    held_back_share=0.3,
-    gate_sequences=4,
-    gate_standard_errors=0,
-    head_learning_rate=0.02,
-    full_learning_rate=0.02,
-    update_norm=0.5,
-    train_niceness=0,
-)
+EAGER = AdaptationConfig(head_queries=1, full_queries=1, head_learning_rate=0.02, full_learning_rate=0.02)
+EAGER_NUMBERS: dict[str, object] = {
+    "warm_up_queries": 1,
+    "validation_share": 0.3,
+    "gate_texts": 4,
+    "gate_standard_errors": 0,
+    "update_norm": 0.5,
+    "niceness": 0,
+}
 """Learns something within a few queries."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.config import PolicyName
+from adaptation.config import PolicyName, Tuning
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
@@ -20,10 +20,16 @@ from service.bench.shift_figures import mismatches
 from service.bench.shift_play import Counts, Learning, Noted, Notes, Player, play_all, players_of, shifted, turns_of
 from service.bench.speed import Measure
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS
 from tests.service.engine.test_thread import eventually
+from tests.tuned import tune
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt[:40]) for prompt in varied_prompts()))
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, EAGER_NUMBERS)
 
 
 @pytest.fixture
@@ -94,8 +100,9 @@ def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
-    config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process", "full_steps": 1024})
-    adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None)
+    config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process"})
+    tuning = Tuning(full_steps=1024)
+    adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None, tuning=tuning)
     process = adaptive.process
     assert process is not None
     learning = Learning(adaptive)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.build import build_rules, build_snapshots
-from adaptation.config import AdaptationConfig
+from adaptation.checkpoint import SnapshotRing
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.learner import rules_of
 from adaptation.trainer import Trainer
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
@@ -80,10 +81,10 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
         weights_of(served),
         served.config,
         prepare=in_place(served),
-        snapshots=build_snapshots(config, tmp_path),
+        snapshots=SnapshotRing(tmp_path, in_memory=2, on_disk=8),
         train_device="cpu",
     )
-    rules = build_rules(config, autocast=False)
+    rules = rules_of(config, Tuning(), autocast=False)
     embed = tiny_embedding(served.config.hidden_size)
     rows = untrained_rows(weights.anchor, None)
     trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, generator=torch.Generator())

@@ -1,0 +1,45 @@
+"""Learning on tiny models: settings of operators, and numbers that are fixed in every deployment, by one name each."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from adaptation.config import AdaptationConfig, Tuning
+
+_FIXED = {field.name for field in fields(Tuning)}
+_DEFAULTS: dict[str, object] = Tuning.__init__.__kwdefaults__ or {}
+
+
+def tuned(knobs: Mapping[str, object]) -> tuple[AdaptationConfig, Tuning]:
+    settings = {name: value for name, value in knobs.items() if name not in _FIXED}
+    return AdaptationConfig.model_validate(settings), Tuning(**fixed(knobs))  # type: ignore[arg-type]
+
+
+def fixed(knobs: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in knobs.items() if name in _FIXED}
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, knobs: Mapping[str, object]) -> None:
+    """What learns from here on has these fixed numbers, whoever builds it."""
+    for name, value in fixed(knobs).items():
+        monkeypatch.setitem(_DEFAULTS, name, value)
+
+
+def program(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of a server without fixed numbers, and the words of a command that is `adaptree` with those."""
+    knobs: Mapping[str, object] = settings.get("adaptation", {})
+    numbers = fixed(knobs)
+    kept = {name: value for name, value in knobs.items() if name not in numbers}
+    words = (sys.executable, "-c", f"from tests.tuned import run; run({json.dumps(numbers)!r})")
+    return {**settings, "adaptation": kept}, words
+
+
+def run(numbers: str) -> None:
+    _DEFAULTS.update(json.loads(numbers))
+    from service.cli import main
+
+    main()
