@@ -8,16 +8,21 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 PolicyName = Literal["bandit", "always", "head_only", "full_only", "never"]
 
 
 def _knob(default: Any, description: str, **limits: float) -> Any:
     return Field(default=default, description=description, **limits)  # type: ignore[call-overload]
+
+
+def _numbers(value: object) -> object:
+    """As text, as flags and variables have it: 0.3,0.1."""
+    return value.split(",") if isinstance(value, str) else value
 
 
 class AdaptationConfig(BaseModel):
@@ -41,7 +46,7 @@ class AdaptationConfig(BaseModel):
         gt=0,
         le=1,
     )
-    epsilon: tuple[float, float] = Field(
+    epsilon: Annotated[tuple[float, float], BeforeValidator(_numbers)] = Field(
         default=(0.30, 0.10),
         description="Share of queries, at most, that explore where an arm pays (epsilon): in the beginning, and from "
         "the 8th update on.",
@@ -87,7 +92,7 @@ class AdaptationConfig(BaseModel):
     def _fits_together(self) -> Self:
         first, last = self.epsilon
         if not 0 <= last <= first <= 1:
-            raise ValueError("epsilon is two shares, the second not above the first")
+            raise ValueError("epsilon must be two shares, the second not above the first")
         if self.redis_url is not None and not self.enabled:
             raise ValueError("redis_url is set, but enabled is not: nobody would learn")
         return self

@@ -145,25 +145,21 @@ class Learner:
         tuning = tuning or Tuning()
         train_device = torch.device(device if config.train_device == "same" else config.train_device)
         autocast = in_bf16 and bf16_is_faster(train_device)
+        ring = SnapshotRing(
+            folder / "snapshots", in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk
+        )
         weights = DrafterWeights(
             drafter.weights,
             drafter.config,
             prepare=drafter.prepare,
-            snapshots=SnapshotRing(
-                folder / "snapshots", in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk
-            ),
+            snapshots=ring,
             train_device=train_device,
             replica_dtype=torch.float32 if in_bf16 and not autocast else None,
         )
         rows = untrained_rows(weights.anchor, drafter.target_head)
+        rules, train_in = rules_of(config, tuning, autocast=autocast), config.train_in if serves else "thread"
         trainer, replay, process = training_parts(
-            drafter,
-            weights,
-            rows,
-            rules_of(config, tuning, autocast=autocast),
-            train_in=config.train_in if serves else "thread",
-            niceness=tuning.niceness,
-            seed=seed,
+            drafter, weights, rows, rules, train_in=train_in, niceness=tuning.niceness, seed=seed
         )
         vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
         gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
@@ -180,11 +176,7 @@ class Learner:
             sampler=RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0),
             vocabulary=DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0),
             evaluator=evaluator,
-            monitor=RollbackMonitor(
-                window=tuning.window_texts,
-                fall_standard_errors=tuning.fall_standard_errors,
-                collapse_verifies=tuning.collapse_verifies,
-            ),
+            monitor=_monitor(tuning),
             traffic=TrafficMonitor(vocab, evaluator),
             checkpoint=LearnerCheckpoint(folder),
             time=_training_time(train_device, process, serves=serves),
@@ -539,6 +531,14 @@ def _feedback(
         rng=random.Random(seed + 1),
     )
     return FeedbackFilter(policy, quota, buffers, validation)
+
+
+def _monitor(tuning: Tuning) -> RollbackMonitor:
+    return RollbackMonitor(
+        window=tuning.window_texts,
+        fall_standard_errors=tuning.fall_standard_errors,
+        collapse_verifies=tuning.collapse_verifies,
+    )
 
 
 def rules_of(config: AdaptationConfig, tuning: Tuning, *, autocast: bool) -> Rules:

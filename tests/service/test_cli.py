@@ -64,9 +64,9 @@ def test_learning_has_a_panel_of_its_own() -> None:
 
 def test_show_tells_knobs_of_learning() -> None:
     environ = {"ADAPTREE_ADAPTATION__POLICY": "head_only"}
-    settings = shown("--adaptation.enabled", "true", "--adaptation.min-signal", "7", environ=environ)
+    settings = shown("--adaptation.enabled", "true", "--adaptation.s-min", "7", environ=environ)
     assert settings["adaptation.enabled"] == {"value": True, "origin": "flag --adaptation.enabled"}
-    assert settings["adaptation.min_signal"] == {"value": 7.0, "origin": "flag --adaptation.min-signal"}
+    assert settings["adaptation.s_min"] == {"value": 7.0, "origin": "flag --adaptation.s-min"}
     assert settings["adaptation.policy"] == {
         "value": "head_only",
         "origin": "environment ADAPTREE_ADAPTATION__POLICY",

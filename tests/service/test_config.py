@@ -322,10 +322,11 @@ def test_an_impossible_value_of_a_section_is_explained() -> None:
 
 
 def test_settings_of_a_section_that_do_not_fit_are_all_named() -> None:
-    message = refusal({"adaptation.epsilon_end": "0.9"}, {"ADAPTREE_ADAPTATION__ALPHA": "0.2"})
+    message = refusal({"adaptation.epsilon": "0.3,0.9"}, {"ADAPTREE_ADAPTATION__ALPHA": "0.2"})
     assert message == (
-        "adaptation is impossible: epsilon_end must not exceed epsilon_start. Fix: change adaptation.alpha (from "
-        "environment ADAPTREE_ADAPTATION__ALPHA), adaptation.epsilon_end (from flag --adaptation.epsilon-end)."
+        "adaptation is impossible: epsilon must be two shares, the second not above the first. Fix: change "
+        "adaptation.alpha (from environment ADAPTREE_ADAPTATION__ALPHA), adaptation.epsilon (from flag "
+        "--adaptation.epsilon)."
     )
 
 
@@ -334,7 +335,7 @@ def test_the_example_file_holds_every_setting_and_sets_none() -> None:
     assert yaml.safe_load(text) is None
     uncommented = yaml.safe_load("\n".join(line[2:] for line in text.splitlines() if _is_setting(line)))
     assert set(flat_values(uncommented)) == set(SETTINGS)
-    assert uncommented["adaptation"] == AdaptationConfig().model_dump()
+    assert AdaptationConfig.model_validate(uncommented["adaptation"]) == AdaptationConfig()
     assert load_config(flat_values(uncommented), {}).config.max_budget == ServiceConfig().max_budget
 
 
