@@ -339,7 +339,13 @@ def observed(
     seen = replace(weights, embed=watch.embed) if weights and watch else weights
     try:
         sources = [_source(assembly, source, seen, recorder, watch) for source in _SOURCES.get(name, (name,))]
-        whole = _whole(_joined(assembly, sources), recorder)
+        whole = DrafterAround(
+            _joined(assembly, sources),
+            started=recorder.started,
+            grown=lambda rows, noise, tree: recorder.grown(rows, tree),
+            committed=recorder.committed,
+            finished=recorder.finished,
+        )
         yield Observed(whole if coupled else without_noise(whole), recorder)
     finally:
         if watch:
@@ -349,16 +355,12 @@ def observed(
 def _source(
     assembly: Assembly, name: str, weights: TrainedWeights | None, recorder: Recorder, watch: BlockWatch | None
 ) -> Drafter:
-    def proposed(rows: Tensor, noise: Noise, tree: Candidates) -> None:
+    def grown(rows: Tensor, noise: Noise, tree: Candidates) -> None:
         recorder.proposed(name, rows, tree)
+        if watch is not None and name in TRAINED:
+            recorder.forwarded(rows, watch.collect(noise))
 
-    def forwarded(rows: Tensor, noise: Noise, tree: Candidates) -> None:
-        assert watch is not None
-        proposed(rows, noise, tree)
-        recorder.forwarded(rows, watch.collect(noise))
-
-    inner = build.make_drafter(name, assembly.target, assembly.limits, weights)
-    return DrafterAround(inner, grown=forwarded if name in TRAINED else proposed)
+    return DrafterAround(build.make_drafter(name, assembly.target, assembly.limits, weights), grown=grown)
 
 
 def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
@@ -379,16 +381,3 @@ def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
 def _standing_clock() -> float:
     """By this clock no drafter ever costs anything, so each is always worth asking."""
     return 0.0
-
-
-def _whole(drafter: Drafter, recorder: Recorder) -> Drafter:
-    def grown(rows: Tensor, noise: Noise, tree: Candidates) -> None:
-        recorder.grown(rows, tree)
-
-    return DrafterAround(
-        drafter,
-        started=recorder.started,
-        grown=grown,
-        committed=recorder.committed,
-        finished=recorder.finished,
-    )
