@@ -27,8 +27,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-import adaptation.config
-from adaptation.config import AdaptationConfig, usable_cores
+from adaptation.config import REMOVED_SETTINGS, AdaptationConfig, usable_cores
 from service.config_sources import (
     SECTION_SEPARATOR,
     environment_entries,
@@ -65,10 +64,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "budget_objective": "budget_pace_seconds, which selects latency",
         "max_request_bytes": "fixed at 4194304",
     }
-    | {
-        f"adaptation{SECTION_SEPARATOR}{name}": now
-        for name, now in getattr(adaptation.config, "REMOVED_SETTINGS", {}).items()
-    }
+    | {f"adaptation{SECTION_SEPARATOR}{name}": now for name, now in REMOVED_SETTINGS.items()}
 )
 """Settings that there were, each with its new name or with what it is fixed at."""
 

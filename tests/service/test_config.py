@@ -184,7 +184,7 @@ def test_words_that_yaml_reads_as_switches(tmp_path: Path, text: str, found: str
 
 
 def test_there_are_few_settings_and_no_removed_one_among_them() -> None:
-    assert len([name for name in SETTINGS if not name.startswith("adaptation.")]) <= 29
+    assert len(SETTINGS) <= 45
     assert not SETTINGS.keys() & REMOVED.keys()
 
 
@@ -292,6 +292,12 @@ def test_every_knob_of_learning_is_a_setting() -> None:
     assert [name for name in SETTINGS if "." in name] == [
         f"adaptation.{name}" for name in AdaptationConfig.model_fields
     ]
+
+
+def test_a_pair_of_numbers_is_written_with_a_comma() -> None:
+    assert load_config({"adaptation.epsilon": "0.2,0.1"}, {}).config.adaptation.epsilon == (0.2, 0.1)
+    environ = {"ADAPTREE_ADAPTATION__EPSILON": "0.4, 0.2"}
+    assert load_config({}, environ).config.adaptation.epsilon == (0.4, 0.2)
 
 
 def test_unknown_keys_of_a_section_name_the_nearest(tmp_path: Path) -> None:
