@@ -79,7 +79,7 @@ class Recalibration:
         return float((survival - accepted).abs().sum() / nodes.sum().clamp(min=1.0))  # planned transfer
 
     def _update_factors(self) -> None:
-        """In place: replays read them where they stand."""
+        """In place: captures read them where they stand."""
         self._factors.copy_(((_PRIOR + self._true) / (_PRIOR + self._claimed)).clamp_(*_LIMITS))
 
     def _judge(self, tree: DraftTree, accepted: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Which candidates are verified: the likeliest nodes of each sequence, as a tree again.
 
 Survival never rises along a path and parents stand before children, so a stable sort by falling survival puts
-every parent before its children and any prefix of that order is a valid tree. How many nodes pay is the budget's
-question, not asked here.
+every parent before its children and any prefix of that order is a valid tree.
 """
 
 import torch
@@ -11,18 +10,13 @@ from torch import Tensor
 from drafters.tree import ROOT, Candidates, DraftTree
 
 
-def select(candidates: Candidates, num_keep: Tensor, width: int | None = None) -> DraftTree:
-    """The tree of each sequence's likeliest nodes, ordered by depth, then survival.
-
-    num_keep [batch]; `width` pads the result to that many nodes and must be at least num_keep's maximum (default:
-    as wide as the candidates, for callers who do not know the maximum on the host).
-    """
-    width = candidates.width if width is None else min(width, candidates.width)
-    return select_nodes(candidates, num_keep, width)[0]
-
-
 def select_nodes(candidates: Candidates, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-    """The same tree, and which candidates its nodes were; those of padding mean nothing. # -> tree, [batch, width]"""
+    """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
+    padding mean nothing.
+
+    num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64
+    """
+    width = min(width, candidates.width)
     if width == 0:
         tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
         return tree, tree.parents

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.select import select, survival_order
+from drafters.select import select_nodes, survival_order
 from drafters.tree import DraftTree
 from tests.drafters.trees import draft_trees, path_to
 
@@ -19,7 +19,7 @@ def path_names(tree: DraftTree, b: int, node: int) -> list[tuple[int, float]]:
 @given(draft_trees(), st.data())
 def test_select_keeps_the_likeliest_nodes_as_a_tree(tree: DraftTree, data: st.DataObject) -> None:
     keep = [data.draw(st.integers(0, tree.tokens.shape[1] + 2)) for _ in tree.num_nodes]
-    kept = select(tree, torch.tensor(keep))
+    kept, _ = select_nodes(tree, torch.tensor(keep), tree.width)
     for b, limit in enumerate(keep):
         oracle = sorted(likeliest(tree, b, limit), key=lambda i: int(tree.depths[b, i]))
         assert kept.num_nodes[b] == len(oracle)
@@ -34,7 +34,7 @@ def test_select_keeps_the_likeliest_nodes_as_a_tree(tree: DraftTree, data: st.Da
 @given(draft_trees(), st.data())
 def test_select_orders_by_depth_then_survival_and_pads(tree: DraftTree, data: st.DataObject) -> None:
     keep = data.draw(st.integers(0, 8))
-    kept = select(tree, torch.full_like(tree.num_nodes, keep), width=keep)
+    kept, _ = select_nodes(tree, torch.full_like(tree.num_nodes, keep), keep)
     assert kept.tokens.shape[1] == min(keep, tree.tokens.shape[1])
     for b, count in enumerate(kept.num_nodes.tolist()):
         order = [(int(kept.depths[b, i]), -float(kept.survival[b, i])) for i in range(count)]
@@ -62,6 +62,6 @@ def test_any_prefix_of_the_common_order_is_a_set_of_trees(tree: DraftTree, total
     _, owners = survival_order(tree, tree.num_nodes)
     owners = owners[:total]
     keep = torch.bincount(owners[owners >= 0], minlength=len(tree.num_nodes))
-    kept = select(tree, keep)
+    kept, _ = select_nodes(tree, keep, tree.width)
     assert (kept.num_nodes == keep).all()
     assert (kept.parents < torch.arange(kept.tokens.shape[1])).all()

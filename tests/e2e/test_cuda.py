@@ -52,7 +52,7 @@ def test_hash_bits_are_those_of_the_cpu() -> None:
     assert torch.equal(hash_bits(keys, 49_152), hash_bits(keys.cuda(), 49_152).cpu())
 
 
-def test_forwards_are_replayed_and_rows_independent(assembly: Assembly) -> None:
+def test_forwards_are_captured_and_rows_independent(assembly: Assembly) -> None:
     assert assembly.target.is_captured
     assert assembly.numerics == "exact"
 

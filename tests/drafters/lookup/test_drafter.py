@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drafters.lookup.drafter import LookupDrafter
 from drafters.protocol import Committed, DraftContext, Noise
-from drafters.select import select
+from drafters.select import select_nodes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult
 from tests.drafters.trees import assert_valid_tree, path_to
 
@@ -53,7 +53,7 @@ def replay(lookup: LookupDrafter, row: int, text: Sequence[int], budget: int = 1
     """Generate `text` with what the drafter proposes; how many steps it took."""
     steps, done = 0, 0
     while done < len(text):
-        tree = select(grow(lookup, [row]), torch.tensor([budget]))
+        tree, _ = select_nodes(grow(lookup, [row]), torch.tensor([budget]), budget)
         paths = words(tree)
         accepted = max(
             (len(p) for p in paths if list(text[done : done + len(p)]) == p and done + len(p) < len(text)), default=0

@@ -70,7 +70,7 @@ def test_scores_are_the_readers_own() -> None:
     step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
     assert step.committed.scores is not None
     before = step.committed.scores.logits.clone()
-    step.logits.fill_(0.0)  # as the next replay of a captured forward would
+    step.logits.fill_(0.0)  # as the next captured forward would
     assert torch.equal(step.committed.scores.logits, before)
 
 
