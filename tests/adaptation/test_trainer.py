@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
-from adaptation.trainer import Rules, Trainer, UpdateReport
+from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import HEADS, SpecBlock
@@ -20,6 +21,8 @@ from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary
 
 torch.set_num_threads(1)
+
+
 TOKEN = int(vocabulary()[0][5])
 
 
@@ -327,3 +330,60 @@ def test_other_weights_come_without_memory() -> None:
     trained.load(weights_of(other))
     assert same(weights_of(model), weights_of(other))
     assert not any(value.any() for name, value in trained.tensors().items() if not name.startswith("weights."))
+
+
+def test_it_begins_carefully_and_is_bold_when_traffic_has_changed() -> None:
+    pace = Pace()
+    assert [pace.share(arm) for arm in ARMS] == [0.5, 0.5]
+    pace.traffic_changed()
+    assert [pace.share(arm) for arm in ARMS] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("arm", "other"), [("head", "full"), ("full", "head")])
+def test_each_arm_has_its_own_within_bounds(arm: Arm, other: Arm) -> None:
+    pace = Pace()
+    seen = [pace.share(arm)]
+    for _ in range(10):
+        pace.clearly_worse(arm)
+        seen.append(pace.share(arm))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == 0.25
+    for _ in range(10):
+        pace.published(arm)
+    assert (pace.share(arm), pace.share(other)) == (1.0, 0.5)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "faster"),
+    [
+        ([1.0], [2.0], True),
+        ([2.0], [1.0], False),
+        ([9.0, 1.0], [2.0, 3.0], True),  # one hiccup decides nothing
+        ([2.0, 3.0], [9.0, 1.0], False),
+    ],
+)
+def test_the_best_of_several_times_decides(bf16: list[float], fp32: list[float], faster: bool) -> None:
+    times = {torch.bfloat16: cycle(bf16), torch.float32: cycle(fp32)}
+    assert bf16_is_faster(CPU, lambda dtype: next(times[dtype])) is faster
+
+
+def test_other_devices_than_cpus_are_not_asked() -> None:
+    def refuses(dtype: torch.dtype) -> float:
+        raise AssertionError("nobody may be asked")
+
+    assert bf16_is_faster(torch.device("cuda"), refuses)
+
+
+def test_a_cpu_is_asked_in_earnest() -> None:
+    asked: list[torch.dtype] = []
+
+    def clocked(dtype: torch.dtype) -> float:
+        asked.append(dtype)
+        return 1.0
+
+    assert not bf16_is_faster(CPU, clocked)
+    assert set(asked) == {torch.bfloat16, torch.float32}
+    assert bf16_is_faster(CPU) in (True, False)

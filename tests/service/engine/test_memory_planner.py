@@ -8,7 +8,7 @@ import torch
 
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.learner import rules_of
+from adaptation.parts import rules_of
 from adaptation.trainer import Trainer
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place

@@ -1,0 +1,399 @@
+"""Whose queries become samples, whose texts judge, and whose leave no trace."""
+
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptation.bandit import Bandit
+from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
+from adaptation.parts import policy_of
+from adaptation.samples import SampleBuffers, ValidationSet, training_sample
+from drafters.feedback import QueryFeedback
+from tests.adaptation.samples import feedback, undrafted
+from tests.adaptation.worlds import Clock
+from tests.tuned import tuned
+
+torch.set_num_threads(1)
+
+
+class Parts:
+    def __init__(
+        self,
+        *,
+        share: float = 0.5,
+        update_samples: int = 9,
+        query_positions: int = 32,
+        client_share: float = 0.25,
+        client_free_queries: int = 16,
+        **knobs: object,
+    ) -> None:
+        config, tuning = tuned({"policy": "head_only", **knobs})
+        self.buffers = SampleBuffers(
+            {"head": 100, "full": 100},
+            replay_texts=100,
+            update_samples=update_samples,
+            rng=random.Random(0),
+        )
+        self.validation = ValidationSet(share=share, enough=4, max_texts=1000, rng=random.Random(0))
+        self.policy = policy_of(config, tuning, rng=random.Random(0))
+        quota = Quota(
+            client_share=client_share,
+            free_queries=client_free_queries,
+            query_positions=query_positions,
+            clock=Clock(),
+        )
+        self.feedback_filter = FeedbackFilter(self.policy, quota, self.buffers, self.validation)
+
+    def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
+        """Whether it became a sample, and whether its text may judge."""
+        before = self.buffers.counts["head"]
+        taken = self.feedback_filter.take(heard, training_cost=0.0, learning=learning)
+        return self.buffers.counts["head"] > before, taken.validates
+
+
+def test_a_query_is_learnt_from_or_judges_never_both() -> None:
+    parts = Parts()
+    fates = [parts.take(feedback(seed)) for seed in range(40)]
+    assert {(True, False), (False, True)} == set(fates)
+    assert len(parts.validation.texts) == sum(judges for _, judges in fates)
+
+
+def test_all_that_is_learnt_from_is_rehearsed_by_full_updates_whatever_arm_it_went_to() -> None:
+    parts = Parts(update_samples=100)
+    fates = [parts.take(feedback(seed)) for seed in range(20)]
+    assert parts.take(feedback(20), learning=False)[0] is False
+    parts.feedback_filter.take(feedback(21, store=False), training_cost=0.0, learning=True)
+    heard = parts.buffers.take("full")
+    assert len(heard) == sum(learnt for learnt, _ in fates)
+    assert all(sample.example is not None for sample in heard)
+
+
+def test_what_must_not_be_stored_leaves_no_trace() -> None:
+    parts = Parts()
+    for seed in range(20):
+        heard = feedback(seed)
+        private = replace(heard, query=replace(heard.query, store=False))
+        taken = parts.feedback_filter.take(private, training_cost=0.0, learning=True)
+        assert (taken.text, taken.validates, taken.admission.reason) == (None, False, "not_stored")
+    assert (parts.buffers.counts["head"], parts.validation.texts) == (0, ())
+    assert parts.feedback_filter.refusals == {"not_stored": 20}
+    assert parts.feedback_filter.decisions == {"skip:not_admitted": 20}
+
+
+def test_a_client_beyond_its_share_neither_teaches_nor_judges() -> None:
+    parts = Parts(client_free_queries=0, client_share=0.25)
+    greedy = 0
+    for seed in range(60):
+        for client in "bcdefgh":
+            parts.take(feedback(seed, client=client, rejected=1))
+        for _ in range(5):
+            taught, judges = parts.take(feedback(seed, client="a", rejected=12))
+            greedy += taught or judges
+    assert parts.feedback_filter.refusals["over_share"] > 100
+    assert greedy < 60
+
+
+def test_while_paused_nothing_is_learnt() -> None:
+    parts = Parts()
+    fates = [parts.take(feedback(seed), learning=False) for seed in range(20)]
+    assert not any(taught for taught, _ in fates)
+    assert any(judges for _, judges in fates)
+
+
+def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
+    parts = Parts(policy="full_only")
+    taken = [parts.feedback_filter.take(undrafted(seed), training_cost=0.0, learning=True) for seed in range(40)]
+    samples = parts.buffers.take("full")
+    assert len(samples) + len(parts.validation.texts) == 40
+    assert len(parts.validation.texts) > 10
+    assert all(one.admission.positions == 16 for one in taken)
+    assert {(sample.signal, sample.num_rejected, sample.draft_labels.count) for sample in samples} == {(16.0, 0, 0)}
+    assert all(sample.example is not None for sample in samples)
+
+
+def test_it_teaches_no_more_than_one_query_may() -> None:
+    parts = Parts(policy="full_only", share=0.0, query_positions=12)
+    parts.take(replace(feedback(0, rejected=10), query=replace(feedback(0).query, plain_steps=30)))
+    (sample,) = parts.buffers.take("full")
+    heard = training_sample(feedback(0, rejected=10), most_rejected=12)
+    assert sample.num_rejected == 10
+    assert heard.signal < sample.signal <= heard.signal + 2
+
+
+def test_the_policy_hears_of_every_query() -> None:
+    parts = Parts(policy="bandit", warm_up_queries=10)
+    for seed in range(10):
+        parts.take(feedback(seed))
+    assert isinstance(parts.policy, Bandit)
+    assert parts.feedback_filter.decisions == {"skip:warm_up": 10}
+
+
+POSITIONS = 32
+
+
+def quota(clock: Clock | None = None, *, share: float = 0.25, free: int = 0, max_clients: int = 4096) -> Quota:
+    return Quota(
+        client_share=share,
+        free_queries=free,
+        query_positions=POSITIONS,
+        half_life_seconds=600.0,
+        max_clients=max_clients,
+        clock=clock or Clock(),
+    )
+
+
+def shares(fair: Quota, rates: dict[str, int], rounds: int, clock: Clock | None = None) -> dict[str, float]:
+    """What each client has had after rounds in which they send so many queries each, in random order."""
+    rng = random.Random(0)
+    taken = dict.fromkeys(rates, 0)
+    for _ in range(rounds):
+        queries = [name for name, rate in rates.items() for _ in range(rate)]
+        rng.shuffle(queries)
+        for name in queries:
+            taken[name] += fair.admit(name, 20, store=True).positions
+        if clock is not None:
+            clock.now += 20.0
+    return {name: taken[name] / sum(taken.values()) for name in taken}
+
+
+def test_a_single_client_is_learnt_from_without_limit() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for _ in range(2000):
+        clock.now += 7.3
+        assert fair.admit("only", 20, store=True).admitted
+
+
+def test_equal_clients_all_go_on() -> None:
+    got = shares(quota(Clock()), dict.fromkeys("abcde", 1), rounds=400)
+    assert all(share == pytest.approx(0.2, abs=0.01) for share in got.values())
+
+
+@pytest.mark.parametrize("num_honest", [3, 7, 30])
+def test_a_burst_gets_its_share_and_no_more(num_honest: int) -> None:
+    clock = Clock()
+    honest = {f"honest-{i}": 1 for i in range(num_honest)}
+    fair = quota(clock)
+    shares(fair, honest, rounds=10, clock=clock)
+    got = shares(fair, {**honest, "hostile": 20 * num_honest}, rounds=200, clock=clock)
+    assert got["hostile"] < 0.27
+
+
+def test_a_stealth_phase_earns_no_burst() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    honest = {f"honest-{i}": 2 for i in range(6)}
+    shares(fair, {**honest, "hostile": 1}, rounds=100, clock=clock)
+    burst = shares(fair, {**honest, "hostile": 100}, rounds=100, clock=clock)
+    assert burst["hostile"] < 0.35  # the honest history of the stealth phase counts, and fades by half in 30 rounds
+    later = shares(fair, {**honest, "hostile": 100}, rounds=100, clock=clock)
+    assert later["hostile"] < 0.27
+
+
+def test_one_who_sends_little_does_not_stop_one_who_sends_much() -> None:
+    clock = Clock()
+    fair = quota(clock, free=16)
+    admitted = 0
+    for second in range(1, 3601):
+        clock.now += 1.0
+        if second % 30 == 0:
+            fair.admit("prober", 3, store=True)
+        if second % 6 == 0:
+            admitted += fair.admit("user", POSITIONS, store=True).admitted
+    assert admitted >= 6 * 10  # at least ten queries per half-life of ten minutes
+
+
+@pytest.mark.parametrize("num_clients", range(1, 60))
+def test_equal_clients_are_not_refused_for_a_rounded_share(num_clients: int) -> None:
+    fair = quota(share=0.001)
+    for _ in range(5):
+        assert all(fair.admit(str(client), 20, store=True).admitted for client in range(num_clients))
+
+
+def test_what_was_taken_counts_half_after_a_half_life() -> None:
+    clock = Clock()
+    fair = quota(clock, free=4)
+    for client in "bcde" * 8:
+        fair.admit(client, 1, store=True)
+    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 5  # 4 are free, 1 is beyond
+    clock.now += 600.0
+    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 2  # 2.5 are left of 5
+
+
+def test_one_query_counts_for_so_many_positions_at_most() -> None:
+    assert quota().admit("a", 10_000, store=True).positions == POSITIONS
+    assert quota().admit("a", 5, store=True).positions == 5
+
+
+def test_the_quota_remembers_nobody_whose_queries_must_not_be_stored() -> None:
+    fair = quota()
+    for _ in range(100):
+        assert fair.admit("private", 20, store=False).reason == "not_stored"
+    assert fair.num_clients == 0
+
+
+@pytest.mark.parametrize("positions", [0, -3])
+def test_a_query_without_a_rejected_position_takes_nothing(positions: int) -> None:
+    fair = quota()
+    assert fair.admit("a", positions, store=True).reason == "nothing_to_learn"
+    assert fair.num_clients == 0
+
+
+_queries = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(1, 60), st.sampled_from([0.0, 1.0, 30.0, 2000.0])), max_size=200
+)
+
+
+@given(_queries, st.sampled_from([0.2, 0.5, 1.0]), st.sampled_from([0, 2]))
+def test_no_client_ever_exceeds_its_share_by_more_than_a_query(
+    queries: list[tuple[int, int, float]], share: float, free: int
+) -> None:
+    """An independent account with exact forgetting at the quota's own ticks."""
+    clock = Clock()
+    fair = quota(clock, share=share, free=free)
+    tick = 600.0 / 64
+    taken = [0.0] * 8
+    started, ticks = clock.now, 0
+    for client, positions, pause in queries:
+        clock.now += pause
+        passed = int((clock.now - started) / tick) - ticks
+        ticks += passed
+        taken = [amount * 0.5 ** (passed / 64) for amount in taken]
+        before = list(taken)
+        admission = fair.admit(str(client), positions, store=True)
+        taken[client] += admission.positions
+        assert admission.positions <= POSITIONS
+        if admission.admitted:
+            # What the quota calls negligible it forgets; the account does not.
+            assert before[client] <= max(free * POSITIONS, fair.share * sum(before)) + 0.1
+        else:
+            assert before[client] >= fair.share * sum(before) - 0.1
+
+
+@given(_queries)
+def test_somebody_is_always_admitted(queries: list[tuple[int, int, float]]) -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for client, positions, pause in queries:
+        clock.now += pause
+        fair.admit(str(client), positions, store=True)
+    assert any(fair.admit(str(client), 1, store=True).admitted for client in range(8))
+
+
+def test_memory_and_time_are_bounded_under_a_crowd_of_names() -> None:
+    fair = quota(max_clients=1000)
+    started = time.perf_counter()
+    for number in range(50_000):
+        fair.admit(f"client-{number}", 20, store=True)
+        assert fair.num_clients <= 1000
+    assert time.perf_counter() - started < 10
+
+
+def test_a_crowd_of_names_does_not_wash_a_heavy_client_clean() -> None:
+    fair = quota(max_clients=100, share=0.05)
+    for number in range(2000):
+        fair.admit("heavy", 20, store=True)
+        fair.admit(f"{number % 40}", 20, store=True)
+    while fair.admit("heavy", 20, store=True).admitted:
+        pass
+    for number in range(150):
+        fair.admit(f"new-{number}", 1, store=True)
+    assert fair.admit("heavy", 20, store=True).reason == "over_share"
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    clock = Clock()
+    fair = quota(clock)
+    for client in "abcdefgh":
+        for _ in range(5):
+            fair.admit(client, 20, store=True)
+    assert fair.share == 0.25
+    clock.now += 600.0 * 20
+    fair.admit("new", 20, store=True)
+    assert fair.num_clients == 1
+    assert fair.share == 1.0
+
+
+def test_names_are_not_kept() -> None:
+    fair = quota()
+    fair.admit("sk-very-secret-key", 20, store=True)
+    assert "secret" not in repr({name: repr(value) for name, value in vars(fair).items()})
+    other = quota()
+    other.admit("sk-very-secret-key", 20, store=True)
+    assert set(vars(fair)["_uses"]).isdisjoint(vars(other)["_uses"])
+
+
+def test_any_text_is_a_name() -> None:
+    assert quota().admit("\ud800 naïve \0", 1, store=True).admitted
+    assert quota().admit("", 1, store=True).admitted
+
+
+def sampler(share: float = 0.125) -> RecordingSampler:
+    return RecordingSampler(share=share)
+
+
+def served(asked: RecordingSampler, tau: float, count: int, rng: random.Random) -> list[bool]:
+    """Queries of twenty verifies each, about so many tokens of which are accepted."""
+    return [asked.observe([round(max(0.0, rng.gauss(tau, 0.7))) for _ in range(20)]) for _ in range(count)]
+
+
+def test_every_query_is_recorded_until_it_may_rest() -> None:
+    asked = sampler()
+    assert all(asked.draws() for _ in range(100))
+    asked.rest(True)
+    asked.rest(False)
+    assert all(asked.draws() for _ in range(100))
+
+
+@pytest.mark.parametrize("share", [0.125, 0.25, 1.0])
+def test_while_it_rests_a_share_is_recorded_in_a_row(share: float) -> None:
+    asked = sampler(share)
+    asked.rest(True)
+    drawn = [asked.draws() for _ in range(640)]
+    assert sum(drawn) == 640 * share
+    turns = sum(one != other for one, other in pairwise(drawn))
+    assert turns <= 2 * 640 * share / 8
+
+
+def test_other_acceptance_wakes_it_for_a_while() -> None:
+    asked, rng = sampler(), random.Random(0)
+    assert not any(served(asked, 2.0, 60, rng))
+    asked.rest(True)
+    assert asked.resting
+    noticed = served(asked, 0.8, 30, rng).index(True)
+    assert noticed < 15
+    asked = sampler()
+    served(asked, 2.0, 60, rng)
+    while not served(asked, 0.8, 1, rng)[0]:
+        asked.rest(True)
+        assert asked.resting
+    for _ in range(30):
+        asked.rest(True)
+        assert not asked.resting
+        assert asked.draws()
+        served(asked, 0.8, 1, rng)
+    served(asked, 0.8, 5, rng)
+    asked.rest(True)
+    assert asked.resting
+
+
+def test_steps_without_drafts_say_nothing() -> None:
+    assert not sampler().observe(())
+
+
+def test_what_other_weights_do_is_not_other_traffic() -> None:
+    for tells, expected in ((False, True), (True, False)):
+        asked, rng = sampler(), random.Random(1)
+        served(asked, 1.0, 200, rng)
+        heard = []
+        for tau in (1.09, 1.18, 1.27, 1.36):
+            if tells:
+                asked.weights_changed()
+            heard += served(asked, tau, 10, rng)
+        assert any(heard) is expected
