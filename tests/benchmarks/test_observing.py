@@ -37,7 +37,7 @@ def test_a_run_prints_and_writes_both_ways(run: Callable[..., tuple[int, str]], 
         code, output = run(
             *("observing", "--prompts", prompts, "--limit", 2, "--max-tokens", 16, "--streams", 2, "--turns", 1),
             *("--out", out, "--model", folder, "--load-dtype", "float32", "--device", "cpu", "--threads", 1),
-            *("--max-model-len", 256, "--kv-cache-gib", 0.01, "--state-dir", folder / "state"),
+            *("--max-model-len", 256, "--kv-cache", "10MiB", "--state-dir", folder / "state"),
             *("--drafter", "lookup", "--budget-policy", "fixed", "--max-budget", 4),
         )
     finally:
