@@ -14,7 +14,7 @@ from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
 from service.api.middleware import AccessMiddleware, AuthMiddleware, BodyMiddleware, HostMiddleware
-from service.api.page.router import page_router
+from service.api.page import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
 from service.live import Live

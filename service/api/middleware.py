@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
-from service.api.page.router import PAGE_PATHS
+from service.api.page import PAGE_PATHS
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 

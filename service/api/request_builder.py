@@ -73,8 +73,9 @@ async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str
     tokenizer = server.runtime.tokenizer
     prompt = await server.runtime.off_loop(lambda: render(body.messages, body, tokenizer))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    names = {"kind": "chatcmpl", "source": "messages", "client": client}
-    return await _build(body, [prompt], server, num_logprobs=num_logprobs, **names)
+    return await _build(
+        body, [prompt], server, num_logprobs=num_logprobs, kind="chatcmpl", source="messages", client=client
+    )
 
 
 async def build_completion(body: CompletionRequest, server: Server, *, client: str) -> Job:
@@ -82,8 +83,7 @@ async def build_completion(body: CompletionRequest, server: Server, *, client: s
     _check_fields(body, server)
     tokenizer = server.runtime.tokenizer
     prompts = await server.runtime.off_loop(lambda: _encode_prompts(body, tokenizer))
-    names = {"kind": "cmpl", "source": "prompt", "client": client}
-    return await _build(body, prompts, server, num_logprobs=body.logprobs, **names)
+    return await _build(body, prompts, server, num_logprobs=body.logprobs, kind="cmpl", source="prompt", client=client)
 
 
 def check_model(model: str, server: Server) -> None:

@@ -1,1 +1,64 @@
-"""The live page: static files, and the router that serves them."""
+"""`GET /` and the files of the live page, read once at start.
+
+The page asks nobody but this server: its content policy allows nothing else. It holds no secrets, so it is open; what
+it shows comes from routes that check keys themselves.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_FOLDER: Final = "/adaptree/page/"
+_START: Final = "index.html"
+_MODULES: Final = ("app.js", "charts.js", "chat.js", "drawing.js", "learning.js", "server.js", "tree.js")
+_FILES: Final = {_START: "text/html", "style.css": "text/css"} | dict.fromkeys(_MODULES, "text/javascript")
+
+PAGE_PATHS: Final = frozenset({"/", *(_FOLDER + name for name in _FILES if name != _START)})
+
+_HEADERS: Final = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def page_router() -> APIRouter:
+    return APIRouter(
+        routes=[
+            _route("/" if name == _START else _FOLDER + name, _read(name, media_type))
+            for name, media_type in _FILES.items()
+        ]
+    )
+
+
+def _read(name: str, media_type: str) -> _File:
+    content = files(__package__).joinpath(name).read_bytes()
+    return _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+
+
+def _route(path: str, file: _File) -> Route:
+    async def send(request: Request) -> Response:
+        headers = {**_HEADERS, "etag": file.etag}
+        if request.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, media_type=f"{file.media_type}; charset=utf-8", headers=headers)
+
+    return Route(path, send, methods=["GET"])

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from service.api.page.router import PAGE_PATHS
+from service.api.page import PAGE_PATHS
 from tests.service.api.client import client_of
 from tests.service.scripted import ScriptedEngine, say
 
