@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Annotated
 
-import torch
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -75,9 +75,9 @@ class Neighbours:
             quiet_streams=quiet,
             busy_streams=busy,
             answers=len(latencies),
-            latency_p50_seconds=_quantile(latencies, 0.5),
-            latency_p95_seconds=_quantile(latencies, 0.95),
-            ttft_p95_seconds=_quantile(firsts, 0.95),
+            latency_p50_seconds=float(np.quantile(latencies, 0.5)),
+            latency_p95_seconds=float(np.quantile(latencies, 0.95)),
+            ttft_p95_seconds=float(np.quantile(firsts, 0.95)),
             tokens_per_second=sum(tokens.values()) / seconds,
             quiet_tokens_per_second=tokens[QUIET] / seconds,
         )
@@ -100,10 +100,6 @@ class Neighbours:
             self._engine.abort(name)
         self._asked.clear()
         self._first.clear()
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return float(torch.tensor(values).quantile(share))
 
 
 _TURNS = 2  # alone and beside, so often in turn, because a machine's speed drifts

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
-import torch
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -75,10 +75,10 @@ def row_of(observed: Observed, reference: Observed, *, prefill_chunk: int, promp
         streams=len(observed.tokens) - 1,
         prompt_tokens=prompt_tokens,
         ttft_seconds=observed.ttft_seconds,
-        itl_p50_seconds=_quantile(observed.busy_gaps, 0.5),
-        itl_p99_seconds=_quantile(observed.busy_gaps, 0.99),
+        itl_p50_seconds=float(np.quantile(observed.busy_gaps, 0.5)),
+        itl_p99_seconds=float(np.quantile(observed.busy_gaps, 0.99)),
         itl_max_seconds=max(observed.busy_gaps),
-        quiet_itl_p50_seconds=_quantile(observed.quiet_gaps, 0.5),
+        quiet_itl_p50_seconds=float(np.quantile(observed.quiet_gaps, 0.5)),
         mismatched_tokens=sum(
             mine != theirs
             for name, tokens in observed.tokens.items()
@@ -121,10 +121,6 @@ class _Watch:
 def _request(name: str, prompt: Sequence[int], max_tokens: int) -> GenerationRequest:
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerationRequest(request_id=name, prompt=prompt, sampling=sampling)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return float(torch.tensor(values).quantile(share))
 
 
 def run(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
-import torch
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -77,14 +77,14 @@ def ask(engine: Engine, prompt: Sequence[int], *, max_tokens: int, name: str) ->
 
 def row_of(asked: Sequence[Asked], reference: Sequence[Asked], *, prefix_cache: bool, shared_tokens: int) -> PrefixRow:
     """The figures of one way, its answers compared with those of `reference`."""
-    later = torch.tensor([one.first_token_seconds for one in asked[1:]])
+    later = [one.first_token_seconds for one in asked[1:]]
     return PrefixRow(
         prefix_cache=prefix_cache,
         requests=len(asked),
         shared_tokens=shared_tokens,
         ttft_first_seconds=asked[0].first_token_seconds,
-        ttft_later_p50_seconds=float(later.quantile(0.5)),
-        ttft_later_p95_seconds=float(later.quantile(0.95)),
+        ttft_later_p50_seconds=float(np.quantile(later, 0.5)),
+        ttft_later_p95_seconds=float(np.quantile(later, 0.95)),
         cached_tokens=sum(one.cached_tokens for one in asked),
         mismatched_tokens=sum(
             count_mismatches(theirs.tokens, mine.tokens) for mine, theirs in zip(asked, reference, strict=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 from adaptation.config import AdaptationConfig, Tuning
@@ -376,7 +377,7 @@ class Beside:
         """What so large a share of the steps stays below."""
         steps = [step for run in self.runs for step in run.steps]
         seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
-        return float(torch.tensor(seconds).quantile(share))
+        return float(np.quantile(seconds, share))
 
 
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import tree as tree_report
+from service.bench import tree
 from service.bench.observe import BlockRecord, StepRecord
 from service.bench.tree import Question, answered, chosen_steps, draw, picture_of
 from service.bench.tree_picture import Picture, Piece, answer_pieces, drawn_tree, text_of, tree_title
@@ -115,7 +115,7 @@ def test_the_pieces_are_the_answer(trained_assembly: Assembly) -> None:
 
 
 def run_tree(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, object]:
-    monkeypatch.setattr(tree_report, "assemble", lambda config: assembly)
+    monkeypatch.setattr(tree, "assemble", lambda config: assembly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
     command = ["tree", "--prompt", "that the other the other the other", "--max-tokens", "48", *arguments]
     result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, command)

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import shift as shift_report
+from service.bench import shift
 from service.bench.conditions import Conditions
 from service.bench.shift import policies_of, table_of
 from service.bench.shift_figures import draw, rows_of, summary_of, windows_of
@@ -25,7 +25,7 @@ WIDE = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
 @pytest.fixture(autouse=True)
 def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
     """The command finds a tiny model with a drafter, and leaves the log alone."""
-    monkeypatch.setattr(shift_report, "assemble", lambda config: trained_assembly)
+    monkeypatch.setattr(shift, "assemble", lambda config: trained_assembly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 
