@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drafters import merging, readback
 from drafters.gating import DrafterGate, FollowGate
+from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
 from drafters.tree import Candidates
 
@@ -40,8 +41,8 @@ class MergedDrafter:
         self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
         self._following = FollowGate()
         self._has_grown = self._asked = False
-        shape = (2, max_sequences, 2 * max_nodes)
-        self._hashes = torch.full(shape, merging.NO_HASH, dtype=torch.int64, device=device)
+        fields = {"hashes": Field((2, 2 * max_nodes), merging.NO_HASH, forgotten=True)}
+        self._proposals = ProposalLog(max_sequences, fields, device)  # [rows, cheap and costly, nodes]
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._known_credits = {cheap.name: 0, costly.name: 0}
 
@@ -97,7 +98,7 @@ class MergedDrafter:
         self._costly.commit(replace(committed, follow=follow))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._hashes[:, list(rows)] = merging.NO_HASH
+        self._proposals.forget(rows)
         self._costly.finish(rows)
         return self._cheap.finish(rows)
 
@@ -110,7 +111,7 @@ class MergedDrafter:
             self._gate.renew()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
-        self._hashes[source, rows, : tree.width] = merging.node_hashes(tree)
+        self._proposals["hashes"][rows, source, : tree.width] = merging.node_hashes(tree)
 
     def _hear(self, promised: Sequence[float]) -> None:
         (self._promised,) = promised
@@ -123,7 +124,7 @@ class MergedDrafter:
         """Count, for each accepted token, who had proposed the path to it."""
         wanted = merging.prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
         accepted = torch.arange(wanted.shape[1], device=wanted.device) < committed.result.num_accepted[:, None]
-        hashes = self._hashes[:, committed.rows]  # [2, batch, nodes]
+        hashes = self._proposals["hashes"][committed.rows].transpose(0, 1)  # [2, batch, nodes]
         right = (hashes[:, :, None] == wanted[:, :, None]).any(3) & accepted
         alone = right[1] & ~right[0]
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
@@ -132,4 +133,4 @@ class MergedDrafter:
         observe = self._gate.end()
         if observe is not None:
             self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), observe)
-        self._hashes[:, committed.rows] = merging.NO_HASH
+        self._proposals.forget(committed.rows)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from drafters.tree import DOUBLINGS, MAX_DEPTH, ROOT, Candidates, DraftTree
 
 NO_HASH = 0
 """Of what is no node: a path has it with odds of 2^-64."""
-
-_DOUBLINGS = (MAX_DEPTH - 1).bit_length()
 
 
 @cache
@@ -36,7 +34,7 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
     # The root becomes the last column: it adds nothing and is its own parent.
     nodes = tokens.shape[1]
     sums, jump = pad(own, (0, 1)), pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)
-    for _ in range(_DOUBLINGS):
+    for _ in range(DOUBLINGS):
         sums, jump = sums + sums.gather(1, jump), jump.gather(1, jump)
     return sums[:, :nodes]
 

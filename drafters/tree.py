@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES
 
 __all__ = [
+    "DOUBLINGS",
     "MAX_DEPTH",
     "MAX_NODES",
     "ROOT",

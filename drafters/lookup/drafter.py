@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drafters.lookup.history import SEPARATOR, History
-from drafters.lookup.matching import PREDICTED, Matcher, Matches
-from drafters.lookup.merging import Merger
-from drafters.lookup.odds import ABSENT, LookupOdds
+from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher, Matches
+from drafters.lookup.odds import ABSENT, LookupOdds, Merger
+from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 
@@ -43,10 +42,12 @@ class LookupDrafter:
         self._ranks = torch.arange(min(max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
         self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
         self._depth_of = (self._ahead[:-1] + 1).expand(-1, _MAX_MATCHES).flatten()
-        shape = (max_sequences, MAX_DEPTH + 1, _MAX_MATCHES)
-        self._proposed = torch.full(shape, SEPARATOR, dtype=torch.int64, device=device)
-        self._buckets = torch.full_like(self._proposed[:, :-1], ABSENT)
-        self._strengths = torch.zeros(max_sequences, _MAX_MATCHES, dtype=torch.int64, device=device)
+        fields = {
+            "tokens": Field((MAX_DEPTH + 1, _MAX_MATCHES), SEPARATOR),
+            "buckets": Field((MAX_DEPTH, _MAX_MATCHES), ABSENT, forgotten=True),
+            "strengths": Field((_MAX_MATCHES,), 0, forgotten=True),
+        }
+        self._proposals = ProposalLog(max_sequences, fields, device)
         self._predicted = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
 
@@ -57,7 +58,7 @@ class LookupDrafter:
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)
         rows = torch.tensor([context.row for context in contexts], dtype=torch.int64, device=self._predicted.device)
-        self._drop_proposals(rows)
+        self._proposals.forget(rows)
         self._predicted[rows] = 0
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
@@ -70,7 +71,8 @@ class LookupDrafter:
         # The odds along a path are those of its nodes, which may stand in other matches' columns.
         odds = self._odds.rate(buckets).gather(2, tree.first)
         survival = odds.cumprod_(1).masked_fill_(tree.absent, 0.0)
-        self._remember(rows, matches, buckets.masked_fill_(tree.absent, ABSENT))
+        buckets.masked_fill_(tree.absent, ABSENT)
+        self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
         return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
 
     def read(self, read: Read) -> None:
@@ -97,31 +99,21 @@ class LookupDrafter:
         sure = matches.strengths[:, 0] >= PREDICTED + _SURE
         self._history.follow(rows, matches.columns[:, 0], sure)
 
-    def _remember(self, rows: Tensor, matches: Matches, buckets: Tensor) -> None:
-        self._proposed.index_copy_(0, rows, matches.continuations)
-        self._buckets.index_copy_(0, rows, buckets)
-        self._strengths.index_copy_(0, rows, matches.strengths)
-
     def _learn(self, committed: Committed) -> None:
         rows = committed.rows
         depth = committed.tokens.shape[1]
         known = self._ahead[:depth] < committed.counts[:, None, None]  # [batch, depth + 1, 1]
         # Where both are padding they are equal, but nothing is known there.
-        came_true = (self._proposed[rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
-        predicted = came_true & known & (self._strengths[rows] >= PREDICTED)[:, None]
+        came_true = (self._proposals["tokens"][rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
+        predicted = came_true & known & (self._proposals["strengths"][rows] >= PREDICTED)[:, None]
         self._predicted[rows] += predicted.any(2).sum(1)
         self._observe(rows, came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH])
-        self._drop_proposals(rows)
+        self._proposals.forget(rows)
 
     def _observe(self, rows: Tensor, came_true: Tensor, known: Tensor) -> None:
         tried = known.expand_as(came_true).clone()
         tried[:, 1:] &= came_true[:, :-1]
-        self._odds.observe(self._buckets[rows, : tried.shape[1]], came_true, tried)
-
-    def _drop_proposals(self, rows: Tensor) -> None:
-        """Without drafting in between, what the next step commits must not be taken for the fate of old proposals."""
-        self._buckets[rows] = ABSENT
-        self._strengths[rows] = 0
+        self._odds.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true, tried)
 
     def _likeliest(self, tokens: Tensor, parents: Tensor, survival: Tensor) -> Candidates:
         """The likeliest nodes, by falling survival: strictly so along a path, hence parents come first.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from drafters import merging
+from drafters.calibration import RankCalibration
+from drafters.proposals import TreeLog
 from drafters.protocol import Noise
-from drafters.specblock.calibration import Calibration
-from drafters.specblock.fates import Fates
 from drafters.specblock.growth import Lattice, Origin, Picked, Policy
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
@@ -106,8 +106,8 @@ class Blocks:
         *,
         pool: EntryPool,
         state: EntryState,
-        calibration: Calibration,
-        fates: Fates,
+        calibration: RankCalibration,
+        proposals: TreeLog,
         recorder: Recorder,
         policy: Policy,
         shape: TreeShape,
@@ -115,7 +115,7 @@ class Blocks:
         self.shape = shape
         self._model, self._embed = model, embed
         self._pool, self._state = pool, state
-        self._calibration, self._fates = calibration, fates
+        self._calibration, self._proposals = calibration, proposals
         self._recorder = recorder
         self._policy = policy
 
@@ -163,7 +163,7 @@ class Blocks:
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merging.merge(raw, self.shape.max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self._fates.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        self._proposals.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.calibration import RankCalibration
 from drafters.gating import BlockGate
+from drafters.proposals import TreeLog
 from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.blocks import Blocks, GrowingTrees, Keys, Sizes, TreeRunners, TreeShape
-from drafters.specblock.calibration import Calibration
-from drafters.specblock.fates import Fates
 from drafters.specblock.growth import Policy
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting
@@ -63,15 +63,15 @@ class SpecBlockDrafter:
             dtype=model.dtype,
             device=device,
         )
-        self._calibration = Calibration(config.block_size, device=device)
-        self._fates = Fates(self._calibration, max_sequences=max_sequences, max_nodes=shape.max_nodes, device=device)
+        self._calibration = RankCalibration(config.block_size, device=device)
+        self._log = TreeLog(self._calibration, max_sequences=max_sequences, max_nodes=shape.max_nodes, device=device)
         self._blocks = Blocks(
             model,
             embed,
             pool=self._pool,
             state=self._state,
             calibration=self._calibration,
-            fates=self._fates,
+            proposals=self._log,
             recorder=self._recorder,
             policy=policy,
             shape=shape,
@@ -110,7 +110,7 @@ class SpecBlockDrafter:
             self._useful_from[context.row] = len(context.tokens) - self._window
             if context.cached is not None:
                 self._state.adopt(context.row, context.cached)
-        self._fates.forget(rows)
+        self._log.forget(rows)
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
@@ -161,13 +161,13 @@ class SpecBlockDrafter:
         else:
             self._pool.forget(_taken(slots, counts))
             # Of a step without trees nothing is to be learnt, and sleeping must be cheap.
-            came = self._fates.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
+            came = self._log.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
         if self._blocks.shape.blocks > 1:
             self._outcomes.read(came, self._block_gate.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._fates.forget(list(rows))
+        self._log.forget(rows)
         self._recorder.finish(rows)
         return [0] * len(rows)
 
@@ -186,9 +186,9 @@ class SpecBlockDrafter:
         return GraphRunner(self._learn_and_wait, capture, shapes)
 
     def _learn_and_wait(self, *entries: Tensor) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `Fates.learn`"""
+        """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `TreeLog.learn`"""
         rows, positions, counts, slots, features, tokens = Entries(*entries)
-        came = self._fates.learn(rows, tokens, counts)
+        came = self._log.learn(rows, tokens, counts)
         self._pool.forget(self._state.append(rows, positions, counts, slots))
         self._state.wait(rows, counts, features, tokens)
         return came

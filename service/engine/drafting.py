@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from drafters.calibration import SurvivalCalibration
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise
-from drafters.recalibration import Recalibration
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from service.engine.budget import Budget, BudgetPolicy, Load, StepOutcome, pace_weights
@@ -52,9 +52,9 @@ class DraftStage:
         self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
-        self._recalibration = Recalibration(device)
+        self._calibration = SurvivalCalibration(device)
         self._pruning = TreePruning(
-            self._recalibration,
+            self._calibration,
             capture=capture if max_budget else None,
             max_batch=max_sequences,
             width=max_budget,
@@ -131,7 +131,7 @@ class DraftStage:
             return stats
         ranks = self._drafter.rank_outcomes()
         return replace(
-            stats, survival_error=self._recalibration.error(), rank_predicted=ranks.predicted, rank_right=ranks.right
+            stats, survival_error=self._calibration.error(), rank_predicted=ranks.predicted, rank_right=ranks.right
         )
 
     def _outcome(self, draft: _Draft, stats: StepStats) -> StepOutcome:
@@ -177,7 +177,7 @@ class DraftStage:
     def _notice_new_version(self) -> None:
         if self._version != self._drafter.version:
             self._version = self._drafter.version
-            self._recalibration.renew()
+            self._calibration.renew()
             self._policy.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafters.recalibration import Claims, Recalibration
+from drafters.calibration import Claims, SurvivalCalibration
 from drafters.select import select_nodes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
@@ -24,7 +24,7 @@ class TreePruning:
 
     def __init__(
         self,
-        recalibration: Recalibration,
+        calibration: SurvivalCalibration,
         *,
         capture: Capture | None = None,
         max_batch: int = 0,
@@ -32,7 +32,7 @@ class TreePruning:
         device: torch.device | str = "cpu",
     ) -> None:
         """`width` is that of the widest candidates to capture."""
-        self._recalibration = recalibration
+        self._calibration = calibration
         self._corrected: tuple[_Fields, _Fields] = ((), ())
         self._kept: tuple[_Fields, _Fields] = ((), ())
         self._batch = 0
@@ -82,11 +82,11 @@ class TreePruning:
     def _run_correct(self, fields: _Fields, deepest: Tensor) -> tuple[_Fields, _Fields]:
         candidates = DraftTree(*fields)
         emitted = candidates.depths <= deepest[:, None]
-        corrected, claims = self._recalibration.correct(replace(candidates, survival=candidates.survival * emitted))
+        corrected, claims = self._calibration.correct(replace(candidates, survival=candidates.survival * emitted))
         return corrected.fields, (claims.conditional, claims.bucket)
 
     def _run_learn(self, path: Tensor, tree: _Fields, claims: _Fields) -> tuple[()]:
-        self._recalibration.learn(Claims(*claims), DraftTree(*tree), path)
+        self._calibration.learn(Claims(*claims), DraftTree(*tree), path)
         return ()
 
 

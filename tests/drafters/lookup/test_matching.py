@@ -2,8 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.lookup.history import CONTEXT, History
-from drafters.lookup.matching import Matcher
+from drafters.lookup.matching import CONTEXT, History, Matcher
 from drafters.protocol import DraftContext
 
 

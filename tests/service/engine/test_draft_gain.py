@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.recalibration import Recalibration
+from drafters.calibration import SurvivalCalibration
 from drafters.tree import DraftTree
 from service.engine.budget import CostBudget, Load, StepOutcome
 from service.engine.costs.model import CostTable, DraftCosts
@@ -51,7 +51,7 @@ class World:
     ) -> None:
         drafts = DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS]))
         self.policy = CostBudget(table(error), drafts)
-        self.recalibration = Recalibration()
+        self.calibration = SurvivalCalibration()
         self.rng = random.Random(0)
         self.batch, self.claims, self.noise = batch, claims, noise
         self.follow_seconds, self.one_reads = follow_seconds, one_reads
@@ -103,13 +103,13 @@ class World:
         places = torch.arange(DEPTH).expand(load.num_drafting, -1)
         survival = torch.full(places.shape, self.claims).cumprod(1)
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
-        candidates, claims = self.recalibration.correct(raw)
+        candidates, claims = self.calibration.correct(raw)
         budget = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
         keep: list[int] = budget.num_keep.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         tree = DraftTree(places, places - 1, places + 1, candidates.survival, budget.num_keep)
         path = torch.where(places < lengths[:, None], places, -1)
-        self.recalibration.learn(claims, tree, path)
+        self.calibration.learn(claims, tree, path)
         return keep, int(lengths.sum())
 
     def _survived(self, truth: float) -> int:

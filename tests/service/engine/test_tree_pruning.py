@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.recalibration import Recalibration
+from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture
@@ -49,7 +49,7 @@ class Steps:
     """A way of pruning, with a calibration of its own."""
 
     def __init__(self, capture: Capture | None) -> None:
-        self.calibration = Recalibration()
+        self.calibration = SurvivalCalibration()
         self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=WIDTH)
 
     def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
@@ -102,7 +102,7 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
 
 
 def test_a_captured_capture_learns_nothing_before_it_is_asked() -> None:
-    fresh, captured = Recalibration(), Steps(record).calibration
+    fresh, captured = SurvivalCalibration(), Steps(record).calibration
     raw = random_trees(3, 9, torch.Generator().manual_seed(1))
     assert torch.equal(fresh.correct(raw)[0].survival, captured.correct(raw)[0].survival)
     assert captured.error() == 0.0

@@ -2,25 +2,25 @@
 
 import torch
 
-from drafters.specblock.calibration import Calibration
-from drafters.specblock.fates import Fates
+from drafters.calibration import RankCalibration
+from drafters.proposals import TreeLog
 from drafters.tree import DraftTree
 
 ROWS = torch.tensor([1])
 
 
-def grown() -> tuple[Fates, Calibration]:
+def grown() -> tuple[TreeLog, RankCalibration]:
     """Row 1 has heard of the chain 5, 6, 7, whose last node is of a later block, and of 9 beside it."""
-    calibration = Calibration(2, device="cpu")
-    fates = Fates(calibration, max_sequences=2, max_nodes=6, device="cpu")
+    calibration = RankCalibration(2, device="cpu")
+    log = TreeLog(calibration, max_sequences=2, max_nodes=6, device="cpu")
     tree = DraftTree.of(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 1, -1]]))
     buckets = torch.tensor([[0, 0, calibration.first_further, 1]])
-    fates.keep(ROWS, tree, torch.full((1, 4), 0.5), buckets)
-    return fates, calibration
+    log.keep(ROWS, tree, torch.full((1, 4), 0.5), buckets)
+    return log, calibration
 
 
-def learnt(fates: Fates, tokens: list[int]) -> list[int]:
-    told: list[int] = fates.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
+def learnt(log: TreeLog, tokens: list[int]) -> list[int]:
+    told: list[int] = log.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
     return told
 
 
@@ -34,15 +34,15 @@ def test_the_bonus_token_is_nobodys() -> None:
 
 
 def test_nodes_are_judged_once() -> None:
-    fates, calibration = grown()
-    learnt(fates, [5, 2])
+    log, calibration = grown()
+    learnt(log, [5, 2])
     outcomes = calibration.outcomes()
     assert sum(outcomes.predicted.values()) == 1.5  # 5, 9 and, behind the true 5, 6
     assert sum(outcomes.right.values()) == 1.0
-    assert learnt(fates, [5, 6, 7, 8]) == [0, 4]
+    assert learnt(log, [5, 6, 7, 8]) == [0, 4]
 
 
 def test_a_row_that_ends_is_forgotten() -> None:
-    fates, _ = grown()
-    fates.forget([1])
-    assert learnt(fates, [5, 6, 7, 8]) == [0, 4]
+    log, _ = grown()
+    log.forget([1])
+    assert learnt(log, [5, 6, 7, 8]) == [0, 4]

@@ -1,0 +1,200 @@
+"""How often proposals come true, learned while serving: the source of every survival estimate, and its correction.
+
+A label is a node whose parent came true, and only such a node; labels fade exponentially, so that a bucket nobody has
+seen for a while returns to its prior, and a new version of a drafter is soon judged by itself. What a bucket stands
+for is the drafter's business.
+Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from drafters.protocol import RankOutcomes
+from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
+from drafters.tree import DOUBLINGS, Candidates, DraftTree
+
+_CEILING = 0.98  # below 1: survival must fall strictly along a path
+
+_DEPTHS = 8  # deeper nodes count as of this depth
+_CLAIMS = 8  # bins of the claimed conditional
+_CLAIM_PRIOR = 6.0  # predicted hits that the trust in a claim weighs
+_CLAIM_DECAY = 0.99  # per verified step: memory of about 100 steps
+_CLAIM_LIMITS = (0.01, 2.0)
+_RENEWAL = 0.25  # what old labels weigh for a new version
+_BINS = 10  # of the calibration error
+_BIN_DECAY = 0.998
+
+_RANK_PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
+_RANK_DECAY = 0.998  # per step: memory of about 500 steps
+_RANK_LIMITS = (0.2, 3.0)
+_CLASSES = len(CLASS_NAMES)  # those that can be drafted
+
+
+class HitTable:
+    """(prior + came true) / (prior + expected) for flat bucket indices, within `limits`.
+
+    With 1 expected of each label this is a rate of acceptance, with its predicted probability a correction factor. The
+    prior never fades; labels weigh `decay` times less with every later call of `observe`. Tensors are changed in place:
+    captured computations read them where they stand.
+    """
+
+    def __init__(
+        self, prior_true: Tensor, prior_expected: Tensor, *, decay: float, limits: tuple[float, float] = (0.0, 1.0)
+    ) -> None:
+        self._prior_true = prior_true.float()  # [buckets]
+        self._prior_expected = prior_expected.float()  # [buckets]
+        self._decay = decay
+        self._limits = limits
+        self.true = torch.zeros_like(self._prior_true)
+        self.expected = torch.zeros_like(self._prior_expected)
+        self.ratios = torch.empty_like(self._prior_true)
+        self._estimate()
+
+    @staticmethod
+    def of_factors(
+        buckets: int, prior: float, *, decay: float, limits: tuple[float, float], device: torch.device | str
+    ) -> "HitTable":
+        """Factors of so many buckets, which begin at 1."""
+        even = torch.full((buckets,), prior, device=device)
+        return HitTable(even, even, decay=decay, limits=limits)
+
+    def observe(self, buckets: Tensor, true: Tensor, expected: Tensor) -> None:
+        """Count labels; both are 0 where there is none. # all three [...], true and expected bool or float32"""
+        flat = buckets.flatten()
+        self.true.mul_(self._decay).index_add_(0, flat, true.float().flatten())
+        self.expected.mul_(self._decay).index_add_(0, flat, expected.float().flatten())
+        self._estimate()
+
+    def fade(self, share: float) -> None:
+        """What was learned weighs only so much from now on."""
+        self.true *= share
+        self.expected *= share
+        self._estimate()
+
+    def _estimate(self) -> None:
+        hits = (self._prior_true + self.true).div_(self._prior_expected + self.expected)
+        torch.clamp(hits, *self._limits, out=self.ratios)
+
+
+def tried_and_accepted(tree: DraftTree, path: Tensor) -> tuple[Tensor, Tensor]:
+    """What one verify says about each node: it was tried when its parent is the root or was accepted.
+
+    path [batch, depth] int64 as in `VerifyResult`. Only a tried node is a label; below a rejected one nothing is known.
+    -> two masks [batch, nodes] bool
+    """
+    batch, nodes = tree.tokens.shape
+    # The column after the last node takes the padding of `path`; the one before the first is the root.
+    on_path = torch.zeros(batch, nodes + 2, dtype=torch.bool, device=tree.tokens.device)
+    on_path.scatter_(1, torch.where(path < 0, nodes, path) + 1, True)
+    on_path[:, 0] = True
+    tried = on_path.gather(1, tree.parents + 1) & tree.valid
+    return tried, on_path[:, 1 : nodes + 1] & tree.valid
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What was claimed of nodes before correction, to be judged when they were verified; both [batch, nodes]."""
+
+    conditional: Tensor  # float32
+    bucket: Tensor  # int64
+
+    def take(self, kept: Tensor) -> "Claims":
+        """The claims of the nodes that were kept. # kept [batch, width] int64"""
+        return Claims(self.conditional.gather(1, kept), self.bucket.gather(1, kept))
+
+
+class SurvivalCalibration:
+    """Corrects whatever a drafter claims of its nodes, by depth and claim, from verified steps.
+
+    Also says how far corrected survival is off (expected calibration error).
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._table = HitTable.of_factors(
+            _DEPTHS * _CLAIMS, _CLAIM_PRIOR, decay=_CLAIM_DECAY, limits=_CLAIM_LIMITS, device=device
+        )
+        self._bins = torch.zeros(3, _BINS, device=device)  # nodes, their survival, how many were accepted
+
+    def correct(self, candidates: Candidates) -> tuple[Candidates, Claims]:
+        """The candidates with corrected survival; what had none keeps none, and it still falls along every path."""
+        if candidates.width == 0:
+            return candidates, Claims(candidates.survival, candidates.parents)
+        above = pad(candidates.survival, (1, 0), value=1.0).gather(1, candidates.parents + 1)
+        conditional = (candidates.survival / above.clamp(min=1e-9)).clamp(max=1.0)
+        bucket = _claim_buckets(candidates.depths, conditional)
+        corrected = (conditional * self._table.ratios[bucket]).clamp(max=_CEILING)
+        return replace(candidates, survival=_along_paths(corrected, candidates.parents)), Claims(conditional, bucket)
+
+    def learn(self, claims: Claims, tree: DraftTree, path: Tensor) -> None:
+        """Take in what the target said of verified nodes; claims in the order of the tree's nodes, path [batch, depth]
+        as in `VerifyResult`."""
+        tried, accepted = tried_and_accepted(tree, path)
+        self._table.observe(claims.bucket, tried & accepted, claims.conditional * tried)
+        valid = tree.valid.float().flatten()
+        place = (tree.survival * _BINS).long().clamp(max=_BINS - 1).flatten()
+        values = torch.stack([valid, tree.survival.flatten() * valid, accepted.float().flatten()])
+        self._bins.mul_(_BIN_DECAY).index_add_(1, place, values)
+
+    def renew(self) -> None:
+        """The drafter has changed: what was learnt of the old one counts for less."""
+        self._table.fade(_RENEWAL)
+
+    def error(self) -> float:
+        """Expected calibration error of corrected survival over recently verified nodes; 0 before there are any."""
+        nodes, survival, accepted = self._bins
+        return float((survival - accepted).abs().sum() / nodes.sum().clamp(min=1.0))  # planned transfer
+
+
+def _claim_buckets(depths: Tensor, conditional: Tensor) -> Tensor:
+    claim = (conditional * _CLAIMS).long().clamp(max=_CLAIMS - 1)
+    return (depths - 1).clamp(0, _DEPTHS - 1) * _CLAIMS + claim
+
+
+def _along_paths(conditional: Tensor, parents: Tensor) -> Tensor:
+    """Products from the root's child down to each node. # both [batch, nodes] -> [batch, nodes]"""
+    nodes = parents.shape[1]
+    # The root becomes the last column: it changes nothing and is its own parent.
+    product = pad(conditional, (0, 1), value=1.0)
+    jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)
+    for _ in range(DOUBLINGS):
+        product, jump = product * product.gather(1, jump), jump.gather(1, jump)
+    return product[:, :nodes]
+
+
+class RankCalibration:
+    """Corrects what the rank head predicts, per block, position and class, from every committed token: a node's fate is
+    known once the text goes on past its parent, whether or not it was verified.
+
+    A bucket is (first or later block, position in it, class of the rank).
+    """
+
+    def __init__(self, block_size: int, *, device: torch.device | str) -> None:
+        self._table = HitTable.of_factors(
+            2 * block_size * _CLASSES, _RANK_PRIOR, decay=_RANK_DECAY, limits=_RANK_LIMITS, device=device
+        )
+        positions = torch.arange(block_size, device=device)[:, None] * _CLASSES
+        first = positions + torch.tensor(CLASS_OF_RANK, device=device)  # [block, rank]
+        self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
+        self._buckets = torch.stack([first, first + self.first_further])
+
+    def buckets(self, block: int) -> Tensor:
+        """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
+        return self._buckets[min(block, 1)]
+
+    def correct(self, conditional: Tensor, block: int) -> Tensor:
+        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
+        corrected: Tensor = conditional * self._table.ratios[self.buckets(block)]
+        return corrected.clamp(max=_CEILING)
+
+    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
+        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
+        self._table.observe(buckets, true & tried, predicted * tried)
+
+    def outcomes(self) -> RankOutcomes:
+        """By class of the rank: recent tokens predicted, and those that came true."""
+        sums = torch.stack([self._table.expected, self._table.true]).view(2, -1, _CLASSES).sum(1)
+        predicted, right = sums.tolist()  # planned transfer
+        return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))

@@ -1,0 +1,93 @@
+"""What each row's last tree proposed, kept until the committed text tells what became of it.
+
+Legend: rows = sequences of the engine's table, nodes = those of a tree, batch = some rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters import merging
+from drafters.calibration import RankCalibration
+from drafters.tree import ROOT, Candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A table of the log."""
+
+    shape: tuple[int, ...]  # of a row
+    fill: float  # where nothing was proposed: an int for int64, a float for float32
+    forgotten: bool = False  # whether `forget` fills it
+
+
+class ProposalLog:
+    """Tables addressed by row; behind the rows stands one of nobody's, which pads batches.
+
+    They stay where they are: captured computations read and write them there.
+    """
+
+    def __init__(self, max_sequences: int, fields: Mapping[str, Field], device: torch.device | str) -> None:
+        self._tables = {
+            name: torch.full((max_sequences + 1, *field.shape), field.fill, device=device)
+            for name, field in fields.items()
+        }
+        self._fills = {name: field.fill for name, field in fields.items() if field.forgotten}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tables[name]
+
+    def keep(self, rows: Tensor, **values: Tensor) -> None:
+        """What these rows propose now, as far as it reaches. # each [batch, <= what a row holds, ...]"""
+        for name, value in values.items():
+            self._tables[name][:, : value.shape[1]].index_copy_(0, rows, value)
+
+    def forget(self, rows: Tensor | Sequence[int]) -> None:
+        """Without proposals what is committed next must not be taken for the fate of old ones."""
+        for name, fill in self._fills.items():
+            if isinstance(rows, Tensor):
+                self._tables[name].index_fill_(0, rows, fill)
+            else:
+                self._tables[name][list(rows)] = fill
+
+
+class TreeLog:
+    """The merged trees of a network, from which its `calibration` learns."""
+
+    def __init__(
+        self, calibration: RankCalibration, *, max_sequences: int, max_nodes: int, device: torch.device | str
+    ) -> None:
+        self._calibration = calibration
+        nodes = (max_nodes,)
+        fields = {
+            "hashes": Field(nodes, merging.NO_HASH, forgotten=True),
+            "parents": Field(nodes, ROOT),
+            "depths": Field(nodes, 0),
+            "predicted": Field(nodes, 0.0),
+            "buckets": Field(nodes, 0),
+        }
+        self._log = ProposalLog(max_sequences, fields, device)
+        self.forget = self._log.forget
+
+    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
+        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
+        hashes = merging.node_hashes(tree)
+        self._log.keep(
+            rows, hashes=hashes, parents=tree.parents, depths=tree.depths, predicted=predicted, buckets=buckets
+        )
+
+    def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Calibrate by what was committed; says how many accepted tokens came from blocks after a tree's first, and
+        how many tokens there are.
+
+        rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
+        """
+        hashes, parents, buckets = (self._log[name][rows] for name in ("hashes", "parents", "buckets"))
+        true = merging.came_true(hashes, tokens, counts)
+        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
+        self._calibration.observe(buckets, self._log["predicted"][rows], true, tried)
+        further = (buckets >= self._calibration.first_further) & (self._log["depths"][rows] < counts[:, None])
+        self.forget(rows)
+        return torch.stack([(true & tried & further).sum(), counts.sum()])
