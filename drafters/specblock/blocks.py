@@ -21,7 +21,7 @@ from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import Recorder
-from drafters.specblock.serving import BlockForward, LiveRows, Reach, Window
+from drafters.specblock.serving import BlockForward, Reach, Window
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
@@ -84,9 +84,8 @@ class Further(NamedTuple):
 
     picked: Picked
     states: Tensor  # [batch, starts, block, hidden]
-    path: Tensor  # as of `Reach`
-    limits: Tensor  # as of `Reach`
-    live: tuple[Tensor, ...]  # as `LiveRows.tensors` gives them
+    reach: Reach
+    live: tuple[Tensor, ...]  # as of `PoolAttention`
 
 
 class Block(NamedTuple):
@@ -148,10 +147,9 @@ class Blocks:
 
     def follow(self, ground: Ground, before: Sequence[Block]) -> Block:
         """Run the blocks that start at nodes of the last one."""
-        picked, states, path, limits, live = before[-1].further[0]
-        offset = self._pool.entries if len(before) == 1 else 0  # later blocks leave nothing in the pool
-        reach = Reach(path, limits, offset).onward(picked, self._model.config.block_size)
-        forward = BlockForward(self._model, self._embed, self._pool, ground.window, LiveRows.of(live))
+        picked, states, reach, live = before[-1].further[0]
+        reach = reach.onward(picked, self._model.config.block_size)
+        forward = BlockForward(self._model, self._embed, self._pool, ground.window, live)
         states = forward.next(states, picked, reach, ground.keys.roots)
         return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
 
@@ -167,7 +165,13 @@ class Blocks:
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(
-        self, states: Tensor, origin: Origin, reach: Reach, ground: Ground, before: Sequence[Block], live: LiveRows
+        self,
+        states: Tensor,
+        origin: Origin,
+        reach: Reach,
+        ground: Ground,
+        before: Sequence[Block],
+        live: Sequence[Tensor],
     ) -> tuple[Block, Tensor]:
         """The nodes of one forward's blocks, and its log-probabilities. # states [batch, starts, block, hidden]"""
         number = len(before)
@@ -182,7 +186,7 @@ class Blocks:
         if number + 1 == self.shape.blocks:
             return Block(nodes, ()), proposal.logprobs
         picked = lattice.pick(self.shape.starts)
-        further = Further(picked, states, reach.path, reach.limits, tuple(live.tensors()))
+        further = Further(picked, states, reach, tuple(live))
         return Block(nodes, (further,)), proposal.logprobs
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:

@@ -7,7 +7,6 @@ entry must not exceed to be seen.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,15 +49,17 @@ class PoolAttention:
         *,
         limits: Tensor,
         live_mask: Tensor,
-        live: "LiveRows",
+        before: Sequence[Tensor],
         stores_only: bool,
     ) -> None:
+        """`before` are the live rows of earlier forwards, as `live` becomes."""
         self._pool = pool
         self._window = window
         self._stored = stored  # [batch, committed rows] int64, pool places of the forward's first rows
         self._unseen = (window.order[:, None] > limits[:, :, None]) | (window.order < 0)[:, None]
         self._live_unseen = ~live_mask  # [batch, rows, live rows after this forward]
-        self._live = live
+        self._before = before
+        self.live: list[Tensor] = []  # keys, values, layer by layer, all [batch, kv_heads, live rows, head_dim] float32
         self._stores_only = stores_only
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -67,7 +68,10 @@ class PoolAttention:
             self._store(layer, key[:, :, :stored], value[:, :, :stored])
         if self._stores_only and layer == self._pool.num_layers - 1:
             raise _AllStored
-        live_keys, live_values = self._live.extend(layer, key[:, :, stored:], value[:, :, stored:])
+        for rows in (key, value):
+            before = self._before[len(self.live) :][:1]
+            self.live.append(torch.cat([*before, rows[:, :, stored:].float()], dim=2))
+        live_keys, live_values = self.live[-2:]
         keys, values = self._pool.read(layer, self._window.places)
         seen = keys.shape[2]
         keys = torch.cat([keys.float(), live_keys], dim=2)
@@ -85,37 +89,7 @@ class PoolAttention:
         )
 
 
-class LiveRows:
-    """Keys and values of the tree's own blocks, layer by layer; they end with the tree."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> "LiveRows":
-        """Rows whose keys and values are given as `tensors` gives them."""
-        rows = LiveRows(len(tensors) // 2)
-        rows._keys, rows._values = list(tensors[::2]), list(tensors[1::2])
-        return rows
-
-    def tensors(self) -> list[Tensor]:
-        """Keys and values, layer by layer. # [batch, kv_heads, rows, head_dim] each"""
-        pairs = zip(self._keys, self._values, strict=True)
-        return [value for pair in pairs for value in pair if value is not None]
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, the given ones last. # [batch, kv_heads, rows, head_dim], float32"""
-        before_keys, before_values = self._keys[layer], self._values[layer]
-        keys, values = keys.float(), values.float()
-        if before_keys is not None and before_values is not None:
-            keys, values = torch.cat([before_keys, keys], dim=2), torch.cat([before_values, values], dim=2)
-        self._keys[layer], self._values[layer] = keys, values
-        return keys, values
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(NamedTuple):
     """What blocks of one forward can see, from which follows what blocks that start at their nodes can see."""
 
     path: Tensor  # [batch, starts, live] bool, live rows seen from before the block
@@ -144,17 +118,17 @@ class Reach:
 
 
 class BlockForward:
-    """The forwards of one draft tree, each kernel by a call of its own. It keeps the tree's live rows."""
+    """The forwards of one draft tree. It keeps the keys and values of the tree's live rows, as `PoolAttention.live`."""
 
     def __init__(
-        self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window, live: LiveRows | None = None
+        self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window, live: Sequence[Tensor] = ()
     ) -> None:
         self._model = model
         self._embed = embed
         self._pool = pool
         self._window = window
         self._size = model.config.block_size
-        self.live = live or LiveRows(model.config.num_layers)
+        self.live = live
 
     def first(self, waiting: Waiting) -> Tensor:
         """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
@@ -193,6 +167,7 @@ class BlockForward:
             live_mask=torch.cat([reach.path.repeat_interleave(self._size, dim=1), own], dim=2),
         )
         onward: Tensor = self._model(rows, attention)
+        self.live = attention.live
         return onward.view(batch, number, self._size, -1)
 
     def _run(self, waiting: Waiting, own: int, *, stores_only: bool = False) -> Tensor:
@@ -212,15 +187,10 @@ class BlockForward:
             newest = order[:, -1:].expand(-1, own)
             positions, order = torch.cat([positions, ahead], dim=1), torch.cat([order, newest], dim=1)
         live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
-        states: Tensor = self._model(
-            BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)),
-            self._attention(
-                self._pool.places(waiting.slots).flatten(1),
-                limits=order,
-                live_mask=live_mask,
-                stores_only=stores_only,
-            ),
-        )
+        stored = self._pool.places(waiting.slots).flatten(1)
+        attention = self._attention(stored, limits=order, live_mask=live_mask, stores_only=stores_only)
+        states: Tensor = self._model(BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)), attention)
+        self.live = attention.live
         return states
 
     def _committed_order(self, waiting: Waiting) -> tuple[Tensor, Tensor]:
@@ -239,6 +209,6 @@ class BlockForward:
             stored,
             limits=limits,
             live_mask=live_mask,
-            live=self.live,
+            before=self.live,
             stores_only=stores_only,
         )
