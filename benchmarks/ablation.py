@@ -22,7 +22,7 @@ from service.bench.prompts import PromptSet
 from service.bench.speed import PLAIN, Contestant, EngineContestant, Measure, mismatches, take_turns, warm_up
 from service.bench.speed_report import first_prompts, plain_contestant, read_sets
 from service.config import LoadedConfig, ServiceConfig
-from service.engine import build, trained
+from service.engine import build, drafter_weights
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 from service.logging import counting
@@ -143,10 +143,10 @@ def _compared(assembly: Assembly, ablation: str, folder: Path | None) -> Iterato
 
 def _weights(assembly: Assembly, folder: Path) -> TrainedWeights:
     assert assembly.weights is not None
-    taps, expected = trained.tap_layers(folder), assembly.weights.model.config.tap_layers
+    taps, expected = drafter_weights.tap_layers(folder), assembly.weights.model.config.tap_layers
     if taps != expected:
         raise StartupError(f"drafter {folder}: reads target layers {taps}, the full drafter reads {expected}")
-    return trained.load_weights(folder, assembly.loaded, blocks=assembly.config.draft_blocks)
+    return drafter_weights.load_weights(folder, assembly.loaded, blocks=assembly.config.draft_blocks)
 
 
 def _drafter(assembly: Assembly, variant: Variant) -> Drafter:

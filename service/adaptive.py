@@ -29,11 +29,11 @@ from drafters.specblock.model import SpecBlock
 from drafters.specblock.recording import BlockRecorder
 from service.assembly import Assembly, choose_drafter, device_of
 from service.config import ServiceConfig
-from service.engine import trained
+from service.engine import drafter_weights
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits, default_dtype
+from service.engine.drafter_weights import Replaceable
 from service.engine.engine import Engine
-from service.engine.trained import Replaceable
 from service.engine.weights import LoadedModel, load_model
 from service.errors import InvalidRequest, StartupError
 
@@ -98,7 +98,7 @@ class Adaptive:
         """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored,
         InvalidRequest."""
         self._check_leads()
-        network = trained.load_network(folder, self.loaded)
+        network = drafter_weights.load_network(folder, self.loaded)
         if network.config != self.network.config:
             raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
         weights = weights_of(network)
@@ -139,7 +139,7 @@ def build_adaptive(
         weights=source.first,
         target_head=parts.head,
         prepare=source.prepare,
-        embed=trained.embed_with(train_table),
+        embed=drafter_weights.embed_with(train_table),
         embedding=table,
     )
     learner, worker, replicas = _learning(
@@ -173,7 +173,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     cache = config.state_dir / "cache"
     loaded = load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
     try:
-        network = trained.load_network(source, loaded)
+        network = drafter_weights.load_network(source, loaded)
     except DrafterError as error:
         raise StartupError(str(error)) from error
     drafter = ServedDrafter(
@@ -181,7 +181,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         weights=weights_of(network),
         target_head=loaded.parts.head,
         prepare=in_place(network),
-        embed=trained.embed_with(loaded.parts.embedding),
+        embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
     )
     folder = learning_folder(config.state_dir, loaded.parts.identity, source)
@@ -261,7 +261,7 @@ def _replaceable(assembly: Assembly) -> Replaceable:
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "
             "trained weights, or set adaptation.enabled to false"
         )
-    found = trained.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
+    found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
     return replace(found, weights=replace(known, model=found.weights.model, embed=found.weights.embed))
 
 

@@ -18,21 +18,20 @@ from drafters.tree import MAX_NODES
 from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
-from service.engine import build, memory_planner, trained
+from service.engine import build, drafter_weights, memory_planner
 from service.engine.accounting import Learning
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
-from service.engine.dummy import dummy_drafter
+from service.engine.drafter_weights import dummy_drafter, shipped_folder
 from service.engine.engine import Engine, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
 from service.engine.requests import GenerationRequest
 from service.engine.sequence import TextStream
 from service.engine.target import Target
-from service.engine.trained import shipped_folder
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
 from service.logging import bar
@@ -236,7 +235,7 @@ def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
     if folder is not None:
-        return trained.load_weights(folder, loaded, blocks=config.draft_blocks)
+        return drafter_weights.load_weights(folder, loaded, blocks=config.draft_blocks)
     if config.load_format == "dummy" and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None

@@ -30,7 +30,7 @@ from service.engine.costs.measuring import Point, Stage
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
-from service.engine.streams import serving
+from service.engine.thread import serving
 from service.errors import StartupError
 
 

@@ -5,7 +5,6 @@ only. Configurations are written here, so nothing is downloaded.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,14 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from drafters.registry import TrainedWeights
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
-from service.engine.target import default_tap_layers
 from service.errors import StartupError
 
 _SEED = 0
-_MOST_DRAFT_TOKENS = 32_000
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
 _LLAMA_3_1_8B = {
@@ -109,25 +103,3 @@ def dummy_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
     tokenizer.chat_template = _PLAIN_TEMPLATE
     return tokenizer
-
-
-def dummy_tap_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The target layers that a random drafter reads."""
-    return default_tap_layers(config.get_text_config().num_hidden_layers)
-
-
-def dummy_drafter(model: PreTrainedModel, table: torch.Tensor, *, blocks: int) -> TrainedWeights:
-    """A random drafter network in the size that would be trained for this target."""
-    text = model.config.get_text_config()
-    config = SpecBlockConfig(
-        text.to_dict(), dummy_tap_layers(model.config), draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS)
-    )
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), torch.device(model.device):
-        torch.manual_seed(_SEED)
-        network = SpecBlock(config)
-    network = network.to(dtype=model.dtype).eval().requires_grad_(False)
-    return TrainedWeights(network, partial(_looked_up, table), blocks=blocks)
-
-
-def _looked_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.embedding(tokens, table)

@@ -23,9 +23,9 @@ from service.engine.emit import Emission, EmitStage, HostTokens
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.rows import ForwardRows
-from service.engine.sampling import SamplingState
+from service.engine.sampling import SamplingState, signed64
 from service.engine.scheduler import Batch, Scheduler
-from service.engine.sequence import Finish, Sequence, TextStream, signed64
+from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
 from service.engine.verify import VerifyStage

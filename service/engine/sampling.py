@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from kernels.filters import likeliest
 from kernels.sample import Choice
 from kernels.sample_filtered import OFF, Filters
-from service.engine.penalties import PenaltyTable, TokenHistory
 from service.engine.requests import SamplingParams
 from service.engine.sampler import EAGER_SAMPLER, Sampler
 
@@ -34,6 +33,32 @@ class Logprobs(NamedTuple):
     rank: Tensor  # [rows] int64, 1 = the likeliest token
     top_ids: Tensor  # [rows, k] int64, likeliest first, lower id first among equals
     top_logprobs: Tensor  # [rows, k] float32
+
+
+def signed64(seed: int) -> int:
+    """The low 64 bits of a seed as a signed integer, the form tensors hold it in."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class TokenHistory:
+    """Which tokens a sequence has seen and how often it wrote them: what its penalties are computed from."""
+
+    __slots__ = ("_seen", "counts", "ids", "in_prompt")
+
+    def __init__(self, prompt: Sequence[int], vocab: int, device: torch.device) -> None:
+        self._seen = set(prompt)
+        self.ids = torch.tensor(sorted(self._seen), dtype=torch.int64, device=device)  # [seen], each once
+        self.in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)  # [vocab]
+        self.in_prompt[self.ids] = True
+        self.counts = torch.zeros(vocab, device=device)  # [vocab] float32
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count tokens that were committed."""
+        written = torch.tensor(tokens, dtype=torch.int64, device=self.ids.device)
+        self.counts.index_add_(0, written, torch.ones(len(tokens), device=self.ids.device))
+        new = set(tokens) - self._seen
+        self._seen |= new
+        self.ids = torch.cat((self.ids, torch.tensor(sorted(new), dtype=torch.int64, device=self.ids.device)))
 
 
 class SamplingState:
@@ -181,14 +206,53 @@ class _MinTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Penalties:
-    table: PenaltyTable
+    """Repetition penalty (Keskar et al., "CTRL", 2019, section 4.1) over prompt, text and path; OpenAI's frequency and
+    presence penalties over text and path."""
+
+    histories: tuple[TokenHistory, ...]
+    history_idx: Tensor  # [batch] int64, any for sequences without penalties, whose numbers below are neutral
+    repetition: Tensor  # [batch] float32
+    frequency: Tensor  # [batch] float32
+    presence: Tensor  # [batch] float32
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "_Penalties":
-        return _Penalties(PenaltyTable.build([s.params for s in states], [s.history for s in states]))
+        """The penalties of a batch, at least one of whose sequences has a history."""
+        params, histories = [s.params for s in states], [s.history for s in states]
+        kept = tuple(h for h in histories if h is not None)
+        device = kept[0].ids.device
+        has_history = torch.tensor([h is not None for h in histories], device=device)
+        return _Penalties(
+            kept,
+            (has_history.cumsum(0) - 1).clamp(min=0),
+            _floats([p.repetition_penalty for p in params], device),
+            _floats([p.frequency_penalty for p in params], device),
+            _floats([p.presence_penalty for p in params], device),
+        )
 
     def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        self.table.penalise(scores, rows.sequence_idx, rows.path_tokens)
+        """Change the scores of tokens that stand before each row's own."""
+        sequence_idx, path_tokens = rows.sequence_idx, rows.path_tokens
+        histories = self.history_idx[sequence_idx]  # [rows]
+        ids = self._seen_ids(histories, path_tokens)
+        counts = torch.stack([h.counts for h in self.histories])[histories[:, None], ids]
+        counts += (ids[:, :, None] == path_tokens[:, None, :]).sum(-1)
+        in_prompt = torch.stack([h.in_prompt for h in self.histories])[histories[:, None], ids]
+        # an id may stand here twice, with the same new score both times; padding is id 0, which changes only if seen
+        scores.scatter_(1, ids, self._penalised(scores.gather(1, ids), counts, in_prompt, sequence_idx))
+
+    def _seen_ids(self, histories: Tensor, path_tokens: Tensor) -> Tensor:
+        """Every token that stands before the row's own, 0 padded. # [rows, width + depth]"""
+        ids = nn.utils.rnn.pad_sequence([h.ids for h in self.histories], batch_first=True)
+        return torch.cat((ids[histories], path_tokens.clamp(min=0)), 1)
+
+    def _penalised(self, scores: Tensor, counts: Tensor, in_prompt: Tensor, sequence_idx: Tensor) -> Tensor:
+        # all [rows, width + depth]
+        repetition = self.repetition[sequence_idx, None]
+        written = counts > 0
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(written | in_prompt, repeated, scores)
+        return scores - counts * self.frequency[sequence_idx, None] - written * self.presence[sequence_idx, None]
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -243,9 +307,4 @@ def _floats(values: Sequence[float], device: torch.device) -> Tensor:
 
 def _seeds(states: Sequence[SamplingState]) -> Tensor:
     """# [batch] int64"""
-    return torch.tensor([_signed64(s.params.seed) for s in states], device=states[0].device)
-
-
-def _signed64(seed: int) -> int:
-    """The seed's low 64 bits as torch's int64."""
-    return (seed + 2**63) % 2**64 - 2**63
+    return torch.tensor([signed64(s.params.seed) for s in states], device=states[0].device)

@@ -84,11 +84,6 @@ def _continues(stop: str, text: str, start: int) -> bool:
     return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 
-def signed64(seed: int) -> int:
-    """The low 64 bits of a seed as a signed integer, the form tensors hold it in."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n generations. `tokens` is prompt and generated text; its last token's keys and values are

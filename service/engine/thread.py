@@ -6,18 +6,22 @@ Only records cross: requests and aborts in, outputs out. The engine itself is to
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from service.engine.engine import Engine, StepReport
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
-from service.engine.streams import serving
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[SequenceOutput]], None]
 Observe = Callable[[StepReport, LoadStats], None]
 _Message = Callable[[Engine], None]
+
+_HIGH_PRIORITY = -1
 
 
 class EngineThread:
@@ -110,3 +114,20 @@ class EngineThread:
             deliver(report.outputs)
         if report.stats is not None or report.finished:
             self._observe(report, self._engine.load)
+
+
+@contextmanager
+def serving(device: torch.device) -> Iterator[None]:
+    """Compute on a stream of higher priority than that of learning, behind what was asked for until now and before what
+    is asked for later; nothing changes on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+    before = torch.cuda.current_stream(device)
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)

@@ -17,7 +17,7 @@ from service.bench.lossless_report import built_in_prompts
 from service.config import ServiceConfig
 from service.engine.memory_planner import memory_for
 from service.engine.requests import SamplingParams
-from service.engine.streams import serving
+from service.engine.thread import serving
 from service.errors import StartupError
 from tests.service.bench.parts import save_drafter
 from tests.service.engine.harness import Generated, generate, greedy, request, sampled

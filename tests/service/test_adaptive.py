@@ -15,7 +15,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
 from service.adaptive import Adaptive, build_adaptive, log_event
 from service.assembly import Assembly, assemble
-from service.engine import trained
+from service.engine import drafter_weights
 from service.engine.budget import FixedBudget
 from service.engine.linear import can_pack
 from service.errors import StartupError
@@ -119,7 +119,7 @@ def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -
 
 def brought(assembly: Assembly, folder: Path, seed: int = 3) -> Path:
     """A drafter like the one that serves, with other weights."""
-    network = trained.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network = drafter_weights.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
     torch.manual_seed(seed)
     with torch.no_grad():
         for value in network.parameters():
@@ -139,7 +139,7 @@ def test_a_drafter_from_a_folder_is_served_with_the_bits_it_has(assembly: Assemb
         status = adaptive.status()
         served = dict(adaptive.network.named_parameters())
     assert (status.version, status.origin, status.snapshots) == (1, 1, (1,))
-    expected = trained.load_network(folder, assembly.loaded)
+    expected = drafter_weights.load_network(folder, assembly.loaded)
     assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
 
 
@@ -151,7 +151,7 @@ def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) 
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:
         adaptive.load_from_disk(folder)
         adaptive.engine.step()
-        fresh = trained.load_weights(folder, assembly.loaded, blocks=1).model
+        fresh = drafter_weights.load_weights(folder, assembly.loaded, blocks=1).model
         states = torch.randn(7, fresh.config.hidden_size).to(torch.bfloat16)
         features = states.repeat(1, len(fresh.config.tap_layers))
         assert torch.equal(adaptive.network.lm_head(states), fresh.lm_head(states))
@@ -162,7 +162,7 @@ def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) 
 
 
 def test_a_drafter_with_another_vocabulary_serves_from_it(assembly: Assembly, tmp_path: Path) -> None:
-    network = trained.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network = drafter_weights.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
     network.set_vocabulary(torch.arange(64) + 1)
     checkpoint.save(tmp_path / "d", network, target_identity=assembly.loaded.parts.identity, facts={}, own_head=True)
     asked = requests(PROMPTS, temperature=1.0, tokens=12)
@@ -181,7 +181,7 @@ def test_a_drafter_with_another_vocabulary_serves_from_it(assembly: Assembly, tm
 def test_what_does_not_fit_is_refused_and_changes_nothing(assembly: Assembly, tmp_path: Path) -> None:
     other = assemble(settings_for(save_two_layers(tmp_path / "other", hidden_size=48)))
     source = Path(str(assembly.config.drafter_path))
-    network = trained.load_network(source, assembly.loaded)
+    network = drafter_weights.load_network(source, assembly.loaded)
     identity = assembly.loaded.parts.identity
 
     def saved(name: str, target: str = identity) -> Path:
@@ -214,7 +214,7 @@ def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembl
         later.engine.step()
         assert (later.weights.origin, later.engine.drafter.version) == (1, 2)
         served = dict(later.network.named_parameters())
-        expected = trained.load_network(folder, assembly.loaded)
+        expected = drafter_weights.load_network(folder, assembly.loaded)
         assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
 
 

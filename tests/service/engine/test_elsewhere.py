@@ -14,11 +14,11 @@ from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import Point, Stage
+from service.engine.drafter_weights import embed_with
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
-from service.engine.trained import embed_with
 from tests.drafters.specblock.parts import tiny_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, Claimed, claims
 from tests.service.engine.harness import (

@@ -1,24 +1,30 @@
-"""Loading a trained drafter for a loaded target, with start-up errors that say what to change."""
+"""The drafter network for a loaded target: trained weights from a folder, or random ones beside a random target."""
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 
 import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
+from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import Embed, SpecBlock
 from service.engine import linear
-from service.engine.linear import repacking
+from service.engine.target import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
+
+_SEED = 0
+_MOST_DRAFT_TOKENS = 32_000
 
 
 def shipped_folder(model_name: str) -> Path | None:
@@ -68,7 +74,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
 
 def _replacing(model: SpecBlock) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
     """How other weights and their vocabulary reach a network, be its layers packed or not."""
-    repack = repacking(model)
+    repack = linear.repacking(model)
 
     def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
         write_layers, vocabulary = repack(weights), weights[VOCABULARY]
@@ -94,3 +100,18 @@ def embed_with(table: Tensor) -> Embed:
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
     """The network alone, nothing of it packed. Raises DrafterError."""
     return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
+
+
+def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> TrainedWeights:
+    """A random drafter network in the size that would be trained for this target."""
+    text = model.config.get_text_config()
+    config = SpecBlockConfig(
+        text.to_dict(),
+        default_tap_layers(text.num_hidden_layers),
+        draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS),
+    )
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), torch.device(model.device):
+        torch.manual_seed(_SEED)
+        network = SpecBlock(config)
+    network = network.to(dtype=model.dtype).eval().requires_grad_(False)
+    return TrainedWeights(network, embed_with(table), blocks=blocks)
