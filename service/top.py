@@ -138,6 +138,8 @@ def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
 def _refuse(response: httpx.Response, url: str) -> None:
     if response.status_code == 401:
         raise NoFeedError(f"the server at {url} wants an API key: give one with --key")
+    if response.status_code == 403:
+        raise NoFeedError(f"the server does not answer to the name in {url}: add it to its allowed_hosts")
     if response.status_code != 200:
         raise NoFeedError(f"the server at {url} has no feed (status {response.status_code}): is it adaptree?")
 

@@ -128,7 +128,8 @@ async def test_a_full_queue_refuses() -> None:
         assert engine.submitted == []
 
 
-async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> None:
+async def loading() -> tuple[Runtime, threading.Event]:
+    """A runtime that loads until it is released."""
     release = threading.Event()
 
     def load() -> Served:
@@ -137,6 +138,11 @@ async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> N
 
     runtime = Runtime(load, max_waiting=4)
     await runtime.start()
+    return runtime, release
+
+
+async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> None:
+    runtime, release = await loading()
     states: list[str] = [runtime.state]
     with pytest.raises(NotReady, match="loading"):
         runtime.generate(ask())
@@ -165,14 +171,7 @@ async def test_a_failed_load_is_told_to_whoever_waits() -> None:
 
 
 async def test_stopping_while_loading_does_not_wait_for_the_load() -> None:
-    release = threading.Event()
-
-    def load() -> Served:
-        assert release.wait(10)
-        return Served(ScriptedEngine(say("x")), TOKENIZER, CARD)
-
-    runtime = Runtime(load, max_waiting=4)
-    await runtime.start()
+    runtime, release = await loading()
     await asyncio.sleep(0.02)
     began = time.monotonic()
     await runtime.drain(5)

@@ -102,6 +102,7 @@ def test_one_moment_is_printed_on_demand() -> None:
     ("status", "body", "words"),
     [
         (401, b"", "wants an API key: give one with --key"),
+        (403, b"", "add it to its allowed_hosts"),
         (404, b"", "has no feed (status 404)"),
         (200, frames(), "has ended its feed: it is shutting down"),
     ],
