@@ -40,7 +40,7 @@ STAGES: dict[str, Place] = {
     "clipping": (Trainer, "_clip_update"),
     "loading the candidate": (DrafterWeights, "candidate"),
     "replaying": (evaluator, "replay_blocks"),
-    "judging": (Gate, "judge"),
+    "judging": (Gate, "decide"),
     "write preparation": (DrafterWeights, "_prepared"),
     "snapshot write": (checkpoint, "write_synced"),
     "snapshot sync": (checkpoint, "sync_folder"),
