@@ -17,7 +17,7 @@ from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
 from adaptation.gate import Gate
 from adaptation.losses import Drift
 from adaptation.monitor import RollbackMonitor
-from adaptation.policy import EveryBatch, Never, Policy
+from adaptation.policy import EveryBatch, Policy
 from adaptation.process import TrainingProcess, training_parts
 from adaptation.samples import SampleBuffers, ValidationSet
 from adaptation.traffic import TrafficMonitor
@@ -144,7 +144,7 @@ def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -
         case "full_only":
             return EveryBatch("full", config.full_queries)
         case "never":
-            return Never()
+            return EveryBatch(None)
 
 
 def _feedback(

@@ -1,8 +1,8 @@
 """Policies of learning: which finished queries are learnt from, and when an update is due.
 
 Throughput is emitted tokens per cost. Costs are seconds divided by what the cost table predicts for the same load, so
-that a busier hour is not mistaken for a worse drafter. `EveryBatch` and `Never` ask no bandit: they show what deciding
-by gain is worth.
+that a busier hour is not mistaken for a worse drafter. `EveryBatch` asks no bandit: it shows what deciding by gain is
+worth.
 """
 
 import math
@@ -86,7 +86,7 @@ class Policy(Protocol):
         ...
 
     def decide(self, query: QueryReport) -> Decision:
-        """Hear of a finished query and say into which buffer it goes. To be called for every query, in order."""
+        """Into which buffer a finished query goes. To be called for every query, in order."""
         ...
 
     def take_update(self) -> Arm | None:
@@ -125,13 +125,13 @@ class Policy(Protocol):
 
 
 class EveryBatch:
-    """One kind of update, again and again, whenever so many queries have come together.
+    """One kind of update, again and again, whenever so many queries have come together; none at all without an arm.
 
     With full updates of 8 queries it is the schedule of Online Speculative Decoding (arXiv 2310.07177).
     """
 
-    def __init__(self, arm: Arm, batch_queries: int) -> None:
-        self._arm: Arm = arm
+    def __init__(self, arm: Arm | None, batch_queries: int = 1) -> None:
+        self._arm: Arm | None = arm
         self._batch_queries = batch_queries
         self._num_waiting = 0
         self._training = False
@@ -142,9 +142,11 @@ class EveryBatch:
 
     @property
     def resting(self) -> bool:
-        return False
+        return self._arm is None
 
     def decide(self, query: QueryReport) -> Decision:
+        if self._arm is None:
+            return Decision(None, "never", {})
         if not query.usable:
             return Decision(None, "unusable", {})
         if query.signal is None:
@@ -183,40 +185,3 @@ class EveryBatch:
             raise ValueError("not the state of a fixed policy")
         self.reset()
         self._num_waiting = waiting
-
-
-class Never:
-    """Learns nothing."""
-
-    @property
-    def values(self) -> Mapping[Arm, float]:
-        return {}
-
-    @property
-    def resting(self) -> bool:
-        return True
-
-    def decide(self, query: QueryReport) -> Decision:
-        return Decision(None, "never", {})
-
-    def take_update(self) -> Arm | None:
-        return None
-
-    def published(self, tau_ratio: float) -> None:
-        raise AssertionError("an update ends that never began")
-
-    def discarded(self, *, counted: bool = True) -> None:
-        raise AssertionError("an update ends that never began")
-
-    def traffic_changed(self) -> None:
-        """Whatever the texts are."""
-
-    def reset(self) -> None:
-        return None
-
-    def state(self) -> State:
-        return {}
-
-    def restore(self, state: State) -> None:
-        if state:
-            raise ValueError("not the state of a policy that never learns")

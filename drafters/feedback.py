@@ -145,7 +145,6 @@ class FeedbackRecorder:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.num_dropped = 0  # positions that were overwritten before their query ended
         self.dtype = dtype
         self._window = window_tokens
         self._places = window_tokens + _BEHIND
@@ -202,10 +201,8 @@ class FeedbackRecorder:
     def finish(self, query: Query) -> QueryFeedback:
         """Take out what a query left behind, in tensors of its own."""
         row, length = query.row, len(query.tokens)
-        recorded = row in self._prompt
         first = max(self._first.pop(row, length - 1), length - self._window)
         prompt = max(self._prompt.pop(row, length), length - self._window)
-        self.num_dropped += max(0, length - self._window) if recorded else 0
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
         draft_labels = self._draft_labels(row, labels, prompt)

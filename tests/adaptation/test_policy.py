@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from adaptation.policy import Arm, EveryBatch, Never, Policy, QueryReport, State
+from adaptation.policy import Arm, EveryBatch, Policy, QueryReport, State
 
 
 def report(signal: float | None = 7.0, verify_cost: float = 2.0) -> QueryReport:
@@ -59,11 +59,8 @@ def test_a_foreign_state_is_refused(state: State) -> None:
 
 
 def test_never_learns_nothing() -> None:
-    policy: Policy = Never()
+    policy: Policy = EveryBatch(None)
     for _ in range(100):
         assert policy.decide(report()).choice == "skip"
         assert policy.take_update() is None
-    assert policy.state() == {}
-    policy.restore({})
-    with pytest.raises(ValueError, match="not the state"):
-        policy.restore({"num_waiting": 1})
+    assert policy.resting
