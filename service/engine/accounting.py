@@ -1,7 +1,7 @@
-"""The books of running queries: what each step cost them and brought them, until a query ends.
+"""Request accounting: what each step cost running queries and brought them, until a query ends and is learnt from.
 
 A step's seconds are divided by what the same step would have taken without trees, so that a busier hour is not
-mistaken for a worse drafter. Steps that read prompts belong to nobody. Knows neither learning nor drafters.
+mistaken for a worse drafter. Steps that read prompts belong to nobody.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def plain_seconds(costs: CostTable) -> PlainSeconds:
 
 
 @dataclass(slots=True)
-class _Book:
+class _Account:
     row: int
     first_version: int
     version: int
@@ -59,11 +59,11 @@ class _Book:
 
 
 class RequestAccounting:
-    """One book per running sequence."""
+    """One account per running sequence."""
 
     def __init__(self, plain: PlainSeconds) -> None:
         self._plain = plain
-        self._books: dict[Sequence, _Book] = {}
+        self._accounts: dict[Sequence, _Account] = {}
 
     def enter(
         self,
@@ -76,50 +76,50 @@ class RequestAccounting:
     ) -> None:
         """Note a step. `drafted` by item of the batch, `accepted` by completing one."""
         completing = batch.completing
-        books = [self._book(sequence, version) for sequence in completing]
+        accounts = [self._account(sequence, version) for sequence in completing]
         if len(batch.drafting) != len(batch.items):
             return
         context = sum(len(sequence.tokens) for sequence in completing) / len(completing)
         plain = self._plain(len(completing), context)
         share = (draft_seconds + verify_seconds) / len(completing)
-        for book, nodes, length in zip(books, drafted, accepted, strict=True):
-            book.add(draft_seconds / plain, verify_seconds / plain, share)
+        for account, nodes, length in zip(accounts, drafted, accepted, strict=True):
+            account.add(draft_seconds / plain, verify_seconds / plain, share)
             if nodes:
-                book.accepted.append(length)
+                account.accepted.append(length)
             else:
-                book.plain_steps += 1
+                account.plain_steps += 1
 
     def forget(self, sequence: Sequence) -> None:
         """It did not come to its own end."""
-        self._books.pop(sequence, None)
+        self._accounts.pop(sequence, None)
 
     def close(self, sequence: Sequence, finish: Finish) -> Query | None:
         """The query of a sequence that has ended, or None if nothing can be said of it."""
-        book = self._books.pop(sequence, None)
-        if book is None or finish.reason not in ("stop", "length"):
+        account = self._accounts.pop(sequence, None)
+        if account is None or finish.reason not in ("stop", "length"):
             return None
         return Query(
-            row=book.row,
+            row=account.row,
             tokens=sequence.tokens,
             num_prompt=sequence.num_prompt,
             client=sequence.request.client,
             store=sequence.request.store,
             temperature=sequence.request.sampling.temperature,
-            first_version=book.first_version,
-            version=book.version,
-            accepted=tuple(book.accepted),
-            plain_steps=book.plain_steps,
-            draft_cost=book.draft_cost,
-            verify_cost=book.verify_cost,
-            seconds=book.seconds,
+            first_version=account.first_version,
+            version=account.version,
+            accepted=tuple(account.accepted),
+            plain_steps=account.plain_steps,
+            draft_cost=account.draft_cost,
+            verify_cost=account.verify_cost,
+            seconds=account.seconds,
         )
 
-    def _book(self, sequence: Sequence, version: int) -> _Book:
-        book = self._books.get(sequence)
-        if book is None:
-            book = self._books[sequence] = _Book(sequence.table_row, version, version)
-        book.row, book.version = sequence.table_row, version
-        return book
+    def _account(self, sequence: Sequence, version: int) -> _Account:
+        account = self._accounts.get(sequence)
+        if account is None:
+            account = self._accounts[sequence] = _Account(sequence.table_row, version, version)
+        account.row, account.version = sequence.table_row, version
+        return account
 
 
 class Learning(Protocol):

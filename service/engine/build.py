@@ -14,7 +14,7 @@ from service.engine.costs.model import Costs, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
-from service.engine.prefix_cache import NoPrefixCache, PrefixCache, SlotCache
+from service.engine.prefix_cache import PrefixCache
 from service.engine.scheduler import Scheduler
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
@@ -75,7 +75,7 @@ def build_engine(
             table,
             prefill_chunk=limits.prefill_chunk,
             released=draft_stage.stop,
-            cache=_prefix_cache(limits, target.device),
+            cache=PrefixCache(target.device, keep=limits.prefix_cache, isolate_clients=limits.isolate_clients),
             tree_nodes=limits.max_budget,
         ),
         draft_stage=draft_stage,
@@ -83,12 +83,6 @@ def build_engine(
         learning=learning,
         plain_seconds=_plain_seconds(costs),
     )
-
-
-def _prefix_cache(limits: EngineLimits, device: torch.device) -> SlotCache:
-    if not limits.prefix_cache:
-        return NoPrefixCache(device)
-    return PrefixCache(device, isolate_clients=limits.isolate_clients)
 
 
 def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:

@@ -9,7 +9,6 @@ Knows neither sequences nor who is served first. Legend: labels = tokens that le
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,54 +52,14 @@ class Lease:
     is_published: bool = False  # what was read behind it has been offered to others
 
 
-class SlotCache(Protocol):
-    """Who decides what becomes of a sequence's slots when it no longer runs."""
-
-    num_evictable: int  # slots that `evict` could give back now
-
-    def acquire(self, client: str, tokens: list[int]) -> Lease:
-        """Lease the longest known prefix; the last token is never part of it."""
-        ...
-
-    def known(self, client: str, tokens: list[int]) -> int:
-        """Positions that a lease would have."""
-        ...
-
-    def leased(self, client: str, tokens: list[int]) -> int:
-        """Those of them that others have leased now."""
-        ...
-
-    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
-        """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
-        ...
-
-    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
-        """End a lease; takes over the slots behind it and returns those to be freed. # [positions] -> [freed] int64"""
-        ...
-
-    def evict(self, count: int) -> Tensor:
-        """Give up at least so many slots if there are as many, least recently used first. # -> [evicted] int64"""
-        ...
-
-    def num_kept(self, lease: Lease) -> int:
-        """Positions of a lease that others hold too, so that they stay whatever becomes of it."""
-        ...
-
-    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
-        """Whether the reader is about to share much more of the tokens than is known now."""
-        ...
-
-    def held(self) -> Tensor:
-        """All slots that belong to the cache. # -> [held] int64"""
-        ...
-
-
 class PrefixCache:
     """Keeps the slots of ended and running sequences until they are needed for something else."""
 
-    def __init__(self, device: torch.device, *, isolate_clients: bool = False) -> None:
-        """With `isolate_clients` nobody can learn from the time an answer takes what others have asked."""
-        self.num_evictable = 0
+    def __init__(self, device: torch.device, *, keep: bool = True, isolate_clients: bool = False) -> None:
+        """Without `keep` nothing is ever found. With `isolate_clients` nobody can learn from the time an answer takes
+        what others have asked."""
+        self.num_evictable = 0  # slots that `evict` could give back now
+        self._keep = keep
         self._isolate = isolate_clients
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
@@ -110,6 +69,9 @@ class PrefixCache:
         self._compact_at = _FEW_ENTRIES
 
     def acquire(self, client: str, tokens: list[int]) -> Lease:
+        """Lease the longest known prefix; the last token is never part of it."""
+        if not self._keep:
+            return Lease(Node([], self._nothing, None), 0, self._nothing)
         key = self._key(client, tokens)
         root = self._roots.setdefault(key, Node([], self._nothing, None, key))
         node, length = self._descend(root, tokens, 0)
@@ -123,13 +85,16 @@ class PrefixCache:
         return Lease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
 
     def known(self, client: str, tokens: list[int]) -> int:
+        """Positions that a lease would have."""
         return sum(common for _, common in self._path(client, tokens))
 
     def leased(self, client: str, tokens: list[int]) -> int:
+        """Those of them that others have leased now."""
         return sum(common for node, common in self._path(client, tokens) if node.leases)
 
     def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
-        labels = list(tokens[lease.length + 1 :][: slots.shape[0]])
+        """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
+        labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
         # What another has shared in between stays where it is: a running sequence cannot change its slots.
         if labels and labels[0] not in lease.node.children:
             lease.node = self._attach(lease.node, labels, slots[: len(labels)])
@@ -137,6 +102,9 @@ class PrefixCache:
             lease.length += len(labels)
 
     def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
+        """End a lease; takes over the slots behind it and returns those to be freed. # [positions] -> [freed] int64"""
+        if not self._keep:
+            return slots
         self._now += 1
         text = tokens[: lease.length + slots.shape[0] + 1]
         node, length = self._descend(lease.node, text, lease.length)
@@ -152,6 +120,7 @@ class PrefixCache:
         return torch.cat([slots[:twice], slots[twice + len(labels) :]])
 
     def evict(self, count: int) -> Tensor:
+        """Give up at least so many slots if there are as many, least recently used first. # -> [evicted] int64"""
         given = [self._nothing]
         while count > 0 and self.num_evictable:
             age, _, leaf = heapq.heappop(self._by_age)
@@ -161,15 +130,18 @@ class PrefixCache:
         return torch.cat(given)
 
     def num_kept(self, lease: Lease) -> int:
+        """Positions of a lease that others hold too, so that they stay whatever becomes of it."""
         return sum(len(node.labels) for node in lease.node.upwards() if node.leases > 1)
 
     def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
-        if self._key(client, tokens) != self._key(reader, text):
+        """Whether the reader is about to share much more of the tokens than is known now."""
+        if not self._keep or self._key(client, tokens) != self._key(reader, text):
             return False
         common = _common(text[: len(tokens)], tokens, 0) - 1
         return common >= _WORTH_WAITING and common - self.known(client, tokens) >= _WORTH_WAITING
 
     def held(self) -> Tensor:
+        """All slots that belong to the cache. # -> [held] int64"""
         nodes, found = list(self._roots.values()), [self._nothing]
         while nodes:
             node = nodes.pop()
@@ -263,43 +235,6 @@ class PrefixCache:
     def _forget_if_bare(self, root: Node) -> None:
         if root.key is not None and not root.children and root.leases == 0:
             del self._roots[root.key]
-
-
-class NoPrefixCache:
-    """Keeps nothing."""
-
-    num_evictable = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self._root = Node([], self._nothing, None)
-
-    def acquire(self, client: str, tokens: list[int]) -> Lease:
-        return Lease(self._root, 0, self._nothing)
-
-    def known(self, client: str, tokens: list[int]) -> int:
-        return 0
-
-    def leased(self, client: str, tokens: list[int]) -> int:
-        return 0
-
-    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
-        """Nobody could find it."""
-
-    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
-        return slots
-
-    def evict(self, count: int) -> Tensor:
-        return self._nothing
-
-    def num_kept(self, lease: Lease) -> int:
-        return 0
-
-    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
-        return False
-
-    def held(self) -> Tensor:
-        return self._nothing
 
 
 def _common(labels: list[int], tokens: list[int], start: int) -> int:

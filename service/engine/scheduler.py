@@ -17,7 +17,7 @@ from drafters.protocol import HostMetadata
 from kernels.tree_attention import MAX_NODES
 from service.engine.fairness import Accounts, WaitingLines
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import NoPrefixCache, SlotCache
+from service.engine.prefix_cache import PrefixCache
 from service.engine.rows import ExtendRows
 from service.engine.sequence import Sequence
 
@@ -105,7 +105,7 @@ class Scheduler:
         *,
         prefill_chunk: int,
         released: Callable[[Sequence], None] = lambda sequence: None,
-        cache: SlotCache | None = None,
+        cache: PrefixCache | None = None,
         tree_nodes: int = MAX_NODES,
         accounts: Accounts | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Scheduler:
         self._table = table
         self._prefill_chunk = prefill_chunk
         self._released = released
-        self._cache = cache or NoPrefixCache(table.slots.device)
+        self._cache = cache or PrefixCache(table.slots.device, keep=False)
         self._tree_nodes = tree_nodes
         self._accounts = accounts or Accounts()
         self._forecast = Forecast()
@@ -321,7 +321,7 @@ def sheltered(running: Items[Sequence]) -> Sequence:
     return min(running, key=lambda sequence: sequence.number)
 
 
-def cheapest(running: Items[Sequence], spared: Sequence, cache: SlotCache) -> Sequence | None:
+def cheapest(running: Items[Sequence], spared: Sequence, cache: PrefixCache) -> Sequence | None:
     """Least important, not preempted often, least to compute again, newest: in this order. None if all are spared."""
     return min(
         (sequence for sequence in running if sequence is not spared),
@@ -335,6 +335,6 @@ def cheapest(running: Items[Sequence], spared: Sequence, cache: SlotCache) -> Se
     )
 
 
-def _to_compute_again(sequence: Sequence, cache: SlotCache) -> int:
+def _to_compute_again(sequence: Sequence, cache: PrefixCache) -> int:
     """Positions that may be lost: what others hold as well stays in the cache."""
     return sequence.num_computed - (cache.num_kept(sequence.lease) if sequence.lease else 0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.kv_pool import SlotPool
-from service.engine.prefix_cache import Lease, NoPrefixCache, PrefixCache
+from service.engine.prefix_cache import Lease, PrefixCache
 
 CPU = torch.device("cpu")
 HELLO = [7, 1, 2, 3, 4, 5, 6]
@@ -167,7 +167,7 @@ def test_entries_of_old_do_not_pile_up() -> None:
 
 
 def test_the_null_cache_keeps_nothing() -> None:
-    cache = NoPrefixCache(CPU)
+    cache = PrefixCache(CPU, keep=False)
     lease = cache.acquire("", HELLO)
     cache.publish(lease, HELLO, slots(1, 2, 3))
     assert (lease.length, lease.slots.tolist()) == (0, [])

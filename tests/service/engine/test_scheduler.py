@@ -8,7 +8,7 @@ import torch
 
 from service.engine.fairness import Accounts
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import NoPrefixCache, PrefixCache
+from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest, sheltered
@@ -357,7 +357,7 @@ def test_it_learns_how_long_answers_are(length: int) -> None:
 
 
 CPU = torch.device("cpu")
-NOTHING_KEPT = NoPrefixCache(CPU)
+NOTHING_KEPT = PrefixCache(CPU, keep=False)
 
 
 def running(number: int, computed: int, *, priority: int = 0, preemptions: int = 0) -> Sequence:
