@@ -5,7 +5,7 @@ labels = predicted positions of all sequences: a response of n tokens has n + 1,
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,10 @@ from torch import Tensor
 
 TOP = 64
 """How many of the target's likeliest tokens a label keeps."""
+
+_LABEL_RANKS = 8
+_LABEL_WEIGHT = 0.5
+"""What the target might have said counts too, or a small corpus would leave out common words by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +154,28 @@ def batches(examples: list[Example], *, tokens: int, generator: torch.Generator)
         groups.append(group)
     for place in torch.randperm(len(groups), generator=generator).tolist():
         yield groups[place]
+
+
+def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) -> Tensor:
+    """The `size` tokens of largest expected frequency in responses and labels, ascending. # -> [size] int64"""
+    frequency = torch.zeros(vocab_size, dtype=torch.float64)
+    for example in examples:
+        said = example.tokens[example.prompt :]
+        likely = example.top_ids[:, :_LABEL_RANKS].flatten().long()
+        _refuse_foreign(said, likely, vocab_size)
+        frequency.index_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+        odds = example.top_logprobs[:, :_LABEL_RANKS].double().exp().flatten()
+        frequency.index_add_(0, likely, _LABEL_WEIGHT * odds)
+    return frequency.topk(min(size, vocab_size)).indices.sort().values
+
+
+def _refuse_foreign(said: Tensor, likely: Tensor, vocab_size: int) -> None:
+    largest = max(int(said.max()), int(likely.max()))
+    if largest >= vocab_size:
+        raise TrainingError(
+            f"the features hold token {largest}, but the target has {vocab_size}: they were made for another target"
+        )
+
+
+class TrainingError(ValueError):
+    """Training cannot start or go on; the message says what to change."""

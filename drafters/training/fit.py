@@ -1,27 +1,118 @@
-"""The training loop: batches in random order, one optimizer step each, a report after each step.
+"""The training loop: batches in random order, one optimizer step each, a report after each step; and the file a run
+continues from.
 
 When to evaluate, save or stop early is the caller's business: it gets control back after every step. The order of
 batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up again computes
-what it would have computed.
+what it would have computed, and no generator has to be kept.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafters.training.corpus import Batch, Example, batches
-from drafters.training.errors import TrainingError
+from drafters.training.corpus import Batch, Example, TrainingError, batches
 from drafters.training.objective import StepScores
 from drafters.training.parallel import Ranks
-from drafters.training.schedule import Length, rate_factor
-from drafters.training.state import Position
 
 _MOST_SKIPPED = 25
 _EPOCHS_APART = 1_000_003
 _STEPS_APART = 7_919
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The end of a run: so many steps or so many seconds, whichever comes first."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.seconds is None:
+            raise TrainingError("say how long to train: minutes, steps or both")
+
+    def fraction(self, steps: int, seconds: float) -> float:
+        """How much of the run is over, 0 to 1."""
+        parts = [steps / self.steps] if self.steps is not None else []
+        parts += [seconds / self.seconds if self.seconds else 1.0] if self.seconds is not None else []
+        return min(1.0, max(parts))
+
+
+def rate_factor(step: int, fraction: float, *, warm_up_steps: int, least: float) -> float:
+    """What the learning rate is multiplied by at a step, counted from 0."""
+    rising = min(1.0, (step + 1) / max(1, warm_up_steps))
+    return rising * (least + (1.0 - least) * 0.5 * (1.0 + math.cos(math.pi * fraction)))
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run is."""
+
+    step: int = 0
+    epoch: int = 0
+    place: int = 0  # batches of the epoch that each process has done
+    tokens: int = 0
+    skipped: int = 0  # steps left out because their gradients were not finite
+    skipped_in_a_row: int = 0
+    seconds: float = 0.0
+
+
+def save_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    *,
+    described: Mapping[str, Any],
+    notes: Mapping[str, Any],
+) -> None:
+    """Plain JSON values: `described`, settings under which alone the run may go on; `notes`, what it remembers."""
+    content = {
+        "model": model.state_dict(),
+        "d2t": model.get_buffer("d2t"),
+        "optimizer": optimizer.state_dict(),
+        "position": asdict(position),
+        "described": dict(described),
+        "notes": dict(notes),
+    }
+    part = path.with_suffix(".part")
+    torch.save(content, part)
+    part.rename(path)
+
+
+def load_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, described: Mapping[str, Any]
+) -> tuple[Position, dict[str, Any]]:
+    """Take up a run: how far it is, and its notes. Raises TrainingError for a damaged file or other settings."""
+    content = _read_state(path)
+    before = content["described"]
+    changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
+    if changed:
+        shown = ", ".join(f"{name} was {before.get(name)!r}, is {described.get(name)!r}" for name in changed[:5])
+        raise TrainingError(f"{path}: a run with other settings ({shown}); use the same ones or another folder")
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    return Position(**content["position"]), content["notes"]
+
+
+def vocabulary_of(path: Path) -> torch.Tensor:
+    """The draft tokens of a run, which more data must not change. # -> [draft_vocab] int64"""
+    d2t: torch.Tensor = _read_state(path)["d2t"]
+    return d2t
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); delete it to start the run anew") from error
+    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

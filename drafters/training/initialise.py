@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.specblock.model import InputLayer, SpecBlock
-from drafters.training.corpus import Example
-from drafters.training.errors import TrainingError
+from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
 _MOST_PENALTY = 1.0

@@ -14,8 +14,7 @@ import transformers
 from drafters.specblock import checkpoint
 from service import __version__
 from service.bench.conditions import command_line, commit_of, machine_name
-from service.training.curve import PICTURE_FILE
-from service.training.fitting import FitPlan, Fitted, final_scores
+from service.training.fitting import PICTURE_FILE, FitPlan, Fitted, final_scores
 
 CARD_FILE = "README.md"
 

@@ -15,7 +15,7 @@ import typer
 from service.config import ServiceConfig, load_config
 
 if TYPE_CHECKING:
-    from drafters.training.schedule import Length
+    from drafters.training.fit import Length
     from service.training.fitting import FitPlan
     from service.training.regenerate import Answering
 

@@ -1,28 +1,168 @@
 """Stage 2: what the target's layers say while it reads its own answers, and what else it might have said.
 
 Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, in shards on disk. A shard that is
-there already and holds these very texts is kept, so a run that was stopped goes on.
+there already and holds these very texts is kept, so a run that was stopped goes on. The manifest beside them says for
+which target they are and from which files: fit refuses others, and the drafter's card names the data by it.
+Legend: batch, heads, length, dim.
 """
 
+import hashlib
+import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
 
 from drafters.training.corpus import TOP, Shard
-from service.engine.target import FeatureTaps, decoder_layers
+from service.engine.target import FeatureTaps, decoder_layers, refuse_unknown
 from service.errors import StartupError
-from service.training import dense_attention
-from service.training.responses import Response
+from service.training.prompts import source_of
+from service.training.regenerate import Answered, Response
+
+ATTENTION_NAME = "adaptree_dense"
+
+MANIFEST_FILE = "features.json"
 
 SHARD_SEQUENCES = 64
 _LABEL_BYTES = TOP * 6
 _SPARE = 1.02
+
+
+def dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attended: list[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
+
+    `attended` collects the layers that came by. Raises StartupError for anything that would change the result unseen.
+    """
+    refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "so its features cannot be read here")
+    attended.append(module.layer_idx)  # type: ignore[arg-type]
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    length = query.shape[2]
+    if softcap is None and (sliding_window is None or sliding_window >= length):
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        out = _masked(query * scale, key, value, causal_mask(length, sliding_window, query.device), softcap)
+    return out.transpose(1, 2).to(dtype).contiguous(), None
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Who sees whom: nobody ahead, and with a window only so many positions, the own one included.
+
+    -> [length, length] bool
+    """
+    positions = torch.arange(length, device=device)
+    behind = positions[:, None] - positions
+    return (behind >= 0) & (behind < (window if window is not None else length))
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, softcap: float | None) -> Tensor:
+    """softmax(cap(q k)) v over what is seen. # seen [length, length]"""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
+    scores = grouped @ key[:, :, None].transpose(3, 4)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    out: Tensor = weights @ value[:, :, None]
+    return out.flatten(1, 2)
+
+
+AttentionInterface.register(ATTENTION_NAME, dense_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Written when the last shard is."""
+
+    target: str  # the name it was asked for by
+    target_identity: str
+    tap_layers: tuple[int, ...]
+    files: dict[str, str]  # name -> SHA-256
+    responses_by_source: dict[str, int]
+    responses_by_task: dict[str, int]
+    responses_by_temperature: dict[str, int]
+    response_tokens: int
+    tokens: int
+    shards: int
+
+    def write(self, folder: Path) -> None:
+        (folder / MANIFEST_FILE).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """Raises StartupError."""
+        file = folder / MANIFEST_FILE
+        try:
+            values = json.loads(file.read_text())
+            return Manifest(**{**values, "tap_layers": tuple(values["tap_layers"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StartupError(
+                f"{file} cannot be read ({error}); make the features with `adaptree train features`"
+            ) from error
+
+    def shard_paths(self, folder: Path) -> list[Path]:
+        """Raises StartupError when one is missing."""
+        paths = sorted(folder.glob("shard*.safetensors"))[: self.shards]
+        if len(paths) < self.shards:
+            raise StartupError(
+                f"{folder} holds {len(paths)} shards of {self.shards}; run `adaptree train features` again"
+            )
+        return paths
+
+
+def describe(
+    answered: Answered,
+    files: Sequence[Path],
+    *,
+    target: str,
+    target_identity: str,
+    tap_layers: Sequence[int],
+    shards: int,
+) -> Manifest:
+    """The manifest of features made from these responses."""
+    responses = answered.responses
+    return Manifest(
+        target=target,
+        target_identity=target_identity,
+        tap_layers=tuple(tap_layers),
+        files={file.name: sha256_of(file) for file in files},
+        responses_by_source=_counted([source_of(response.id) for response in responses]),
+        responses_by_task=_counted([response.task or "unknown" for response in responses]),
+        responses_by_temperature=_counted([f"{response.temperature:g}" for response in responses]),
+        response_tokens=answered.num_response_tokens,
+        tokens=answered.num_tokens,
+        shards=shards,
+    )
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _counted(names: Sequence[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +177,7 @@ class FeatureReader:
     """Runs a target over whole texts."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int) -> None:
-        model.set_attn_implementation(dense_attention.ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._device = model.device
         self._batch_tokens = batch_tokens

@@ -1,38 +1,44 @@
-"""Stage 3: from features to a drafter's weights, with a curve and a state to go on from.
+"""Stage 3: from features to a drafter's weights, with a curve of the held-out texts and a state to go on from."""
 
-Builds the parts, hands them to the training loop, and looks at the held-out texts from time to time. How an answer
-came to be, or what a drafter is used for, is not known here.
-"""
-
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from drafters.specblock import checkpoint
 from drafters.specblock.config import PrefixEntries, SpecBlockConfig
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.training import state
-from drafters.training.corpus import Corpus, Example, held_out
-from drafters.training.fit import FitSettings, StepReport, Trainer, make_optimizer
+from drafters.training.corpus import Corpus, Example, frequent_tokens, held_out
+from drafters.training.fit import (
+    FitSettings,
+    Length,
+    Position,
+    StepReport,
+    Trainer,
+    load_state,
+    make_optimizer,
+    save_state,
+    vocabulary_of,
+)
 from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks
-from drafters.training.schedule import Length
 from drafters.training.scores import Examiner, Scores
-from drafters.training.state import Position
-from drafters.training.vocabulary import frequent_tokens
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import Advance, bar, say
-from service.training.curve import Curve, CurvePoint
-from service.training.manifest import Manifest, sha256_of
+from service.training.features import Manifest, sha256_of
+
+CURVE_FILE = "curve.jsonl"
+PICTURE_FILE = "curve.png"
 
 STATE_FILE = "fit.pt"
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
@@ -41,6 +47,96 @@ ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One evaluation."""
+
+    step: int
+    tokens: int
+    seconds: float
+    train_loss: float | None  # mean since the evaluation before; None before the first step
+    gradient_norm: float | None
+    learning_rate: float | None
+    skipped_steps: int
+    scores: Scores
+
+    @staticmethod
+    def of(reports: Sequence[StepReport], scores: Scores) -> "CurvePoint":
+        """After these steps."""
+        last = reports[-1]
+        return CurvePoint(
+            step=last.position.step,
+            tokens=last.position.tokens,
+            seconds=round(last.position.seconds, 1),
+            train_loss=sum(report.loss for report in reports) / len(reports),
+            gradient_norm=last.gradient_norm,
+            learning_rate=last.learning_rate,
+            skipped_steps=last.position.skipped,
+            scores=scores,
+        )
+
+    @staticmethod
+    def at_start(scores: Scores) -> "CurvePoint":
+        return CurvePoint(0, 0, 0.0, None, None, None, 0, scores)
+
+
+class Curve:
+    """The points so far, in the file and at hand."""
+
+    def __init__(self, folder: Path, *, up_to_step: int) -> None:
+        """Points after `up_to_step` belong to steps that a kill undid."""
+        self._file = folder / CURVE_FILE
+        self._picture = folder / PICTURE_FILE
+        self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
+        self._file.write_text("".join(_point_line(point) for point in self.points))
+
+    def add(self, point: CurvePoint) -> None:
+        self.points.append(point)
+        with self._file.open("a") as stream:
+            stream.write(_point_line(point))
+        _draw(self.points, self._picture)
+
+
+def _point_line(point: CurvePoint) -> str:
+    return json.dumps(asdict(point)) + "\n"
+
+
+def _read_points(file: Path) -> list[CurvePoint]:
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return [CurvePoint(**{**line, "scores": _scores_of(line["scores"])}) for line in lines]
+
+
+def _scores_of(values: dict[str, object]) -> Scores:
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Scores(**lists)  # type: ignore[arg-type]
+
+
+def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    losses, shares, taus = figure.subplots(1, 3)
+    tokens = [point.tokens / 1e6 for point in points]
+    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts")
+    trained = [point for point in points if point.train_loss is not None]
+    losses.plot([p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts")
+    losses.set_title("cross-entropy to the target")
+    for place in range(min(4, len(points[0].scores.alpha))):
+        values = [point.scores.alpha[place] for point in points]
+        shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"place {place + 1}")
+    covered = [point.scores.covered[0] or 0.0 for point in points]
+    shares.plot(tokens, covered, linestyle="--", label="place 1, ranks 1-4")
+    shares.set_title("alpha: likeliest token is the target's")
+    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain of two blocks")
+    taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
+    taus.set_title("tau, replayed")
+    for axes in (losses, shares, taus):
+        axes.set_xlabel("million training tokens")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +289,7 @@ class _Watched:
     def _evaluate(self) -> None:
         self._note(CurvePoint.of(self._reports, self._examiner()))
         self._reports = []
-        state.save(
+        save_state(
             self._plan.out / STATE_FILE,
             self._start.model,
             self._start.optimizer,
@@ -224,7 +320,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     text = loaded.model.config.get_text_config()
     begun = None if plan.start_from is None else _begun(plan.start_from, loaded)
     if saved.exists():
-        d2t = state.vocabulary(saved)
+        d2t = vocabulary_of(saved)
     elif begun is not None:
         d2t = begun.d2t
     else:
@@ -235,7 +331,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     optimizer = make_optimizer(model, plan.settings)
     embed = _embedding(loaded.parts.embedding)
     if saved.exists():
-        position, notes = state.load(saved, model, optimizer, described=plan.describe())
+        position, notes = load_state(saved, model, optimizer, described=plan.describe())
         say(f"{saved}: going on from step {position.step}")
         return _Start(model, embed, optimizer, position, notes)
     if begun is not None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from adaptation.trainer import bf16_is_faster
-from drafters.training.errors import TrainingError
+from drafters.training.corpus import TrainingError
+from drafters.training.fit import Length
 from drafters.training.parallel import Ranks, join, local_device
-from drafters.training.schedule import Length
 from service.assembly import assemble, device_of
 from service.config import ServiceConfig
 from service.engine import build
@@ -22,12 +22,10 @@ from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.logging import bar, say
 from service.training.card import write_drafter
-from service.training.features import FeatureReader, write_shards
+from service.training.features import FeatureReader, describe, write_shards
 from service.training.fitting import STATE_FILE, FitPlan, fit
-from service.training.manifest import describe
 from service.training.prompts import read_prompts
-from service.training.regenerate import Answering, regenerate
-from service.training.responses import Answered, read_responses
+from service.training.regenerate import Answered, Answering, read_responses, regenerate
 
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 16384

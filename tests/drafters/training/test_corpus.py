@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training.corpus import Batch, Corpus, Shard, batches, held_out
+from drafters.training.corpus import (
+    TOP,
+    Batch,
+    Corpus,
+    Example,
+    Shard,
+    TrainingError,
+    batches,
+    frequent_tokens,
+    held_out,
+)
 from tests.drafters.training.parts import random_shard
 
 
@@ -69,3 +79,29 @@ def test_answers_to_one_prompt_are_kept_apart_together(corpus: Corpus) -> None:
     assert len(trained) == 28
     again = held_out(twice[::-1], share=0.2, most=3)[1]
     assert {e.prompt_digest for e in again} == {e.prompt_digest for e in apart}
+
+
+def example(prompt: list[int], response: list[int], likely: list[int]) -> Example:
+    """Labels put half of the odds on each of two tokens."""
+    labels = len(response) + 1
+    logprobs = torch.full((labels, TOP), -30.0)
+    logprobs[:, :2] = torch.tensor(0.5).log()
+    ids = torch.arange(TOP).expand(labels, -1).clone()
+    ids[:, :2] = torch.tensor(likely)
+    return Example(torch.tensor(prompt + response), torch.zeros(1), len(prompt), ids, logprobs)
+
+
+def test_said_and_likely_tokens_count_and_prompts_do_not() -> None:
+    text = example([90] * 20, [70, 70, 71, 72], [80, 81])
+    assert frequent_tokens([text], vocab_size=100, size=3).tolist() == [70, 80, 81]
+    assert frequent_tokens([text], vocab_size=100, size=5).tolist() == [70, 71, 72, 80, 81]
+
+
+def test_no_more_tokens_than_there_are() -> None:
+    text = example([1], [2, 3, 4], [5, 6])
+    assert frequent_tokens([text], vocab_size=70, size=8192).tolist() == list(range(70))
+
+
+def test_tokens_of_another_target_are_refused() -> None:
+    with pytest.raises(TrainingError, match="token 99, but the target has 80"):
+        frequent_tokens([example([1], [99, 3], [5, 6])], vocab_size=80, size=10)

@@ -8,14 +8,20 @@ import torch
 from torch import nn
 
 from drafters.specblock.model import SpecBlock
-from drafters.training import state
-from drafters.training.corpus import Batch, Corpus, Example
-from drafters.training.errors import TrainingError
-from drafters.training.fit import FitSettings, Trainer, make_optimizer
+from drafters.training.corpus import Batch, Corpus, Example, TrainingError
+from drafters.training.fit import (
+    FitSettings,
+    Length,
+    Position,
+    Trainer,
+    load_state,
+    make_optimizer,
+    rate_factor,
+    save_state,
+    vocabulary_of,
+)
 from drafters.training.objective import Objective, ObjectiveSettings, StepScores
 from drafters.training.parallel import OneProcess
-from drafters.training.schedule import Length
-from drafters.training.state import Position
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
@@ -77,14 +83,14 @@ def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, k
     trainer = trainer_of(first, optimizer, Position())
     for report in trainer.run(examples, Length(steps=9)):
         if report.position.step == killed_after:
-            state.save(file, first, optimizer, trainer.position, described=DESCRIBED, notes={"a": 1})
+            save_state(file, first, optimizer, trainer.position, described=DESCRIBED, notes={"a": 1})
         if report.position.step == killed_after + 1:
             break  # work after the last save is lost
 
     second = trainable_drafter(seed=5)
-    second.set_vocabulary(state.vocabulary(file))
+    second.set_vocabulary(vocabulary_of(file))
     optimizer = make_optimizer(second, SETTINGS)
-    position, notes = state.load(file, second, optimizer, described=DESCRIBED)
+    position, notes = load_state(file, second, optimizer, described=DESCRIBED)
     assert (position.step, notes) == (killed_after, {"a": 1})
     for _ in trainer_of(second, optimizer, position).run(examples, Length(steps=9)):
         pass
@@ -94,12 +100,12 @@ def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, k
 def test_other_settings_and_damaged_files_are_refused(examples: list[Example], tmp_path: Path) -> None:
     model, file = trainable_drafter(), tmp_path / "fit.pt"
     optimizer = make_optimizer(model, SETTINGS)
-    state.save(file, model, optimizer, Position(), described=DESCRIBED, notes={})
+    save_state(file, model, optimizer, Position(), described=DESCRIBED, notes={})
     with pytest.raises(TrainingError, match="seed was 0, is 1"):
-        state.load(file, model, optimizer, described={"seed": 1})
+        load_state(file, model, optimizer, described={"seed": 1})
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(TrainingError, match="delete it"):
-        state.load(file, model, optimizer, described=DESCRIBED)
+        load_state(file, model, optimizer, described=DESCRIBED)
 
 
 def test_the_rank_head_rests_until_its_step(examples: list[Example]) -> None:
@@ -163,3 +169,22 @@ def test_a_run_that_only_diverges_ends(examples: list[Example]) -> None:
     trainer = poisoned_trainer(trainable_drafter(), set(range(100)))
     with pytest.raises(TrainingError, match="lower the learning rate"):
         list(trainer.run(examples, Length(steps=100)))
+
+
+def test_the_end_that_comes_first_counts() -> None:
+    assert Length(steps=10).fraction(5, 1e9) == 0.5
+    assert Length(seconds=10.0).fraction(10**9, 5.0) == 0.5
+    assert Length(steps=10, seconds=100.0).fraction(2, 90.0) == 0.9
+    assert Length(steps=10).fraction(11, 0.0) == 1.0
+
+
+def test_a_length_must_be_said() -> None:
+    with pytest.raises(TrainingError, match="minutes, steps or both"):
+        Length()
+
+
+def test_the_rate_rises_then_falls_to_its_rest() -> None:
+    rising = [rate_factor(step, 0.0, warm_up_steps=4, least=0.1) for step in range(5)]
+    assert rising == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rate_factor(100, 0.5, warm_up_steps=4, least=0.1) == pytest.approx(0.55)
+    assert rate_factor(100, 1.0, warm_up_steps=4, least=0.1) == pytest.approx(0.1)

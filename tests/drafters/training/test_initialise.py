@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import TOP, Example
-from drafters.training.errors import TrainingError
+from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise
 

@@ -9,13 +9,10 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Corpus
-from drafters.training.errors import TrainingError
-from drafters.training.fit import FitSettings, Trainer, make_optimizer
+from drafters.training.corpus import Corpus, TrainingError
+from drafters.training.fit import FitSettings, Length, Position, Trainer, make_optimizer
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import OneProcess, ProcessGroup, Ranks, join, local_device
-from drafters.training.schedule import Length
-from drafters.training.state import Position
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 

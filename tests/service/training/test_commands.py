@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
 from drafters.training.corpus import Example
-from drafters.training.fit import StepReport, Trainer
-from drafters.training.schedule import Length
+from drafters.training.fit import Length, StepReport, Trainer
 from service.assembly import assemble
 from service.cli import app
 from service.engine.weights import load_model
 from service.errors import StartupError
-from service.training.manifest import MANIFEST_FILE, Manifest
+from service.training.features import MANIFEST_FILE, Manifest
 from tests.service.training.parts import TAPS, save_target, settings, write_prompts, write_responses
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}

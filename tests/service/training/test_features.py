@@ -12,7 +12,7 @@ from drafters.training.corpus import TOP, Shard
 from service.engine.target import decoder_layers
 from service.errors import StartupError
 from service.training.features import SHARD_SEQUENCES, FeatureReader, by_length, write_shards
-from service.training.responses import Response
+from service.training.regenerate import Response
 from tests.tiny_models import FAMILIES, WINDOW, load, random_prompts, stock_tiny, tiny_model
 
 torch.set_num_threads(1)
