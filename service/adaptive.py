@@ -16,7 +16,6 @@ import torch
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.feedback import RecordingSampler
 from adaptation.learner import Learner
-from adaptation.process import TrainingProcess
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
@@ -46,23 +45,21 @@ _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and t
 
 @dataclass
 class Adaptive:
-    """What serves and what learns. `engine` belongs to the engine's thread, `learner` and `weights` to the worker's."""
+    """What serves and what learns. `engine` belongs to the engine's thread, `learner` to the worker's."""
 
     engine: Engine
     learner: Learner
-    weights: DrafterWeights
     worker: Worker
     replicas: Replicas
     loaded: LoadedModel
     network: SpecBlock  # that serves
-    process: TrainingProcess | None
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
-        self.weights.waits = wake
-        if self.process is not None:
+        self.learner.weights.waits = wake
+        if self.learner.process is not None:
             try:
-                self.process.start()  # before there is anything to serve that its imports would slow down
+                self.learner.process.start()  # before there is anything to serve that its imports would slow down
             except OSError as error:
                 logger.error("the process that trains did not start; the first query tries again: %s", error)
         self.worker.start()
@@ -71,8 +68,8 @@ class Adaptive:
     def stop(self) -> None:
         """End the learning thread, which stores its state."""
         stop_learning(self.worker, self.replicas)
-        if self.process is not None:
-            self.process.close()
+        if self.learner.process is not None:
+            self.learner.process.close()
 
     def settle(self, timeout_seconds: float) -> bool:
         """Wait until every finished query is heard and every update that is due is done."""
@@ -147,19 +144,10 @@ def build_adaptive(
     )
     tables, recorder = _recorders(learner.tuning, network, limits, learner.sampler)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
-    told = _Told(learner.weights, tables, replicas)
-    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, told)
+    hooks = _EngineHooks(learner.weights, tables, replicas)
+    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks)
     learner.restore()
-    return Adaptive(
-        engine,
-        learner,
-        learner.weights,
-        worker,
-        replicas,
-        assembly.loaded,
-        network,
-        learner.process,
-    )
+    return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
 
 
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
@@ -240,7 +228,7 @@ def stop_learning(worker: Worker, replicas: Replicas) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _EngineHooks:
     """The engine's `Learning`: weights come in here, and what a query left behind goes out."""
 
     weights: DrafterWeights

@@ -144,13 +144,13 @@ def rollbacks(stream: Stream, times: int) -> None:
         restored = answers[0].result(timeout=60)
         condemned = [event for event in stream.events if event.kind == "rolled_back" and event.reason == "operator"][-1]
         assert restored.origin < condemned.numbers["condemned"]
-        assert condemned.numbers["condemned"] in stream.adaptive.weights.condemned
+        assert condemned.numbers["condemned"] in stream.adaptive.learner.weights.condemned
     assert stream.adaptive.worker.failures == {}
 
 
 def dead_processes(stream: Stream, times: int) -> None:
     """The process that trains is killed, at any moment around an update or a replay."""
-    process = stream.adaptive.process
+    process = stream.adaptive.learner.process
     assert process is not None
     for _ in range(times):
         delay = stream.rng.choice([0.0, 0.005, 0.02, 0.1])

@@ -170,8 +170,8 @@ class Stream:
         self.settle()
         adaptive = self.adaptive
         adaptive.engine.assert_conserved()
-        assert adaptive.status().version == adaptive.weights.version
-        assert same(weights_of(adaptive.network), adaptive.weights._served)
+        assert adaptive.status().version == adaptive.learner.weights.version
+        assert same(weights_of(adaptive.network), adaptive.learner.weights._served)
         print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:

@@ -155,6 +155,6 @@ def _practise(adaptive: Adaptive, model: SpecBlock, updates: int, folder: Path) 
         assert adaptive.learner._trainer.update("full", samples).applied
     with torch.no_grad():
         for name, value in model.named_parameters():
-            value.copy_(adaptive.weights.training.get_parameter(name))
+            value.copy_(adaptive.learner.weights.training.get_parameter(name))
     identity = adaptive.loaded.parts.identity
     checkpoint.save(folder, model, target_identity=identity, facts={}, own_head=True)

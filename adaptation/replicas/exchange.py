@@ -98,7 +98,6 @@ class Exchange:
         leader: Leader,
         lost_after_seconds: float,
         niceness: int,
-        clock: Callable[[], float],
     ) -> None:
         """`lost_after_seconds`: without the store until this replica counts itself alone."""
         self.connected = False
@@ -114,9 +113,8 @@ class Exchange:
         self._state, self._served, self._worker = follower.state, follower.served, follower.worker
         self._lost_after_seconds = lost_after_seconds
         self._niceness = niceness
-        self._clock = clock
         self._retry_seconds = _FIRST_RETRY_SECONDS
-        self._answered_at = clock()
+        self._answered_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 
@@ -191,7 +189,7 @@ class Exchange:
             self._enter("following")
             self._follower.step()
             self._sender.send()
-        self._answered_at = self._clock()
+        self._answered_at = time.monotonic()
 
     def _connect(self) -> None:
         """The store may be another one than before, or have forgotten everything."""
@@ -207,7 +205,7 @@ class Exchange:
             logger.warning("the store of the replicas is lost: %s", reason)
         self.connected = False
         self._served.now()  # what is learnt meanwhile is told by the status
-        if self._clock() - self._answered_at > self._lost_after_seconds:
+        if time.monotonic() - self._answered_at > self._lost_after_seconds:
             self._enter("alone")
             self._sender.hand_over(self._worker.offer)
 
@@ -236,7 +234,7 @@ def join_replicas(
         return worker, LocalOnly(worker)
     name = f"{platform.node()}:{os.getpid()}"
     holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
-    fingerprint, clock = fingerprint_of(drafter, target_identity), time.monotonic
+    fingerprint = fingerprint_of(drafter, target_identity)
     prefix = f"adaptree:{fingerprint[:16]}"
     secret = None if config.redis_secret is None else config.redis_secret.get_secret_value().encode()
     try:
@@ -244,7 +242,7 @@ def join_replicas(
     except ValueError as error:
         raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
     eligible = config.redis_role == "auto"
-    lease = Lease(store, prefix, name=holder, clock=clock, seconds=lease_seconds, eligible=eligible)
+    lease = Lease(store, prefix, name=holder, seconds=lease_seconds, eligible=eligible)
     versions = VersionStore(store, prefix, name=holder)
     stream = QueryStream(store, prefix, name=holder, max_queries=max_queries)
     codec = QueryCodec(fingerprint, _query_shape(learner.tuning, drafter), secret)
@@ -253,7 +251,7 @@ def join_replicas(
     served = ServedWeights(learner.weights)
     state = VersionState(fingerprint, len(served.now().data), secret)
     decode = partial(weights_from_bytes, layout=learner.weights.layout, vocab=drafter.config.target_vocab_size)
-    follower = Follower(versions, state, lease, served, learner, worker, decode=decode, clock=clock)
+    follower = Follower(versions, state, lease, served, learner, worker, decode=decode)
     receiver = QueryReceiver(stream, codec, served, lambda query: worker.ask(lambda: learner.observe(query)))
     exchange = Exchange(
         name=name,
@@ -263,10 +261,9 @@ def join_replicas(
         sender=QuerySender(stream, codec, served, sender=holder, max_queries=max_queries),
         receiver=receiver,
         follower=follower,
-        leader=Leader(follower, receiver, name=name, clock=clock),
+        leader=Leader(follower, receiver, name=name),
         lost_after_seconds=lease_seconds,
         niceness=learner.tuning.niceness,
-        clock=clock,
     )
     return worker, exchange
 

@@ -5,6 +5,7 @@ Leader and followers share which version all shall serve, and which weights are 
 
 import hashlib
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -131,7 +132,6 @@ class Follower:
         worker: Worker,
         *,
         decode: Callable[[bytes, str], dict[str, Tensor]],
-        clock: Callable[[], float],
     ) -> None:
         """`decode` checks weights against their hash, and raises Refused."""
         self.counts: Counter[str] = Counter()  # of versions
@@ -142,7 +142,6 @@ class Follower:
         self.learner = learner
         self.worker = worker
         self._decode = decode
-        self._clock = clock
         self._adopting: _Adopting | None = None
         self._refused = b""
         self._again_at = 0.0
@@ -169,7 +168,7 @@ class Follower:
         return self.served.now().sha256 != self.state.record.sha256 and not self._is_put_off(raw)
 
     def _is_put_off(self, raw: bytes) -> bool:
-        return raw == self._refused and self._clock() < self._again_at
+        return raw == self._refused and time.monotonic() < self._again_at
 
     def _follow(self, raw: bytes) -> None:
         try:
@@ -214,7 +213,7 @@ class Follower:
         if raw != self._refused:
             self.counts[outcome] += 1
             logger.warning("an announced version is not followed: %s", detail)
-        self._refused, self._again_at = raw, self._clock() + _REFUSED_SECONDS
+        self._refused, self._again_at = raw, time.monotonic() + _REFUSED_SECONDS
 
     def _reinstate(self) -> None:
         """The store has forgotten everything: tell it what all serve, if that is still served here."""

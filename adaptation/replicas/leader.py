@@ -5,6 +5,7 @@ served, not why. All calls come from the thread that talks to the store.
 """
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -115,14 +116,13 @@ class QueryReceiver:
 class Leader:
     """Announces under a lease; what the leader before has published comes first."""
 
-    def __init__(self, follower: Follower, receiver: QueryReceiver, *, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, follower: Follower, receiver: QueryReceiver, *, name: str) -> None:
         self.num_announced = 0
         self._follower = follower
         self._receiver = receiver
         self._versions, self._state = follower.versions, follower.state
         self._served, self._learner, self._worker = follower.served, follower.learner, follower.worker
         self._name = name
-        self._clock = clock
         self._epoch = 0  # that was begun
         self._sharing: Future[dict[str, JsonValue]] | None = None
         self._share_at = 0.0
@@ -146,7 +146,7 @@ class Leader:
         if shared is not None:
             self._inherit(shared)
         self._epoch = epoch
-        self._share_at = self._clock()
+        self._share_at = time.monotonic()
 
     def _inherit(self, raw: bytes) -> None:
         try:
@@ -194,12 +194,12 @@ class Leader:
 
     def _share(self, epoch: int) -> None:
         """What the policy knows, now and then, for whoever leads after this one."""
-        if self._sharing is None and self._clock() >= self._share_at:
+        if self._sharing is None and time.monotonic() >= self._share_at:
             self._sharing = self._worker.ask(self._learner.shared)
         if self._sharing is None or not self._sharing.done():
             return
         sharing, self._sharing = self._sharing, None
-        self._share_at = self._clock() + _SHARE_SECONDS
+        self._share_at = time.monotonic() + _SHARE_SECONDS
         if not sharing.cancelled() and sharing.exception() is None:
             content = {**sharing.result(), "fingerprint": self._state.fingerprint}
             self._versions.share(epoch, sign("state", content, self._state.secret))

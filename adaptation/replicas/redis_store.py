@@ -4,6 +4,7 @@ The only module that imports redis, which is an extra. Bytes come and go unread.
 time or raises StoreLost; waiting and trying again is up to the one thread that calls.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -117,9 +118,9 @@ class Lease:
         prefix: str,
         *,
         name: str,
-        clock: Callable[[], float],
         seconds: float = LEASE_SECONDS,
         eligible: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`eligible`: whether this replica would lead."""
         self.epoch = 0  # of the lease that is held; 0: none is

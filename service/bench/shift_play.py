@@ -144,7 +144,7 @@ class Learning:
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
         self._loop = adaptive.worker.loop
-        self._process = adaptive.process
+        self._process = adaptive.learner.process
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self

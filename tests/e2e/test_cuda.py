@@ -158,14 +158,14 @@ def test_a_publish_reaches_captured_forwards(folder: Path, assembly: Assembly, t
 
 @torch.no_grad()
 def _publish_something_else(adaptive: Adaptive) -> None:
-    for value in adaptive.weights.training.parameters():
+    for value in adaptive.learner.weights.training.parameters():
         value.mul_(0.5).add_(0.1)
-    adaptive.weights.publish({})
+    adaptive.learner.weights.publish({})
 
 
 def _proposals(adaptive: Adaptive) -> torch.Tensor:
     """What the drafter proposes behind a made-up text, with the weights that are served by now."""
-    adaptive.weights.between_steps()
+    adaptive.learner.weights.between_steps()
     drafter = adaptive.engine.drafter
     width = len(drafter.tap_layers) * adaptive.network.config.hidden_size
     features = torch.randn(21, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)

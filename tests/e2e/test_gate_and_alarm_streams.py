@@ -172,7 +172,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
             assert adaptive.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
-        mended = same(weights_of(adaptive.network), adaptive.weights._served)
+        mended = same(weights_of(adaptive.network), adaptive.learner.weights._served)
     print(f"mended after {queries} queries")
     assert [answer.token_ids for answer in run.answers] == plain
     assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]

@@ -40,7 +40,7 @@ class Seen:
         assert norm is not None
 
         def note(module: torch.nn.Module, inputs: object) -> None:
-            self.by_step[self.step].add((adaptive.weights.version, float(norm.weight[0])))
+            self.by_step[self.step].add((adaptive.learner.weights.version, float(norm.weight[0])))
 
         adaptive.network.register_forward_pre_hook(note)
 
@@ -94,8 +94,8 @@ def serve(
     def count(_: int) -> None:
         seen.step += 1
 
-    with publishing(adaptive.weights, publishes, parts):
-        while adaptive.weights.version < publishes:
+    with publishing(adaptive.learner.weights, publishes, parts):
+        while adaptive.learner.weights.version < publishes:
             run = generate(adaptive.engine, asked, before_step=count)
             assert [answer.token_ids for answer in run.answers] == plain
             preemptions += sum(step.stats.preemptions for step in run.steps)

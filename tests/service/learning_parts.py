@@ -67,8 +67,8 @@ def learning(
         yield adaptive
     finally:
         assert adaptive.worker.stop()
-        if adaptive.process is not None:
-            adaptive.process.close()
+        if adaptive.learner.process is not None:
+            adaptive.learner.process.close()
 
 
 def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int) -> list[GenerationRequest]:

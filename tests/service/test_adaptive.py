@@ -111,7 +111,7 @@ def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -
     config, tuning = tuned(EAGER)
     adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
     woken: list[bool] = []
-    adaptive.start(lambda: woken.append(adaptive.weights.pending))
+    adaptive.start(lambda: woken.append(adaptive.learner.weights.pending))
     adaptive.rollback()
     adaptive.stop()
     assert woken == [True]
@@ -212,7 +212,7 @@ def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembl
         adaptive.engine.step()
     with learning(assembly, tmp_path / "state", policy="never") as later:
         later.engine.step()
-        assert (later.weights.origin, later.engine.drafter.version) == (1, 2)
+        assert (later.learner.weights.origin, later.engine.drafter.version) == (1, 2)
         served = dict(later.network.named_parameters())
         expected = drafter_weights.load_network(folder, assembly.loaded)
         assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
@@ -236,7 +236,7 @@ def test_a_process_that_cannot_start_is_told_and_stops_no_server(
 
     config, tuning = tuned({**EAGER, "train_in": "process"})
     adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
-    process = adaptive.process
+    process = adaptive.learner.process
     assert process is not None
     with monkeypatch.context() as patch:
         patch.setattr("adaptation.process.subprocess.Popen", full)
