@@ -220,7 +220,7 @@ class RollbackMonitor:
     """
 
     def __init__(self, *, window: int, fall_standard_errors: float, collapse_verifies: int) -> None:
-        """`window` queries as served, or half as many replayed ones, are judged together."""
+        """`window` queries as served, or half as many replayed ones, make one window."""
         self._window = window
         self._num_pairs = max(2, window // 2)
         self._cusum, self._cusum_before = (PairedCusum(least_pairs=self._num_pairs) for _ in range(2))

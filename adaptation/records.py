@@ -137,7 +137,7 @@ class AdaptationStatus:
     collapsed: bool  # drafting earns nothing now
     values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: nobody estimates it
     waiting: Mapping[str, int]  # by arm, samples in its buffer
-    held_back: int  # texts that judge
+    held_back: int  # texts in the validation set
     queries_heard: int
     queries_dropped: int  # nobody had time for them
     queries_excluded: int  # must not be learnt from
@@ -149,7 +149,7 @@ class AdaptationStatus:
     refusals: int
     rollbacks: int
     discards: int
-    training_seconds: float  # that updates and their judging computed
+    training_seconds: float  # that updates and their evaluation computed
     kl_to_anchor: float | None  # None: there are not yet texts enough to measure it on
     failures: Mapping[str, int]  # of the learning thread, by stage
     restarts: int  # of the learning thread

@@ -152,7 +152,7 @@ class FeedbackRecorder:
         self._features = torch.zeros(*table, width, dtype=dtype, device=device)
         self._top_ids = torch.zeros(*table, top, dtype=torch.int32, device=device)
         self._top_logprobs = torch.zeros(*table, top, dtype=torch.float16, device=device)
-        self._marked = torch.full(table, _NOWHERE, dtype=torch.int64, device=device)  # absolute position of the mark
+        self._marked = torch.full(table, _NOWHERE, dtype=torch.int64, device=device)  # absolute position of the label
         self._states = torch.zeros(*table, hidden, dtype=dtype, device=device)
         self._tokens = torch.full(table, -1, dtype=torch.int64, device=device)
         self._chances = torch.zeros(table, device=device)
