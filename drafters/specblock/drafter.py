@@ -140,7 +140,7 @@ class SpecBlockDrafter:
         self.num_blocks += rows.shape[0]
         for number in range(self._blocks.shape.blocks - 1):
             promise = growing.promise
-            self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._hear, number))
+            self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._observe, number))
             if not self._block_gate.further(self._promised[number] * rows.shape[0]):
                 break
             growing.grow()
@@ -160,7 +160,7 @@ class SpecBlockDrafter:
             came = self._take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(_taken(slots, counts))
-            # Of a step without trees nothing is to be learnt, and sleeping must be cheap.
+            # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
             came = self._log.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
         if self._blocks.shape.blocks > 1:
@@ -177,7 +177,7 @@ class SpecBlockDrafter:
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()
 
-    def _hear(self, number: int, promised: Sequence[float]) -> None:
+    def _observe(self, number: int, promised: Sequence[float]) -> None:
         (self._promised[number],) = promised
 
     def _entry_runner(self, capture: Capture | None, max_sequences: int) -> GraphRunner[Tensor]:
