@@ -3,13 +3,14 @@
 Turns lines into prompt tokens. Knows nothing of what is done with them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from service.errors import RequestError, StartupError
+from service.prompts import read_lines
 from service.tokenizer import ChatTokenizer
 
 
@@ -43,16 +44,13 @@ class _Line(BaseModel):
 def read_prompts(file: Path, tokenizer: ChatTokenizer, *, limit: int | None = None) -> PromptSet:
     """The first `limit` prompts of a file. Raises StartupError naming file and line."""
     prompts: list[tuple[int, ...]] = []
-    for number, text in _lines(file):
+    for place, line in read_lines(file, _Line, "prompt file"):
+        try:
+            prompts.append(tuple(_tokens(line, tokenizer)))
+        except RequestError as error:
+            raise StartupError(f"{place}: {error.message}") from error
         if limit is not None and len(prompts) == limit:
             break
-        try:
-            prompts.append(tuple(_tokens(_Line.model_validate_json(text), tokenizer)))
-        except ValidationError as error:
-            problems = "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
-            raise StartupError(f"prompt file {file}, line {number}: {problems}") from None
-        except RequestError as error:
-            raise StartupError(f"prompt file {file}, line {number}: {error.message}") from error
     if not prompts:
         raise StartupError(f"prompt file {file} holds no prompt")
     return PromptSet(file.stem, tuple(prompts))
@@ -68,25 +66,9 @@ def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model
         )
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"prompt file {file} cannot be read: {error}") from error
-    # Only line feeds end a line of JSON: other separators may stand inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line
-
-
 def _tokens(line: _Line, tokenizer: ChatTokenizer) -> list[int]:
     if line.messages:
         return tokenizer.render_chat([message.model_dump() for message in line.messages])
     if line.turns:
         return tokenizer.render_chat([{"role": "user", "content": line.turns[0]}])
     return tokenizer.encode(line.prompt, add_special_tokens=True)
-
-
-def _problem(place: tuple[int | str, ...], message: str) -> str:
-    return f"{'.'.join(map(str, place))}: {message}" if place else message

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
+from service.prompts import read_lines
 from service.tokenizer import ChatTokenizer
 from service.training.prompts import Prompt
 
@@ -101,22 +102,7 @@ class ResponseFile:
 
 
 def _responses(file: Path) -> Iterator[Response]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"response file {file} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _response(line, f"response file {file}, line {number}")
-
-
-def _response(line: str, place: str) -> Response:
-    try:
-        return Response.model_validate_json(line)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise StartupError(f"{place}: {where + ': ' if where else ''}{problem['msg']}") from None
+    return (response for _, response in read_lines(file, Response, "response file"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
