@@ -16,11 +16,23 @@ from drafters.registry import TrainedWeights
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.generate import Run, tau, tokens_per_second
+from service.bench.driver import Run
+from service.bench.experiment import (
+    PLAIN,
+    Contestant,
+    EngineContestant,
+    Measure,
+    first_prompts,
+    mismatches,
+    plain_contestant,
+    read_sets,
+    take_turns,
+    tau,
+    tokens_per_second,
+    warm_up,
+)
 from service.bench.observe import without_noise
 from service.bench.prompts import PromptSet
-from service.bench.speed import PLAIN, Contestant, EngineContestant, Measure, mismatches, take_turns, warm_up
-from service.bench.speed_report import first_prompts, plain_contestant, read_sets
 from service.config import LoadedConfig, ServiceConfig
 from service.engine import build, drafter_weights
 from service.engine.budget import FixedBudget
@@ -117,7 +129,7 @@ def measure_variants(
     contestants: list[Contestant] = [plain_contestant(assembly)]
     contestants += [EngineContestant(v.name, assembly.engine(_drafter(assembly, v), policy)) for v in met]
     warm_up(contestants, sets[0].prompts[0], measure)
-    turns = [take_turns(prompts, contestants, measure, advance) for prompts in sets]
+    turns = [take_turns(prompts.prompts, contestants, measure, advance) for prompts in sets]
     runs = {c.name: [run for turn in turns for run in turn[c.name]] for c in contestants}
     few = [first_prompts(prompts, observe) for prompts in sets]
     rows = []

@@ -13,11 +13,10 @@ from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.heads import CLASS_OF_RANK
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.generate import generate
+from service.bench.driver import generate
+from service.bench.experiment import Measure, read_sets, requests_from
 from service.bench.observe import BlockRecord, Observed, Odds, StepRecord, TokenPath, observed
 from service.bench.prompts import PromptSet
-from service.bench.speed import Measure, requests_from
-from service.bench.speed_report import read_sets
 from service.config import LoadedConfig
 from service.engine.budget import BudgetPolicy
 from service.engine.engine import Engine

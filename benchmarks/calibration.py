@@ -13,13 +13,11 @@ from rich.table import Table
 
 from benchmarks.options import Out, Seed, Temperature
 from service.assembly import Assembly, assemble
-from service.bench.budget_commands import numbers
+from service.bench.commands import numbers
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.load import ClosedLoop, LoadRun, drive
-from service.bench.load_rows import cost_errors, percentile
+from service.bench.driver import ClosedLoop, Run, drive
+from service.bench.experiment import Measure, cost_errors, percentile, read_sets, requests_from
 from service.bench.shift_play import Stream, shifted
-from service.bench.speed import Measure, requests_from
-from service.bench.speed_report import read_sets
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
@@ -45,7 +43,7 @@ class PlayedLeg:
     """A leg and what serving it reported."""
 
     leg: Leg
-    run: LoadRun
+    run: Run
 
 
 def legs_of(stream: Stream, concurrency: Sequence[int], measure: Measure) -> list[Leg]:
@@ -139,9 +137,9 @@ def rows_of(played: Sequence[PlayedLeg], stream: Stream) -> list[LegRow]:
             phase=stream.phases[mine.leg.phase].name,
             concurrency=mine.leg.concurrency,
             queries=len(mine.leg.requests),
-            tokens_per_second=sum(len(served.token_ids) for served in mine.run.served) / mine.run.seconds,
-            nodes=sum(step.drafted_nodes for step in mine.run.steps),
-            cost_error=cost_error(mine.run.steps),
+            tokens_per_second=mine.run.num_tokens / mine.run.seconds,
+            nodes=sum(step.stats.drafted_nodes for step in mine.run.steps),
+            cost_error=cost_error([step.stats for step in mine.run.steps]),
             survival=last_reading(_phase(played[: number + 1], mine.leg.phase)),
         )
         for number, mine in enumerate(played)
@@ -199,7 +197,7 @@ def _phase(played: Sequence[PlayedLeg], phase: int) -> list[StepStats]:
 
 
 def _steps(played: Sequence[PlayedLeg]) -> list[StepStats]:
-    return [step for mine in played for step in mine.run.steps]
+    return [step.stats for mine in played for step in mine.run.steps]
 
 
 _WARM_UP_TOKENS = 16

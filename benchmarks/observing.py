@@ -19,7 +19,7 @@ from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.generate import count_mismatches
+from service.bench.experiment import count_mismatches
 from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, SamplingParams

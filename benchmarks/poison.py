@@ -17,6 +17,7 @@ from adaptation.config import PolicyName
 from benchmarks.options import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.experiment import Measure, read_sets
 from service.bench.prompts import refuse_too_long
 from service.bench.shift import columns_table, learning_cells
 from service.bench.shift_figures import (
@@ -46,8 +47,6 @@ from service.bench.shift_play import (
     players_of,
     turns_of,
 )
-from service.bench.speed import Measure
-from service.bench.speed_report import read_sets
 from service.config import LoadedConfig
 from service.errors import StartupError
 from service.tokenizer import ChatTokenizer

@@ -23,7 +23,7 @@ from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
 from service.adaptive import Adaptive
 from service.assembly import Assembly
-from service.bench.generate import generate
+from service.bench.driver import generate
 from service.engine.requests import GenerationRequest
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests

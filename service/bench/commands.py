@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.bench import budget_commands
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -36,7 +35,7 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
     app.command("speed")(with_settings(_speed))
     app.command("load")(with_settings(_load))
-    app.command("drafters")(with_settings(budget_commands.drafters))
+    app.command("drafters")(with_settings(_drafters))
     app.command("shift")(with_settings(_shift))
     app.command("gpu")(with_settings(_gpu))
     return app
@@ -66,8 +65,8 @@ def _speed(
 ) -> None:
     """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
     _log_as(loaded.config)
-    from service.bench.speed import Measure
-    from service.bench.speed_report import run_speed
+    from service.bench.experiment import Measure
+    from service.bench.speed import run_speed
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     peers = () if peer is None else (peer,)
@@ -104,14 +103,13 @@ def _load(
 ) -> None:
     """Budget policies against each other under rising load. Exit code 1 if any token differs."""
     _log_as(loaded.config)
-    from service.bench.load_report import LoadPlan, run_load
-    from service.bench.load_rows import Slo
+    from service.bench.load import LoadPlan, Slo, run_load
 
     if (arrival == "poisson") != (rate is not None):
         raise StartupError("--arrival poisson and --rate need each other")
     plan = LoadPlan(
         files=(*prompts, *(more_prompts or [])),
-        concurrency=budget_commands.numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
+        concurrency=numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
         temperature=temperature,
@@ -121,6 +119,33 @@ def _load(
         seed=seed,
     )
     _exit(run_load(loaded.config, plan, plot=plot, out=out))
+
+
+def _drafters(
+    loaded: LoadedConfig,
+    prompts: Annotated[
+        list[Path],
+        typer.Option("--prompts", metavar="FILE", help="JSONL file. Give it again to mix several files."),
+    ],
+    queries: Annotated[int, typer.Option(min=1, help="Texts, each answered by every drafter.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Texts in flight at the same time.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 128,
+    seed: _Seed = 0,
+    out: _Out = None,
+) -> None:
+    """What the worst and the best drafter do to throughput behind the budget that is served.
+
+    Against plain decoding, text by text in turn: random (random tokens, odds as any drafter might claim), liar (random
+    tokens that are all claimed to be certain) and perfect (replays the answer). A good budget soon leaves random and
+    liar at 0.98 of plain decoding or more, and lets perfect be several times faster. Exit code 1 if any token differs.
+    """
+    _log_as(loaded.config)
+    from service.bench.drafters import run_drafters
+    from service.bench.experiment import Measure
+
+    measure = Measure(temperature, max_tokens, concurrency, seed)
+    _exit(run_drafters(loaded.config, prompts, measure, queries=queries, out=out))
 
 
 def _shift(
@@ -153,8 +178,8 @@ def _shift(
 ) -> None:
     """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
     _log_as(loaded.config)
+    from service.bench.experiment import Measure
     from service.bench.shift import Traffic, policies_of, run_shift
-    from service.bench.speed import Measure
 
     if not after and epochs is None:
         raise StartupError("--after says what traffic changes to: give it, or --epochs for a stream that does not")
@@ -191,7 +216,7 @@ def _lossless(
 ) -> None:
     """Compare every way of decoding with plain decoding, token by token. Exit code 1 if any differs."""
     _log_as(loaded.config)
-    from service.bench.lossless_report import run_lossless
+    from service.bench.lossless import run_lossless
 
     _exit(run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out))
 
@@ -220,6 +245,14 @@ def draw_tree(
 
     question = Question(prompt, raw, temperature, max_tokens, seed)
     run_tree(loaded.config, question, first=step, count=steps, out=out)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """What --concurrency says: positive numbers in a list with commas. Raises StartupError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) for part in parts):
+        raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _log_as(config: ServiceConfig) -> None:

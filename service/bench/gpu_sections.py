@@ -18,12 +18,11 @@ from adaptation.records import Event
 from drafters.specblock import checkpoint
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
-from service.bench.generate import generate
-from service.bench.load import ClosedLoop, LoadRun, drive
-from service.bench.lossless import check
-from service.bench.lossless_report import built_in_prompts
+from service.bench.driver import ClosedLoop, Run, drive, generate
+from service.bench.experiment import PLAIN, SPECULATIVE, EngineContestant, Measure, requests_from, warm_up
+from service.bench.lossless import built_in_prompts, check
 from service.bench.prompts import PromptSet
-from service.bench.speed import PLAIN, SPECULATIVE, EngineContestant, Measure, measure_set, requests_from, warm_up
+from service.bench.speed import measure_set
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.costs.measuring import Point, Stage
@@ -342,7 +341,7 @@ def _plain(assembly: Assembly) -> Engine:
     return assembly.engine(assembly.drafter("none"), FixedBudget(0))
 
 
-def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> LoadRun:
+def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> Run:
     """Answer so many of the built-in prompts, in turn, as the engine's thread would."""
     prompts = small_prompts(assembly, plan)
     chosen: Sequence[Sequence[int]] = [prompts[number % len(prompts)] for number in range(count)]
@@ -352,9 +351,9 @@ def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, coun
         return drive(engine, requests, ClosedLoop(concurrency))
 
 
-def num_tokens(run: LoadRun) -> int:
+def num_tokens(run: Run) -> int:
     """Tokens of all answers."""
-    return sum(len(one.token_ids) for one in run.served)
+    return run.num_tokens
 
 
 _TRAINING_CONCURRENCY = 4
@@ -366,7 +365,7 @@ _EAGER = Tuning(duty_cycle=1.0, always_queries=4, gate_texts=4, validation_share
 class Beside:
     """What was served, and how many updates were made meanwhile."""
 
-    runs: tuple[LoadRun, ...]
+    runs: tuple[Run, ...]
     updates: int
 
     @property
@@ -375,7 +374,7 @@ class Beside:
 
     def step_seconds(self, share: float) -> float:
         """What so large a share of the steps stays below."""
-        steps = [step for run in self.runs for step in run.steps]
+        steps = [step.stats for run in self.runs for step in run.steps]
         seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
         return float(np.quantile(seconds, share))
 

@@ -1,183 +1,431 @@
-"""An engine under load: requests that arrive in a closed loop or at random, and what each of them had to wait.
+"""`adaptree bench load`: budget policies against each other under rising load.
 
-Drives the engine by hand, without thread and HTTP, so that what is measured is the engine itself. Knows no policy.
+Policies by their names on the command line:
+
+plain                     no drafting
+fixed:N                   N nodes per sequence and step
+per_batch_size[:B=N/...]  N nodes from B sequences on, by a table written by hand
+adaptive                  the configured budget by cost
 """
 
-import math
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
 
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from drafters.registry import NoDrafter
+from drafters.tree import MAX_NODES
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.driver import Answer, Arrivals, ClosedLoop, Drive, PoissonArrivals, Run, drive
+from service.bench.experiment import (
+    PLAIN,
+    Measure,
+    cost_errors,
+    mismatches,
+    percentile,
+    requests_from,
+    rotated,
+    tau,
+)
+from service.bench.prompts import read_prompts, refuse_too_long
+from service.bench.report import Column, table_of
+from service.config import ServiceConfig
+from service.engine.budget import BudgetPolicy, FixedBudget
+from service.engine.build import EngineLimits
 from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SequenceOutput
-from service.engine.stats import StepStats
+from service.engine.requests import GenerationRequest
+from service.errors import StartupError
+from service.logging import counting
 
-
-class Arrivals(Protocol):
-    """When requests come."""
-
-    def due(self, elapsed_seconds: float, finished: int) -> int:
-        """How many requests should have been sent by now."""
-        ...
-
-    def is_steady(self, finished: int, total: int) -> bool:
-        """Whether what is served now is the load in question, after so many of all requests."""
-        ...
-
-    def since(self, number: int, elapsed_seconds: float) -> float:
-        """From when on the request of that number waits, when it is sent now."""
-        ...
-
-
-class ClosedLoop:
-    """So many clients, each of which asks again as soon as it is answered.
-
-    At first everybody asks at once, in the end clients leave one after the other: neither is the load in question.
-    """
-
-    def __init__(self, concurrency: int) -> None:
-        self._concurrency = concurrency
-
-    def due(self, elapsed_seconds: float, finished: int) -> int:
-        return finished + self._concurrency
-
-    def is_steady(self, finished: int, total: int) -> bool:
-        return self._concurrency <= finished <= total - self._concurrency
-
-    def since(self, number: int, elapsed_seconds: float) -> float:
-        return elapsed_seconds
-
-
-class PoissonArrivals:
-    """Requests that come independently of each other and of the answers, at a mean rate."""
-
-    def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
-        rng = random.Random(seed)
-        self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
-
-    def due(self, elapsed_seconds: float, finished: int) -> int:
-        return sum(at <= elapsed_seconds for at in self._times)
-
-    def is_steady(self, finished: int, total: int) -> bool:
-        return True
-
-    def since(self, number: int, elapsed_seconds: float) -> float:
-        return self._times[number]
-
-
-@dataclass(slots=True)
-class Served:
-    """One request, from its arrival to its last token."""
-
-    arrival_seconds: float
-    first_token_seconds: float = 0.0  # after the arrival
-    last_seconds: float = 0.0  # when it emitted last
-    token_ids: list[int] = field(default_factory=list)
-    gaps_seconds: list[float] = field(default_factory=list)  # for each token but the first ones: since the one before
-    accepted_per_step: tuple[int, ...] = ()
-
-    def add(self, output: SequenceOutput, now: float) -> None:
-        """Tokens that come together share the time since the ones before."""
-        count = len(output.token_ids)
-        if count and not self.token_ids:
-            self.first_token_seconds = now - self.arrival_seconds
-        elif count:
-            self.gaps_seconds += [(now - self.last_seconds) / count] * count
-        if count:
-            self.last_seconds = now
-        self.token_ids += output.token_ids
-        if output.speculation is not None:
-            self.accepted_per_step = output.speculation.accepted_per_step
+ADAPTIVE = "adaptive"
+FIXED = "fixed:"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The part of a run in which the load was steady."""
+class Slo:
+    """What a request may wait to count as well served."""
 
-    seconds: float
+    first_token_seconds: float
+    token_seconds: float  # mean time per token after the first
+
+    def is_met_by(self, request: Answer) -> bool:
+        slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
+        return request.first_token_seconds <= self.first_token_seconds and slowest <= self.token_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRow:
+    """One policy at one concurrency. Inter-token latency is per token: those of one step share its time."""
+
+    policy: str
+    concurrency: int
+    arrival: str
+    rate_per_second: float | None
+    requests: int
     tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRun:
-    """All requests of a run, in their order, and the steps that served them."""
-
-    served: tuple[Served, ...]
-    steps: tuple[StepStats, ...]
     seconds: float
-    steady: Span
+    tokens_per_second: float  # while the load is steady
+    goodput_tokens_per_second: float
+    ttft_p50_seconds: float
+    ttft_p95_seconds: float
+    ttft_p99_seconds: float
+    itl_p50_seconds: float
+    itl_p95_seconds: float
+    itl_p99_seconds: float
+    mean_budget: float  # nodes per decoding sequence and step
+    tau: float
+    draft_share: float
+    undrafted_share: float  # of the steps
+    cost_error: float | None  # median of |predicted / measured - 1| over steps, for a verify
+    survival_error: float | None  # calibration error of survival at the end
+    mismatched_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
 
 
-class Drive:
-    """Requests for one engine, each of which asks for one sequence. It can be paused: its time stands still then."""
+def row_of(
+    policy: str,
+    run: Run,
+    reference: Run,
+    *,
+    concurrency: int,
+    arrival: str,
+    rate: float | None,
+    slo: Slo,
+) -> LoadRow:
+    """A policy's run as one row; `reference` is another policy's run of the same requests."""
+    served, steps, seconds = run.answers, [step.stats for step in run.steps], run.seconds
+    well_served = sum(len(request.token_ids) for request in served if slo.is_met_by(request))
+    speed = run.steady.tokens / run.steady.seconds
+    gaps = [gap for request in served for gap in request.gaps_seconds]
+    firsts = [request.first_token_seconds for request in served]
+    verifies = sum(len(request.accepted_per_step) for request in served)
+    errors = cost_errors(steps)
+    calibration = [step.survival_error for step in steps if step.survival_error is not None]
+    return LoadRow(
+        policy=policy,
+        concurrency=concurrency,
+        arrival=arrival,
+        rate_per_second=rate,
+        requests=len(served),
+        tokens=run.num_tokens,
+        seconds=seconds,
+        tokens_per_second=speed,
+        goodput_tokens_per_second=speed * well_served / run.num_tokens,
+        ttft_p50_seconds=percentile(firsts, 50),
+        ttft_p95_seconds=percentile(firsts, 95),
+        ttft_p99_seconds=percentile(firsts, 99),
+        itl_p50_seconds=percentile(gaps, 50),
+        itl_p95_seconds=percentile(gaps, 95),
+        itl_p99_seconds=percentile(gaps, 99),
+        mean_budget=sum(step.drafted_nodes for step in steps) / max(1, verifies),
+        tau=tau([run]),
+        draft_share=sum(step.draft_seconds for step in steps) / seconds,
+        undrafted_share=fmean(step.drafted_nodes == 0 for step in steps),
+        cost_error=median(errors) if errors else None,
+        survival_error=calibration[-1] if calibration else None,
+        mismatched_tokens=mismatches([reference], [run]),
+    )
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Sequence[GenerationRequest],
-        arrivals: Arrivals,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._arrivals = arrivals
-        self._clock = clock
-        self._sleep = sleep
-        self._seconds = 0.0  # before the present slice
-        self._steady = Span(0.0, 0)
-        self.num_finished = 0
-        self._served: dict[str, Served] = {}
-        self._steps: list[StepStats] = []
+
+def summary_of(rows: Sequence[LoadRow]) -> dict[str, object]:
+    """Means per policy, and what the adaptive budget is worth beside plain decoding and fixed budgets."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    means = {policy: fmean(_speeds(rows, policy)) for policy in policies}
+    summary: dict[str, object] = {
+        "mean_tokens_per_second": means,
+        "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
+    }
+    if ADAPTIVE in means:
+        summary |= _adaptive_summary(rows, means)
+    return summary
+
+
+def _adaptive_summary(rows: Sequence[LoadRow], means: dict[str, float]) -> dict[str, object]:
+    mine = _speeds(rows, ADAPTIVE)
+    fixed = [_speeds(rows, policy) for policy in means if policy.startswith(FIXED)]
+    found: dict[str, object] = {}
+    if PLAIN in means:
+        found["adaptive_over_plain_lowest"] = min(_ratios(mine, _speeds(rows, PLAIN)))
+    if fixed:
+        best = [max(speeds) for speeds in zip(*fixed, strict=True)]
+        found["adaptive_over_best_fixed_lowest"] = min(_ratios(mine, best))
+        found["adaptive_over_best_single_fixed_mean"] = min(fmean(_ratios(mine, speeds)) for speeds in fixed)
+    return found
+
+
+def _speeds(rows: Sequence[LoadRow], policy: str) -> list[float]:
+    """By concurrency."""
+    return [row.tokens_per_second for row in rows if row.policy == policy]
+
+
+def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [speed / other for speed, other in zip(speeds, others, strict=True)]
+
+
+PER_BATCH_SIZE = "per_batch_size"
+_DEFAULT_TABLE = {1: 32, 2: 16, 4: 8, 8: 4, 16: 0}
+
+
+def policy_names(text: str) -> list[str]:
+    """Names from a list with commas. Raises StartupError for an unknown one."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise StartupError("--policies names nobody: give for example plain,fixed:16,adaptive")
+    for name in names:
+        if name not in (PLAIN, ADAPTIVE):
+            static_budget(name)
+    return names
+
+
+def static_budget(name: str) -> BudgetPolicy:
+    """The static policy of that name. Raises StartupError."""
+    kind, _, rest = name.partition(":")
+    if name.startswith(FIXED) and rest.isdigit() and int(rest) <= MAX_NODES:
+        return FixedBudget(int(rest))
+    if kind == PER_BATCH_SIZE:
+        return FixedBudget(_table(rest) if rest else _DEFAULT_TABLE)
+    raise StartupError(
+        f"--policies: {name!r} is none of plain, adaptive, fixed:N (N up to {MAX_NODES}), "
+        "per_batch_size and per_batch_size:1=32/4=8/16=0"
+    )
+
+
+def engine_for(assembly: Assembly, name: str, limits: EngineLimits) -> Engine:
+    """An engine of its own on the shared target. Raises StartupError where nothing was measured."""
+    if name == PLAIN:
+        return assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits)
+    if name != ADAPTIVE:
+        return assembly.engine(policy=static_budget(name), limits=limits)
+    if assembly.costs is None:
+        raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
+    return assembly.engine(limits=limits)
+
+
+def _table(text: str) -> Mapping[int, int]:
+    try:
+        table = {int(batch): int(nodes) for batch, nodes in (entry.split("=") for entry in text.split("/"))}
+    except ValueError:
+        raise StartupError(f"--policies: {text!r} is no table such as 1=32/4=8/16=0") from None
+    if 1 not in table or not all(0 <= nodes <= MAX_NODES for nodes in table.values()):
+        raise StartupError(f"--policies: the table {text!r} must name 1, and at most {MAX_NODES} nodes")
+    return table
+
+
+_WARM_UP_TOKENS = 8
+_ROUNDS = 8
+"""Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
+_SPREAD = 0.5
+"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next
+prompts be read together, for ever."""
+_SLICE_SECONDS = 2.0
+"""After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What is asked, how and how often."""
+
+    files: tuple[Path, ...]
+    concurrency: tuple[int, ...]
+    policies: str
+    requests: int  # for each policy and concurrency, at least
+    temperature: float
+    max_tokens: int
+    rate_per_second: float | None  # None: a closed loop
+    slo: Slo
+    seed: int
 
     @property
-    def is_over(self) -> bool:
-        return self.num_finished == len(self._requests)
+    def arrival(self) -> str:
+        return "closed" if self.rate_per_second is None else "poisson"
 
-    def go_on(self, seconds: float = math.inf) -> None:
-        """Serve for so long, or to the end."""
-        start, end = self._clock() - self._seconds, self._seconds + seconds
-        while not self.is_over and self._seconds < end:
-            self._send(self._clock() - start)
-            is_steady = self._arrivals.is_steady(self.num_finished, len(self._requests))
-            tokens, before = self._step(start), self._seconds
-            self._seconds = self._clock() - start
-            if is_steady:
-                self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer."""
+        return self.max_tokens + int(_SPREAD * self.max_tokens)
 
-    def result(self) -> LoadRun:
-        """What was served until now."""
-        return LoadRun(tuple(self._served.values()), tuple(self._steps), self._seconds, self._steady)
-
-    def _send(self, elapsed: float) -> None:
-        """Hand over what is due by now."""
-        due = min(len(self._requests), self._arrivals.due(elapsed, self.num_finished))
-        for number in range(len(self._served), due):
-            request = self._requests[number]
-            self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
-            self._engine.add(replace(request, arrival_seconds=time.monotonic()))
-
-    def _step(self, start: float) -> int:
-        """One step of the engine; returns how many tokens it emitted."""
-        if self._engine.idle:
-            self._sleep(0.001)
-            return 0
-        report = self._engine.step()
-        now = self._clock() - start
-        for output in report.outputs:
-            self._served[output.request_id].add(output, now)
-            self.num_finished += output.finish_reason is not None
-        if report.stats is not None:
-            self._steps.append(report.stats)
-        return sum(len(output.token_ids) for output in report.outputs)
+    def requests_at(self, concurrency: int) -> int:
+        return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
 
 
-def drive(engine: Engine, requests: Sequence[GenerationRequest], arrivals: Arrivals) -> LoadRun:
-    """Serve all requests without a pause."""
-    driven = Drive(engine, requests, arrivals)
-    driven.go_on()
-    return driven.result()
+def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: Path | None) -> bool:
+    """Measure every policy at every concurrency and report; whether all texts were the same."""
+    refuse_unwritable(out)
+    refuse_unwritable(plot)
+    names = policy_names(plan.policies)
+    assembly = assemble(config)
+    rows = _measure_all(assembly, names, _prompts(assembly, plan), plan)
+    summary = summary_of(rows)
+    console = Console()
+    console.print(table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row.concurrency))
+    for name, value in summary.items():
+        console.print(f"{name}: {value}")
+    if plot is not None:
+        plot_load(rows, plot, title=f"{config.public_model_name}, {assembly.drafter_name}")
+    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
+    return summary["mismatched_tokens"] == 0
+
+
+def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
+    """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
+    most = max(map(plan.requests_at, plan.concurrency))
+    sets = [read_prompts(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
+    mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
+    refuse_too_long(mixed, plan.most_tokens, assembly.limits.max_model_len, "the prompts")
+    return [mixed[number % len(mixed)] for number in range(most)]
+
+
+def _measure_all(
+    assembly: Assembly, names: Sequence[str], prompts: Sequence[Sequence[int]], plan: LoadPlan
+) -> list[LoadRow]:
+    longest = max(map(len, prompts)) + plan.most_tokens
+    engines = _engines(assembly, names, longest=longest, most_sequences=max(plan.concurrency))
+    measure = Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed)
+    requests = _of_all_lengths(requests_from(prompts, 0, measure), plan)
+    _warm_up(engines, requests)
+    rows: list[LoadRow] = []
+    with counting() as progress:
+        task = progress.add_task("", total=len(names) * sum(map(plan.requests_at, plan.concurrency)))
+        for concurrency in plan.concurrency:
+            progress.update(task, description=f"concurrency {concurrency}")
+            part = requests[: plan.requests_at(concurrency)]
+            runs = _in_slices(
+                {name: Drive(engines[name], part, _arrivals(concurrency, len(part), plan)) for name in names},
+                lambda finished: progress.advance(task, finished),
+            )
+            rows += [_row(name, runs, concurrency, plan) for name in names]
+    return rows
+
+
+def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> list[GenerationRequest]:
+    """The same, with answers of all lengths around the one that is planned."""
+    rng, most = random.Random(plan.seed), plan.most_tokens
+    fewest = max(1, 2 * plan.max_tokens - most)
+    return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(fewest, most))) for one in requests]
+
+
+def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_sequences: int) -> dict[str, Engine]:
+    """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on.
+
+    They keep no texts: every concurrency asks the same prompts again, and how many of them are still there would depend
+    on the room that a policy's trees need.
+    """
+    share = (assembly.target.pool.num_slots - 1) // len(names)
+    if share < longest + MAX_NODES + 1:
+        raise StartupError(
+            f"{len(names)} policies share the key/value pool, and {share} tokens are too few for a text of {longest}: "
+            "raise kv_cache or name fewer policies"
+        )
+    limits = replace(
+        assembly.limits,
+        max_model_len=longest,
+        max_sequences=max(assembly.limits.max_sequences, most_sequences),
+        num_slots=share + 1,
+        prefix_cache=False,
+    )
+    return {
+        name: engine_for(assembly, name, replace(limits, first_slot=limits.first_slot + place * share))
+        for place, name in enumerate(names)
+    }
+
+
+def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, Run]:
+    """Every policy's run of the same requests; they take turns, and each is first equally often."""
+    turn, under_way = 0, list(drives)
+    while under_way:
+        for name in rotated(under_way, turn):
+            before = drives[name].num_finished
+            drives[name].go_on(_SLICE_SECONDS)
+            finished(drives[name].num_finished - before)
+        turn, under_way = turn + 1, [name for name in under_way if not drives[name].is_over]
+    return {name: driven.result() for name, driven in drives.items()}
+
+
+def _arrivals(concurrency: int, count: int, plan: LoadPlan) -> Arrivals:
+    if plan.rate_per_second is None:
+        return ClosedLoop(concurrency)
+    return PoissonArrivals(plan.rate_per_second, count, seed=plan.seed)
+
+
+def _row(name: str, runs: dict[str, Run], concurrency: int, plan: LoadPlan) -> LoadRow:
+    return row_of(
+        name,
+        runs[name],
+        next(iter(runs.values())),
+        concurrency=concurrency,
+        arrival=plan.arrival,
+        rate=plan.rate_per_second,
+        slo=plan.slo,
+    )
+
+
+def _warm_up(engines: dict[str, Engine], requests: Sequence[GenerationRequest]) -> None:
+    """Answers that are not measured: first calls allocate and choose code paths."""
+    few = [
+        replace(one, sampling=replace(one.sampling, max_tokens=min(_WARM_UP_TOKENS, one.sampling.max_tokens)))
+        for one in requests[:2]
+    ]
+    for engine in engines.values():
+        drive(engine, few, ClosedLoop(len(few)))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+_COLUMNS: tuple[Column[LoadRow], ...] = (
+    Column("concurrency", lambda row: str(row.concurrency)),
+    Column("policy", lambda row: row.policy),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
+    Column("goodput", lambda row: f"{row.goodput_tokens_per_second:.1f}"),
+    Column("TTFT p50", lambda row: f"{row.ttft_p50_seconds:.2f}"),
+    Column("p95", lambda row: f"{row.ttft_p95_seconds:.2f}"),
+    Column("p99", lambda row: f"{row.ttft_p99_seconds:.2f}"),
+    Column("ITL p50", lambda row: _milliseconds(row.itl_p50_seconds)),
+    Column("p95", lambda row: _milliseconds(row.itl_p95_seconds)),
+    Column("p99", lambda row: _milliseconds(row.itl_p99_seconds)),
+    Column("budget", lambda row: f"{row.mean_budget:.1f}"),
+    Column("tau", lambda row: f"{row.tau:.2f}"),
+    Column("undrafted", lambda row: f"{100 * row.undrafted_share:.0f} %"),
+    Column("cost error", lambda row: _share(row.cost_error)),
+    Column("ECE", lambda row: _share(row.survival_error)),
+    Column("mismatched", lambda row: str(row.mismatched_tokens)),
+)
+_CAPTION = (
+    "tokens/s: from when all clients were answered once until the first has nothing left to ask; goodput: those of "
+    "requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds per further token; budget: "
+    "nodes per sequence and step; undrafted: share of steps without nodes"
+)
+
+
+def plot_load(rows: Sequence[LoadRow], file: Path, *, title: str) -> None:
+    """One line per policy; the adaptive one's budget below."""
+    figure = Figure(figsize=(7.5, 7.0))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for policy in dict.fromkeys(row.policy for row in rows):
+        mine = [row for row in rows if row.policy == policy]
+        width = 2.5 if policy == ADAPTIVE else 1.2
+        places = [row.concurrency for row in mine]
+        above.plot(places, [row.tokens_per_second for row in mine], marker="o", linewidth=width, label=policy)
+        below.plot(places, [row.mean_budget for row in mine], marker="o", linewidth=width, label=policy)
+    above.set_title(title)
+    above.set_ylabel("tokens per second")
+    above.legend()
+    below.set_xscale("log", base=2)
+    below.set_xlabel("concurrency")
+    below.set_ylabel("nodes per sequence and step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)

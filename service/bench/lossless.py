@@ -1,37 +1,121 @@
-"""The proof that speculation changes nothing: every way of decoding against plain decoding, token by token.
+"""`adaptree check lossless`: every way of decoding against plain decoding, token by token.
 
-Plain decoding means: no drafter, one sequence at a time, nobody beside it. Works on any assembly; whoever calls it
-decides on the prompts, the number of tokens and what to tell the operator.
+Plain decoding means: no drafter, one sequence at a time, nobody beside it.
 """
 
+import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
 
 from drafters.protocol import Drafter
 from drafters.random_tree import RandomTreeDrafter
 from drafters.registry import NoDrafter
 from drafters.tree import MAX_NODES
-from service.assembly import Assembly
-from service.bench.generate import Answer, count_mismatches, generate
-from service.bench.lossless_cases import (
-    NUM_COMPANIONS,
-    SAMPLINGS,
-    TRAINED_WAYS,
-    WAYS,
-    Case,
-    Extras,
-    Way,
-    ordered_cases,
-    sampling_params,
-)
-from service.bench.prompts import refuse_too_long
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.driver import Answer, generate
+from service.bench.experiment import count_mismatches
+from service.bench.lossless_prompts import LOSSLESS_PROMPTS
+from service.bench.prompts import read_prompts, refuse_too_long
+from service.config import ServiceConfig
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.logging import counting
+from service.tokenizer import ChatTokenizer
+
+Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop"]
+Company = Literal["alone", "among 15", "short of slots"]
+
+NUM_COMPANIONS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Who drafts, and how many nodes a step verifies."""
+
+    drafter: Literal["lookup", "lookup+specblock", "specblock", "random", "none"]
+    nodes: int | None  # None = by cost
+
+    def __str__(self) -> str:
+        if self.drafter == "none":
+            return "none"
+        return f"{self.drafter}, {'cost' if self.nodes is None else self.nodes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One combination."""
+
+    temperature: float
+    extras: Extras
+    way: Way
+    company: Company
+    prefill_chunk: int
+
+    def __str__(self) -> str:
+        return (
+            f"temperature {self.temperature}, extras {self.extras}, drafter {self.way}, {self.company}, "
+            f"chunks of {self.prefill_chunk}"
+        )
+
+
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
+EXTRAS: tuple[Extras, ...] = ("none", "penalties", "top_p", "min_p+top_k", "stop")
+WAYS = (Way("lookup", None), Way("lookup", 16), Way("random", 16), Way("random", 48), Way("none", 0))
+TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
+"""Further ways where there is a trained drafter."""
+
+COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
+PREFILL_CHUNKS = (256, 17, 64)
+SAMPLINGS = tuple(itertools.product(TEMPERATURES, EXTRAS))
+
+
+def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
+    """All cases, each once: first a few in which every pair of choices occurs, then the others shuffled."""
+    choices = itertools.product(TEMPERATURES, EXTRAS, ways, COMPANIES, PREFILL_CHUNKS)
+    left = [Case(*chosen) for chosen in choices]
+    random.Random(seed).shuffle(left)
+    ordered: list[Case] = []
+    seen: set[object] = set()
+    while pairs_of(best := max(left, key=lambda case: len(pairs_of(case) - seen))) - seen:
+        left.remove(best)
+        ordered.append(best)
+        seen |= pairs_of(best)
+    return ordered + left
+
+
+def pairs_of(case: Case) -> set[object]:
+    """Every two choices of a case, with what they are choices of."""
+    choices = enumerate((case.temperature, case.extras, case.way, case.company, case.prefill_chunk))
+    return set(itertools.combinations(choices, 2))
+
+
+def sampling_params(
+    temperature: float, extras: Extras, *, seed: int, max_tokens: int, stop: tuple[str, ...]
+) -> SamplingParams:
+    """The parameters behind a sampling's names. Only with extras `stop` may an answer end before its last token."""
+    plain = SamplingParams(seed=seed, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+    if extras == "penalties":
+        return replace(plain, repetition_penalty=1.1, presence_penalty=0.4, frequency_penalty=0.3)
+    if extras == "top_p":
+        return replace(plain, top_p=0.9)
+    if extras == "min_p+top_k":
+        return replace(plain, min_p=0.05, top_k=40)
+    if extras == "stop":
+        return replace(plain, stop=stop, ignore_eos=False, min_tokens=4)
+    return plain
+
 
 _HIT_RATE = 0.8
 _CASES_PER_ROUND = 192  # the next round asks other questions
@@ -307,3 +391,103 @@ def _count(expected: Answer, got: Answer) -> int:
     """Tokens that differ; an answer with the right tokens but another text or end counts as one."""
     tokens = count_mismatches(expected.token_ids, got.token_ids)
     return tokens or int((expected.text, expected.finish_reason) != (got.text, got.finish_reason))
+
+
+_CHOICES: tuple[tuple[str, Sequence[object], Callable[[Case], object]], ...] = (
+    ("temperature", TEMPERATURES, lambda case: case.temperature),
+    ("sampling", EXTRAS, lambda case: case.extras),
+    ("drafter, nodes", WAYS + TRAINED_WAYS, lambda case: case.way),
+    ("company", COMPANIES, lambda case: case.company),
+    ("prompt chunks", PREFILL_CHUNKS, lambda case: case.prefill_chunk),
+)
+
+
+def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, seed: int, out: Path | None) -> bool:
+    """Check and report; whether every token was the same."""
+    refuse_unwritable(out)
+    assembly = assemble(config)
+    prompts = built_in_prompts(assembly.tokenizer) if file is None else read_prompts(file, assembly.tokenizer).prompts
+    result = _checked(assembly, prompts, num_tokens, seed)
+    console = Console()
+    console.print(_table(result.cases))
+    console.print(_verdict(result, assembly), markup=False, highlight=False)
+    write_report(out, conditions_of(assembly), [_row(case) for case in result.cases], _summary(result, assembly))
+    return result.holds
+
+
+def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
+    return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in LOSSLESS_PROMPTS]
+
+
+def _checked(assembly: Assembly, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int) -> LosslessResult:
+    with counting() as progress:
+        task = progress.add_task("tokens compared", total=num_tokens)
+
+        def advance(result: CaseResult) -> None:
+            progress.advance(task, result.tokens_compared)
+
+        return check(assembly, prompts, num_tokens=num_tokens, seed=seed, observe=advance)
+
+
+def _table(results: Sequence[CaseResult]) -> Table:
+    """One line per choice: every case counts once in each section."""
+    table = Table("", "choice", "cases", "tokens compared", "accepted", "preemptions", "mismatched")
+    for title, values, choice in _CHOICES:
+        for value in values:
+            mine = [result for result in results if choice(result.case) == value]
+            table.add_row(title, str(value), *_totals(mine), end_section=value == values[-1])
+    return table
+
+
+def _totals(results: Sequence[CaseResult]) -> list[str]:
+    totals = (
+        len(results),
+        sum(result.tokens_compared for result in results),
+        sum(result.accepted_tokens for result in results),
+        sum(result.preemptions for result in results),
+        sum(result.mismatched_tokens for result in results),
+    )
+    return [f"{total:,}" for total in totals]
+
+
+def _verdict(result: LosslessResult, assembly: Assembly) -> str:
+    lines = [
+        f"{result.tokens_compared:,} tokens compared in {len(result.cases)} cases, "
+        f"{result.mismatched_tokens:,} mismatched; numerics: {assembly.numerics}"
+    ]
+    if result.shortages and not result.preemptions:
+        lines.append("not a proof: slots were made scarce, and still no sequence was preempted")
+    return "\n".join([*lines, *(_described(result.first, assembly.tokenizer) if result.first else [])])
+
+
+def _described(mismatch: Mismatch, tokenizer: ChatTokenizer) -> list[str]:
+    place, question = mismatch.position, mismatch.question
+    expected, got = mismatch.expected.token_ids[place:], mismatch.got.token_ids[place:]
+    return [
+        f"first mismatch: {mismatch.case}",
+        f"  prompt {question.prompt}, temperature {question.temperature}, extras {question.extras}, "
+        f"seed {question.seed}, token {place} of the answer",
+        f"  expected {list(expected[:8])} {tokenizer.decode(expected[:8])!r}, end: {mismatch.expected.finish_reason}",
+        f"  got      {list(got[:8])} {tokenizer.decode(got[:8])!r}, end: {mismatch.got.finish_reason}",
+    ]
+
+
+def _row(result: CaseResult) -> dict[str, object]:
+    return {
+        **{title.replace(", ", "_").replace(" ", "_"): str(choice(result.case)) for title, _, choice in _CHOICES},
+        "answers": result.answers,
+        "tokens_compared": result.tokens_compared,
+        "mismatched_tokens": result.mismatched_tokens,
+        "accepted_tokens": result.accepted_tokens,
+        "preemptions": result.preemptions,
+    }
+
+
+def _summary(result: LosslessResult, assembly: Assembly) -> dict[str, object]:
+    return {
+        "tokens_compared": result.tokens_compared,
+        "mismatched_tokens": result.mismatched_tokens,
+        "numerics": assembly.numerics,
+        "cases": len(result.cases),
+        "preemptions": result.preemptions,
+    }

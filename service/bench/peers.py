@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from service.assembly import Assembly
-from service.bench.generate import Answer, Run
+from service.bench.driver import Answer, Run
 from service.engine.requests import GenerationRequest
 from service.engine.weights import resolve
 

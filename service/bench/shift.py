@@ -11,6 +11,7 @@ from rich.table import Table
 from adaptation.config import PolicyName
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.experiment import Measure, read_sets
 from service.bench.shift_figures import Gain, PolicySummary, draw, rows_of, summary_of, windows_of
 from service.bench.shift_play import (
     PLAIN,
@@ -23,8 +24,6 @@ from service.bench.shift_play import (
     shifted,
     turns_of,
 )
-from service.bench.speed import Measure
-from service.bench.speed_report import read_sets
 from service.config import ServiceConfig
 from service.errors import StartupError
 

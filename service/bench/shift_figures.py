@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from service.bench.generate import count_mismatches
+from service.bench.experiment import count_mismatches
 from service.bench.shift_play import PLAIN, Counts, Noted, Played, Stream
 
 _RECOVERED = 0.9

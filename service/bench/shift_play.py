@@ -19,8 +19,8 @@ from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
+from service.bench.experiment import Measure
 from service.bench.prompts import PromptSet
-from service.bench.speed import Measure
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import StartupError

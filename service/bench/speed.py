@@ -1,60 +1,39 @@
-"""Plain against speculative decoding of the same prompts, in one process and in turn.
-
-Contestants alternate prompt by prompt, and who goes first alternates too, so that a machine that slows down for a while
-slows all of them. They are compared token by token as well: a faster engine with another text would prove nothing.
-"""
+"""`adaptree bench speed`: plain against speculative decoding of the same prompts, in one process and in turn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Protocol
+from typing import Any
 
-from service.bench.generate import (
-    Run,
+from rich.console import Console
+from rich.table import Table
+
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.driver import Run
+from service.bench.experiment import (
+    PLAIN,
+    SPECULATIVE,
+    Contestant,
+    EngineContestant,
+    Measure,
     accepted_by_source,
-    count_mismatches,
     decode_tokens_per_second,
     draft_share,
-    generate,
+    mismatches,
+    plain_contestant,
+    read_sets,
+    take_turns,
     tau,
     tokens_per_second,
+    warm_up,
 )
+from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet
-from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SamplingParams
-
-PLAIN = "plain"
-SPECULATIVE = "speculative"
-
-
-class Contestant(Protocol):
-    """Somebody who answers requests."""
-
-    name: str
-
-    def run(self, requests: Sequence[GenerationRequest]) -> Run: ...
-
-
-class EngineContestant:
-    """One of our own engines."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name = name
-        self._engine = engine
-
-    def run(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Answer all requests together."""
-        return generate(self._engine, requests)
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """How each prompt is to be answered."""
-
-    temperature: float
-    max_tokens: int
-    concurrency: int
-    seed: int
+from service.bench.report import Column
+from service.config import ServiceConfig
+from service.logging import counting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,77 +68,7 @@ def measure_set(
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> SpeedRow:
     """Let every contestant answer every prompt. `advance` hears of prompts as they are done."""
-    return _row(prompts, take_turns(prompts, contestants, measure, advance), measure)
-
-
-def take_turns(
-    prompts: PromptSet,
-    contestants: Sequence[Contestant],
-    measure: Measure,
-    advance: Callable[[int], None] = lambda prompts: None,
-) -> dict[str, list[Run]]:
-    """Every contestant's runs over the prompts, by its name."""
-    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
-    groups = range(0, len(prompts.prompts), measure.concurrency)
-    for turn, first in enumerate(groups):
-        requests = requests_from(prompts.prompts, first, measure)
-        for contestant in rotated(contestants, turn):
-            runs[contestant.name].append(contestant.run(requests))
-        advance(len(requests))
-    return runs
-
-
-def warm_up(contestants: Sequence[Contestant], prompt: Sequence[int], measure: Measure) -> None:
-    """One answer that is not measured: first calls allocate and choose code paths."""
-    for contestant in contestants:
-        contestant.run(requests_from([prompt] * measure.concurrency, 0, measure))
-
-
-def rotated(contestants: Sequence[Contestant], turn: int) -> list[Contestant]:
-    """The order of a turn: everybody is first equally often, and nobody always follows the same one."""
-    shift = turn % len(contestants)
-    order = [*contestants[shift:], *contestants[:shift]]
-    return order[:1] + order[:0:-1] if turn // len(contestants) % 2 else order
-
-
-def summary_of(rows: Sequence[SpeedRow]) -> dict[str, object]:
-    """All sets together, and by temperature; means over sets, that of the speedup geometric."""
-    temperatures = dict.fromkeys(row.temperature for row in rows)
-    groups = [[row for row in rows if row.temperature == temperature] for temperature in temperatures]
-    return {
-        **_means(rows),
-        "by_temperature": [{"temperature": mine[0].temperature, **_means(mine)} for mine in groups],
-    }
-
-
-def _means(rows: Sequence[SpeedRow]) -> dict[str, object]:
-    return {
-        "sets": len(rows),
-        "tokens": sum(row.tokens for row in rows),
-        "speedup": geometric_mean([row.speedup for row in rows]),
-        "lowest_speedup": min(row.speedup for row in rows),
-        "tau": fmean(row.tau for row in rows),
-        "draft_share": fmean(row.draft_share for row in rows),
-        "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
-    }
-
-
-def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
-    """The requests that run together from the prompt with this number on."""
-    chosen = prompts[first : first + measure.concurrency]
-    return [
-        GenerationRequest(
-            request_id=f"prompt-{index}",
-            prompt=prompt,
-            sampling=SamplingParams(
-                seed=measure.seed + index,
-                max_tokens=measure.max_tokens,
-                temperature=measure.temperature,
-                ignore_eos=True,  # equal lengths for everybody
-            ),
-        )
-        for index, prompt in enumerate(chosen, start=first)
-    ]
+    return _row(prompts, take_turns(prompts.prompts, contestants, measure, advance), measure)
 
 
 def _row(prompts: PromptSet, runs: dict[str, list[Run]], measure: Measure) -> SpeedRow:
@@ -186,10 +95,110 @@ def _row(prompts: PromptSet, runs: dict[str, list[Run]], measure: Measure) -> Sp
     )
 
 
-def mismatches(plain: Sequence[Run], speculative: Sequence[Run]) -> int:
-    """Positions at which the answers of two contestants differ."""
-    return sum(
-        count_mismatches(expected.token_ids, got.token_ids)
-        for before, after in zip(plain, speculative, strict=True)
-        for expected, got in zip(before.answers, after.answers, strict=True)
+def summary_of(rows: Sequence[SpeedRow]) -> dict[str, object]:
+    """All sets together, and by temperature; means over sets, that of the speedup geometric."""
+    temperatures = dict.fromkeys(row.temperature for row in rows)
+    groups = [[row for row in rows if row.temperature == temperature] for temperature in temperatures]
+    return {
+        **_means(rows),
+        "by_temperature": [{"temperature": mine[0].temperature, **_means(mine)} for mine in groups],
+    }
+
+
+def _means(rows: Sequence[SpeedRow]) -> dict[str, object]:
+    return {
+        "sets": len(rows),
+        "tokens": sum(row.tokens for row in rows),
+        "speedup": geometric_mean([row.speedup for row in rows]),
+        "lowest_speedup": min(row.speedup for row in rows),
+        "tau": fmean(row.tau for row in rows),
+        "draft_share": fmean(row.draft_share for row in rows),
+        "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
+    }
+
+
+def run_speed(
+    config: ServiceConfig,
+    files: Sequence[Path],
+    measures: Sequence[Measure],
+    *,
+    limit: int | None,
+    peers: Sequence[str],
+    out: Path | None,
+) -> bool:
+    """Measure all files and report; whether plain and speculative text were the same."""
+    refuse_unwritable(out)
+    assembly = assemble(config)
+    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
+    rows = _measure_all(sets, contestants_of(assembly, peers), measures)
+    summary = summary_of(rows)
+    Console().print(_table(rows, summary))
+    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
+    return summary["mismatched_tokens"] == 0
+
+
+def contestants_of(assembly: Assembly, peers: Sequence[str]) -> list[Contestant]:
+    """Plain decoding, the configured speculation, and peers, all on the same weights."""
+    ours = [plain_contestant(assembly), EngineContestant(SPECULATIVE, assembly.engine())]
+    others = {TransformersPeer.name: TransformersPeer}
+    return [*ours, *(others[name](assembly) for name in peers)]
+
+
+def _measure_all(
+    sets: Sequence[PromptSet], contestants: Sequence[Contestant], measures: Sequence[Measure]
+) -> list[SpeedRow]:
+    warm_up(contestants, sets[0].prompts[0], measures[0])
+    with counting() as progress:
+        task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
+        rows = []
+        for measure in measures:
+            for prompts in sets:
+                progress.update(task, description=f"{prompts.name}, T = {measure.temperature:g}")
+                rows.append(measure_set(prompts, contestants, measure, lambda done: progress.advance(task, done)))
+        return rows
+
+
+_COLUMNS: tuple[Column[SpeedRow], ...] = (
+    Column("set", lambda row: row.set),
+    Column("T", lambda row: f"{row.temperature:g}"),
+    Column("tokens", lambda row: f"{row.tokens:,}"),
+    Column("plain", lambda row: f"{row.plain_tokens_per_second:.1f}"),
+    Column("speculative", lambda row: f"{row.speculative_tokens_per_second:.1f}"),
+    Column("speedup", lambda row: f"{row.speedup:.2f}"),
+    Column("plain, decode", lambda row: f"{row.plain_decode_tokens_per_second:.1f}"),
+    Column("speculative, decode", lambda row: f"{row.speculative_decode_tokens_per_second:.1f}"),
+    Column("speedup, decode", lambda row: f"{row.decode_speedup:.2f}"),
+    Column("tau", lambda row: f"{row.tau:.2f}"),
+    Column("drafting", lambda row: f"{100 * row.draft_share:.1f} %"),
+    Column("mismatched", lambda row: str(row.mismatched_tokens)),
+)
+
+
+def _peer_columns(name: str) -> list[Column[SpeedRow]]:
+    return [
+        Column(name, lambda row: f"{row.peers[name]:.1f}"),
+        Column(f"plain / {name}", lambda row: f"{row.plain_tokens_per_second / row.peers[name]:.2f}"),
+        Column(f"speculative / {name}", lambda row: f"{row.speculative_tokens_per_second / row.peers[name]:.2f}"),
+    ]
+
+
+def _table(rows: Sequence[SpeedRow], summary: dict[str, Any]) -> Table:
+    """By temperature, each with its means."""
+    columns = [*_COLUMNS, *(column for name in rows[0].peers for column in _peer_columns(name))]
+    table = Table(*(column.title for column in columns))
+    for means in summary["by_temperature"]:
+        mine = [row for row in rows if row.temperature == means["temperature"]]
+        for row in mine:
+            table.add_row(*(column.cell(row) for column in columns), end_section=row is mine[-1])
+        table.add_row(*_mean_cells(means), end_section=True)
+    table.caption = (
+        "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
+        "mean: over sets, that of the speedup geometric"
     )
+    return table
+
+
+def _mean_cells(means: dict[str, Any]) -> list[str]:
+    quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]
+    tokens = f"{means['tokens']:,}"
+    return ["mean", f"{means['temperature']:g}", tokens, "", "", f"{means['speedup']:.2f}", "", "", "", *quality]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from service.assembly import Assembly, assemble
 from service.bench.conditions import refuse_unwritable
-from service.bench.generate import Answer, generate
+from service.bench.driver import Answer, generate
 from service.bench.observe import StepRecord, observed
 from service.bench.prompts import refuse_too_long
 from service.bench.tree_picture import (

@@ -12,8 +12,8 @@ from benchmarks import ablation
 from benchmarks.ablation import ABLATIONS, config_for, measure_variants, refuse_impossible, variants_of
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly
+from service.bench.experiment import Measure
 from service.bench.prompts import PromptSet
-from service.bench.speed import Measure
 from service.config import ServiceConfig
 from service.errors import StartupError
 from tests.service.bench.parts import save_drafter, varied_prompts, written_prompts

@@ -23,9 +23,9 @@ from benchmarks.calibration import (
     summary_of,
 )
 from service.assembly import Assembly, assemble
-from service.bench.load import LoadRun, Served, Span
+from service.bench.driver import Answer, Run, Span, TimedStep
+from service.bench.experiment import Measure
 from service.bench.shift_play import shifted
-from service.bench.speed import Measure
 from service.engine.stats import StepStats
 from service.errors import StartupError
 from tests.service.bench.parts import written_prompts
@@ -88,9 +88,11 @@ def test_survival_is_judged_at_the_first_reading_after_enough_nodes() -> None:
 
 
 def played(phase: int, concurrency: int, *steps: StepStats) -> PlayedLeg:
-    served = Served(0.0, token_ids=[1, 2, 3])
+    served = Answer((1, 2, 3))
     leg = legs_of(stream_of_halves(2), (concurrency,), MEASURE)[phase]
-    return PlayedLeg(leg, LoadRun((served,), steps, 2.0, Span(2.0, len(served.token_ids))))
+    return PlayedLeg(
+        leg, Run((served,), tuple(TimedStep(step, 1.0) for step in steps), 2.0, Span(2.0, len(served.token_ids)))
+    )
 
 
 def test_nodes_are_counted_anew_from_the_change() -> None:
@@ -121,7 +123,7 @@ def test_nodes_are_counted_anew_from_the_change() -> None:
 def test_what_is_reported_is_what_the_steps_said(costly: Assembly) -> None:
     stream = shifted([prompt_set("old", 12)], [prompt_set("new", 12, first=50)], 12, seed=0)
     legs = play(costly.engine(), legs_of(stream, (1, 2), MEASURE))
-    steps: list[StepStats] = [step for leg in legs for step in leg.run.steps]
+    steps: list[StepStats] = [step.stats for leg in legs for step in leg.run.steps]
     errors = []
     for step in steps:
         assert step.predicted_verify_seconds is not None

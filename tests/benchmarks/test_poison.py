@@ -35,9 +35,9 @@ from benchmarks.poison import (
 )
 from service.assembly import Assembly
 from service.bench.conditions import Conditions
+from service.bench.experiment import Measure
 from service.bench.shift_figures import windows_of
 from service.bench.shift_play import AnsweredQuery, Counts, Nobody, Noted, Notes, Played, Player, Turn, play_with_bars
-from service.bench.speed import Measure
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, played, prompt_set

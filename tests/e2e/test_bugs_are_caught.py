@@ -14,8 +14,7 @@ from torch import Tensor
 from drafters.protocol import Committed, HostMetadata
 from kernels.sample import Choice
 from service.assembly import Assembly
-from service.bench.lossless import LosslessResult, check
-from service.bench.lossless_cases import Case, Extras, Way
+from service.bench.lossless import Case, Extras, LosslessResult, Way, check
 from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling

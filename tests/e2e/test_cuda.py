@@ -12,8 +12,7 @@ from drafters.tree import DraftTree, VerifyResult
 from kernels.gumbel import hash_bits
 from service.adaptive import Adaptive
 from service.assembly import Assembly, assemble
-from service.bench.lossless import check
-from service.bench.lossless_report import built_in_prompts
+from service.bench.lossless import built_in_prompts, check
 from service.config import ServiceConfig
 from service.engine.memory_planner import memory_for
 from service.engine.requests import SamplingParams

@@ -21,7 +21,7 @@ from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
-from service.bench.generate import generate
+from service.bench.driver import generate
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests, practised
 from tests.service.learning_parts import learning, texts

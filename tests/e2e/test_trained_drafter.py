@@ -11,9 +11,8 @@ from drafters.specblock import checkpoint
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 from service.assembly import Assembly, assemble
-from service.bench.generate import generate
-from service.bench.lossless import check
-from service.bench.lossless_cases import TRAINED_WAYS, ordered_cases
+from service.bench.driver import generate
+from service.bench.lossless import TRAINED_WAYS, check, ordered_cases
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.assembly import assemble
-from service.bench.lossless import check
-from service.bench.lossless_report import built_in_prompts
+from service.bench.lossless import built_in_prompts, check
 from service.config import ServiceConfig
 from tests.e2e.test_lossless import assert_lossless
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts

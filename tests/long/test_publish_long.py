@@ -7,7 +7,7 @@ import pytest
 
 from drafters.specblock.model import HEADS
 from service.assembly import assemble
-from service.bench.lossless_report import built_in_prompts
+from service.bench.lossless import built_in_prompts
 from service.config import ServiceConfig
 from tests.e2e.test_publish_exactness import publish_in_mid_stream
 from tests.service.learning_parts import assembled

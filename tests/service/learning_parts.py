@@ -7,7 +7,7 @@ from pathlib import Path
 from adaptation.records import Event
 from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
-from service.bench.generate import generate
+from service.bench.driver import generate
 from service.engine.budget import BudgetPolicy
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine

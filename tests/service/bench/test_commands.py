@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import lossless_report, speed_report
+from service.bench import lossless, speed
 from service.bench.conditions import Conditions
-from service.bench.generate import Answer, Run, generate
-from service.bench.speed import EngineContestant
+from service.bench.driver import Answer, Run, generate
+from service.bench.experiment import EngineContestant
 from service.cli import app
 from service.config import ServiceConfig
 from service.engine.engine import Engine
@@ -28,8 +28,8 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, assembly: Assembly) -> None:
     def assemble(config: ServiceConfig) -> Assembly:
         return assembly
 
-    monkeypatch.setattr(speed_report, "assemble", assemble)
-    monkeypatch.setattr(lossless_report, "assemble", assemble)
+    monkeypatch.setattr(speed, "assemble", assemble)
+    monkeypatch.setattr(lossless, "assemble", assemble)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 
@@ -46,7 +46,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_speed_reports_each_set(prompt_file: Path, tmp_path: Path) -> None:
+def test_speeds_each_set(prompt_file: Path, tmp_path: Path) -> None:
     other, out = tmp_path / "other.jsonl", tmp_path / "out.json"
     other.write_text('{"prompt": "in the hat"}')
     code, output = run(
@@ -105,8 +105,8 @@ def test_speed_with_another_text_is_an_error(prompt_file: Path, monkeypatch: pyt
     assert code == 1
 
 
-def test_lossless_reports_what_it_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless_report, "LOSSLESS_PROMPTS", ("that", "the other", "in the hat and on the table"))
+def test_losslesss_what_it_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "LOSSLESS_PROMPTS", ("that", "the other", "in the hat and on the table"))
     out = tmp_path / "out.json"
     code, output = run("check", "lossless", "--tokens", 1500, "--out", out)
     assert code == 0, output

@@ -11,12 +11,23 @@ from typer.testing import CliRunner
 from drafters.protocol import DraftContext
 from drafters.tree import MAX_DEPTH
 from service.assembly import Assembly, assemble
-from service.bench import drafters_report
-from service.bench.drafters_figures import WINDOW_STEPS, interval_of, priced_steps, rows_of, summary_of
-from service.bench.drafters_players import Lies, Replay
-from service.bench.drafters_turns import LIAR, PERFECT, RANDOM, engines_of, take_turns
-from service.bench.generate import Answer, Run, TimedStep
-from service.bench.speed import PLAIN, Measure
+from service.bench import drafters
+from service.bench.drafters import (
+    LIAR,
+    PERFECT,
+    RANDOM,
+    WINDOW_STEPS,
+    Lies,
+    Replay,
+    answer_all,
+    engines_of,
+    interval_of,
+    priced_steps,
+    rows_of,
+    summary_of,
+)
+from service.bench.driver import Answer, Run, TimedStep
+from service.bench.experiment import PLAIN, Measure
 from service.cli import app
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
@@ -66,7 +77,7 @@ def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
     measure = Measure(temperature=0.8, max_tokens=35, concurrency=2, seed=3)
     engines = engines_of(costly, costly.limits, seed=0)
     generous = costly.engine(drafter=engines[PERFECT].drafter, policy=FixedBudget(MAX_DEPTH))
-    runs = take_turns({PLAIN: engines[PLAIN], PERFECT: generous}, PROMPTS, measure)
+    runs = answer_all({PLAIN: engines[PLAIN], PERFECT: generous}, PROMPTS, measure)
     summary = summary_of(runs[PERFECT], runs[PLAIN])
     assert summary.mismatched_tokens == 0
     # The prompt's own step gives one token, and two steps of seventeen the other thirty-four.
@@ -76,7 +87,7 @@ def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
 
 def test_bad_drafters_are_soon_not_asked_any_more(costly: Assembly) -> None:
     asked = 6 * PROMPTS  # in few steps one trial more, by a hiccup of the clock, would be a large share
-    runs = take_turns(engines_of(costly, costly.limits, seed=0), asked, Measure(0.0, 60, 1, 0))
+    runs = answer_all(engines_of(costly, costly.limits, seed=0), asked, Measure(0.0, 60, 1, 0))
     for name in (RANDOM, LIAR):
         summary = summary_of(runs[name], runs[PLAIN])
         assert summary.mismatched_tokens == 0
@@ -152,7 +163,7 @@ def test_the_interval_is_as_wide_as_texts_differ() -> None:
 
 
 def test_the_command_reports_every_drafter(costly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters_report, "assemble", lambda config: costly)
+    monkeypatch.setattr(drafters, "assemble", lambda config: costly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
     prompts, out = tmp_path / "some.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(written_prompts()))
@@ -173,9 +184,9 @@ def test_the_command_reports_every_drafter(costly: Assembly, tmp_path: Path, mon
 
 def test_another_text_is_an_error(costly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = run_of(step(1.0, prompt=1, a=1), step(1.0, a=4), tokens=(1, 2, 3, 4, 6))
-    monkeypatch.setattr(drafters_report, "assemble", lambda config: costly)
+    monkeypatch.setattr(drafters, "assemble", lambda config: costly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-    monkeypatch.setattr(drafters_report, "_measured", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
+    monkeypatch.setattr(drafters, "_measured", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
     prompts = tmp_path / "some.jsonl"
     prompts.write_text("\n".join(written_prompts()))
     result = CliRunner().invoke(app, ["bench", "drafters", "--prompts", str(prompts), "--queries", "1"])

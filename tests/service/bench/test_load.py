@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 
 from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
-from service.bench import load_report
-from service.bench.load import ClosedLoop, Drive, LoadRun, PoissonArrivals, Served, Span
-from service.bench.load_policies import engine_for, policy_names, static_budget
-from service.bench.load_rows import LoadRow, Slo, percentile, row_of, summary_of
-from service.bench.speed import Measure, requests_from
+from service.bench import load
+from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep
+from service.bench.experiment import Measure, percentile, requests_from
+from service.bench.load import LoadRow, Slo, engine_for, policy_names, row_of, static_budget, summary_of
 from service.cli import app
 from service.engine.budget import FixedBudget
 from service.engine.requests import SequenceOutput
@@ -39,6 +38,7 @@ STEP = StepStats(
     predicted_verify_seconds=0.6,
     survival_error=0.02,
 )
+TIMED = TimedStep(STEP, 1.0)
 
 
 def test_a_closed_loop_keeps_as_many_in_flight() -> None:
@@ -69,10 +69,10 @@ def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
     driven.go_on()
     run = driven.result()
     assert max(in_flight) == 2
-    assert [len(served.token_ids) for served in run.served] == [6] * 5
-    assert all(len(served.gaps_seconds) == 5 for served in run.served)
-    assert all(served.first_token_seconds > 0 for served in run.served)
-    assert run.seconds > sum(run.served[0].gaps_seconds) > 0
+    assert [len(answer.token_ids) for answer in run.answers] == [6] * 5
+    assert all(len(answer.gaps_seconds) == 5 for answer in run.answers)
+    assert all(answer.first_token_seconds > 0 for answer in run.answers)
+    assert run.seconds > sum(run.answers[0].gaps_seconds) > 0
     assert engine.idle
 
 
@@ -105,7 +105,7 @@ def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
     driven = Drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
     driven.go_on()
     assert slept
-    assert [len(served.token_ids) for served in driven.result().served] == [4, 4, 4]
+    assert [len(answer.token_ids) for answer in driven.result().answers] == [4, 4, 4]
 
 
 def test_time_stands_still_between_slices(assembly: Assembly) -> None:
@@ -126,21 +126,24 @@ def test_time_stands_still_between_slices(assembly: Assembly) -> None:
     run = driven.result()
     assert slices > 3
     assert 18 <= run.seconds <= 6.0 * slices
-    assert max(gap for served in run.served for gap in served.gaps_seconds) < 4.0
-    assert [len(served.token_ids) for served in run.served] == [6] * 3
+    assert max(gap for answer in run.answers for gap in answer.gaps_seconds) < 4.0
+    assert [len(answer.token_ids) for answer in run.answers] == [6] * 3
 
 
-def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1, 0.3)) -> Served:
-    return Served(0.0, first, 2.0, tokens, list(gaps), accepted_per_step=(3, 0))
+def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1, 0.3)) -> Answer:
+    return Answer(tuple(tokens), accepted_per_step=(3, 0), first_token_seconds=first, gaps_seconds=gaps)
 
 
-def row(policy: str, run: LoadRun, reference: LoadRun | None = None) -> LoadRow:
+def row(policy: str, run: Run, reference: Run | None = None) -> LoadRow:
     return row_of(policy, run, reference or run, concurrency=1, arrival="closed", rate=None, slo=Slo(2.0, 0.25))
 
 
 def test_a_row_adds_up_what_its_run_did() -> None:
-    run = LoadRun(
-        (served([1, 2, 3]), served([4, 5, 6], first=3.0)), (STEP, replace(STEP, drafted_nodes=0)), 2.0, Span(1.5, 6)
+    run = Run(
+        (served([1, 2, 3]), served([4, 5, 6], first=3.0)),
+        (TIMED, TimedStep(replace(STEP, drafted_nodes=0), 1.0)),
+        2.0,
+        Span(1.5, 6),
     )
     found = row("adaptive", run)
     assert (found.requests, found.tokens, found.seconds, found.tokens_per_second) == (2, 6, 2.0, 4.0)
@@ -154,8 +157,8 @@ def test_a_row_adds_up_what_its_run_did() -> None:
 
 def test_another_text_is_a_mismatch() -> None:
     one, other = (
-        LoadRun((served([1, 2, 3]),), (STEP,), 1.0, Span(1.0, 3)),
-        LoadRun((served([1, 9]),), (STEP,), 1.0, Span(1.0, 3)),
+        Run((served([1, 2, 3]),), (TIMED,), 1.0, Span(1.0, 3)),
+        Run((served([1, 9]),), (TIMED,), 1.0, Span(1.0, 3)),
     )
     assert row("adaptive", other, one).mismatched_tokens == 2
 
@@ -176,7 +179,7 @@ def test_percentiles(percent: int, value: int) -> None:
 
 
 def test_the_summary_compares_at_every_concurrency() -> None:
-    base = row("plain", LoadRun((served([1]),), (STEP,), 1.0, Span(1.0, 3)))
+    base = row("plain", Run((served([1]),), (TIMED,), 1.0, Span(1.0, 3)))
     speeds = {"plain": (10.0, 20.0), "fixed:8": (16.0, 18.0), "fixed:16": (20.0, 10.0), "adaptive": (18.0, 21.0)}
     rows = [
         replace(base, policy=name, concurrency=place, tokens_per_second=speed)
@@ -229,14 +232,14 @@ def command(*arguments: object) -> tuple[int, str]:
 def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
     costly = assemble(trained_assembly.config.model_copy(update={"budget_policy": "cost"}))
 
-    monkeypatch.setattr(load_report, "assemble", lambda config: costly)
+    monkeypatch.setattr(load, "assemble", lambda config: costly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices so short that every policy is interrupted in the middle of its texts."""
-    monkeypatch.setattr(load_report, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(load, "_SLICE_SECONDS", 0.01)
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     code, output = command(
@@ -286,13 +289,13 @@ def test_the_command_says_what_to_change(prompt_file: Path, arguments: tuple[obj
 
 @pytest.mark.usefixtures("_loaded")
 def test_policies_that_cannot_share_the_slots_are_refused(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_report, "MAX_NODES", 1_000_000)
+    monkeypatch.setattr(load, "MAX_NODES", 1_000_000)
     with pytest.raises(StartupError, match="kv_cache"):
         command("--prompts", prompt_file, "--policies", "plain,fixed:4", "--max-tokens", 4)
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_a_different_text_fails_the_command(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.bench.load_rows.mismatches", lambda reference, runs: 1)
+    monkeypatch.setattr("service.bench.load.mismatches", lambda reference, runs: 1)
     code, _ = command("--prompts", prompt_file, "--requests", 1, "--max-tokens", 2, "--concurrency", 1)
     assert code == 1

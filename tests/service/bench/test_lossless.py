@@ -5,11 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from service.assembly import Assembly
-from service.bench.generate import Answer, Run, generate
-from service.bench.lossless import CaseResult, LosslessResult, Mismatch, Question, check
-from service.bench.lossless_cases import Case, Way
+from service.bench.driver import Answer, Run, generate
+from service.bench.lossless import Case, CaseResult, LosslessResult, Mismatch, Question, Way, built_in_prompts, check
 from service.bench.lossless_prompts import LOSSLESS_PROMPTS
-from service.bench.lossless_report import built_in_prompts
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError

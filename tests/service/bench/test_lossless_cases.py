@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from service.bench.lossless_cases import (
+from service.bench.lossless import (
     COMPANIES,
     EXTRAS,
     PREFILL_CHUNKS,

@@ -10,9 +10,9 @@ from drafters.protocol import Noise
 from drafters.registry import NoDrafter
 from drafters.tree import Candidates
 from service.assembly import Assembly
-from service.bench.generate import Run, generate
+from service.bench.driver import Run, generate
+from service.bench.experiment import Measure, requests_from
 from service.bench.observe import DrafterAround, StepRecord, observed, without_noise
-from service.bench.speed import Measure, requests_from
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from tests.service.bench.parts import varied_prompts

@@ -8,10 +8,10 @@ import pytest
 
 from adaptation.records import Event
 from service.assembly import Assembly
-from service.bench.generate import generate
+from service.bench.driver import generate
+from service.bench.experiment import Measure
 from service.bench.prompts import PromptSet
 from service.bench.shift_play import Counts, Nobody, Notes, Player, play_all, shifted, turns_of
-from service.bench.speed import Measure
 from service.engine.requests import GenerationRequest, SamplingParams
 from tests.service.bench.parts import varied_prompts
 

@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 
 from service.assembly import Assembly
-from service.bench.generate import (
-    Answer,
-    Run,
-    TimedStep,
+from service.bench.driver import Answer, Run, TimedStep
+from service.bench.experiment import (
+    Measure,
     count_mismatches,
     decode_tokens_per_second,
     draft_share,
+    rotated,
     tau,
     tokens_per_second,
+    warm_up,
 )
 from service.bench.peers import TransformersPeer
 from service.bench.prompts import PromptSet
-from service.bench.speed import Measure, SpeedRow, measure_set, rotated, summary_of, warm_up
-from service.bench.speed_report import contestants_of
+from service.bench.speed import SpeedRow, contestants_of, measure_set, summary_of
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 from tests.service.bench.parts import varied_prompts

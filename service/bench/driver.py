@@ -1,0 +1,247 @@
+"""The one driver of engines: requests in, answers and steps out, each with its times.
+
+All at once (`generate`), in a closed loop or at random times (`drive`), and in slices with pauses between (`Drive`).
+No thread and no HTTP, so that what is measured is the engine itself.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+from service.engine.engine import Engine, StepReport
+from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
+from service.engine.stats import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generation, and what its request had to wait."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    accepted_per_step: tuple[int, ...] = ()
+    first_token_seconds: float = 0.0  # after the arrival
+    gaps_seconds: tuple[float, ...] = ()  # for each token but the first ones: since the one before
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step's report and how long the step took by the clock on the wall."""
+
+    stats: StepStats
+    seconds: float
+    emitted: Mapping[str, int] = field(default_factory=dict)  # tokens by request
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of a run in which the load was steady."""
+
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Answers in the order of their requests, and the steps that made them."""
+
+    answers: tuple[Answer, ...]
+    steps: tuple[TimedStep, ...]
+    seconds: float
+    steady: Span = Span(0.0, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+class Arrivals(Protocol):
+    """When requests come."""
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        """How many requests should have been sent by now."""
+        ...
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        """Whether what is served now is the load in question, after so many of all requests."""
+        ...
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        """From when on the request of that number waits, when it is sent now."""
+        ...
+
+
+class ClosedLoop:
+    """So many clients, each of which asks again as soon as it is answered.
+
+    At first everybody asks at once, in the end clients leave one after the other: neither is the load in question.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        return finished + self._concurrency
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        return self._concurrency <= finished <= total - self._concurrency
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        return elapsed_seconds
+
+
+class PoissonArrivals:
+    """Requests that come independently of each other and of the answers, at a mean rate."""
+
+    def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
+        rng = random.Random(seed)
+        self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        return sum(at <= elapsed_seconds for at in self._times)
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        return True
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        return self._times[number]
+
+
+@dataclass(slots=True)
+class Served:
+    """An answer while it grows."""
+
+    arrival_seconds: float
+    first_token_seconds: float = 0.0
+    last_seconds: float = 0.0  # when it emitted last
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    gaps_seconds: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    accepted_per_step: tuple[int, ...] = ()
+
+    def add(self, output: SequenceOutput, now: float) -> None:
+        """Tokens that come together share the time since the ones before."""
+        count = len(output.token_ids)
+        if count and not self.token_ids:
+            self.first_token_seconds = now - self.arrival_seconds
+        elif count:
+            self.gaps_seconds += [(now - self.last_seconds) / count] * count
+        if count:
+            self.last_seconds = now
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.finish_reason = output.finish_reason
+        if output.speculation is not None:
+            self.accepted_per_step = output.speculation.accepted_per_step
+
+    def answer(self) -> Answer:
+        return Answer(
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            accepted_per_step=self.accepted_per_step,
+            first_token_seconds=self.first_token_seconds,
+            gaps_seconds=tuple(self.gaps_seconds),
+        )
+
+
+class Drive:
+    """Requests for one engine, each of which asks for one sequence. It can be paused: its time stands still then.
+
+    `before_step` hears of each step's number, `after_step` of what it produced.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        arrivals: Arrivals,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        before_step: Callable[[int], None] = lambda number: None,
+        after_step: Callable[[StepReport], None] = lambda report: None,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._arrivals = arrivals
+        self._clock = clock
+        self._sleep = sleep
+        self._before_step = before_step
+        self._after_step = after_step
+        self._seconds = 0.0  # before the present slice
+        self._steady = Span(0.0, 0)
+        self.num_finished = 0
+        self._served: dict[str, Served] = {}
+        self._steps: list[TimedStep] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_finished == len(self._requests)
+
+    def go_on(self, seconds: float = math.inf) -> None:
+        """Serve for so long, or to the end."""
+        start, end = self._clock() - self._seconds, self._seconds + seconds
+        while not self.is_over and self._seconds < end:
+            self._send(self._clock() - start)
+            is_steady = self._arrivals.is_steady(self.num_finished, len(self._requests))
+            before = self._seconds
+            tokens = self._step(start)
+            if is_steady:
+                self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
+
+    def result(self) -> Run:
+        """What was served until now."""
+        answers = tuple(served.answer() for served in self._served.values())
+        return Run(answers, tuple(self._steps), self._seconds, self._steady)
+
+    def _send(self, elapsed: float) -> None:
+        """Hand over what is due by now."""
+        due = min(len(self._requests), self._arrivals.due(elapsed, self.num_finished))
+        for number in range(len(self._served), due):
+            request = self._requests[number]
+            self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
+            self._engine.add(replace(request, arrival_seconds=time.monotonic()))
+
+    def _step(self, start: float) -> int:
+        """One step of the engine; returns how many tokens it emitted."""
+        if self._engine.idle:
+            self._sleep(0.001)
+            self._seconds = self._clock() - start
+            return 0
+        self._before_step(len(self._steps))
+        report = self._engine.step()
+        before, self._seconds = self._seconds, self._clock() - start
+        for output in report.outputs:
+            self._served[output.request_id].add(output, self._seconds)
+            self.num_finished += output.finish_reason is not None
+        emitted = {output.request_id: len(output.token_ids) for output in report.outputs}
+        if report.stats is not None:
+            self._steps.append(TimedStep(report.stats, self._seconds - before, emitted))
+        self._after_step(report)
+        return sum(emitted.values())
+
+
+def drive(engine: Engine, requests: Sequence[GenerationRequest], arrivals: Arrivals) -> Run:
+    """Serve all requests without a pause."""
+    driven = Drive(engine, requests, arrivals)
+    driven.go_on()
+    return driven.result()
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    before_step: Callable[[int], None] = lambda number: None,
+) -> Run:
+    """Answer all requests together."""
+    driven = Drive(engine, requests, ClosedLoop(len(requests)), before_step=before_step)
+    driven.go_on()
+    return driven.result()
