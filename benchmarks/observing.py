@@ -24,8 +24,8 @@ from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import EngineThread
-from service.live import Live
 from service.logging import counting
+from service.observability.live import Live
 from service.runtime import Runtime, Served
 from service.serve import card_of, metrics_of, rendered, status_of, telling
 

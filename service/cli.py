@@ -21,8 +21,8 @@ from service.bench.commands import bench_app, check_app, draw_tree
 from service.config import CONFIG_VARIABLE, REMOVED, SETTINGS, LoadedConfig, load_config, panel_of
 from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
 from service.errors import StartupError
-from service.top import top
-from service.trainer import trainer
+from service.learning.trainer import trainer
+from service.observability.top import top
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2

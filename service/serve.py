@@ -11,7 +11,6 @@ import uvicorn
 
 from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
-from service.adaptive import Adaptive, build_adaptive, learning_folder, log_event
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
@@ -22,9 +21,10 @@ from service.engine.engine import StepReport
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
-from service.live import Live
-from service.metric_tables import ServerStatus
-from service.metrics import Metrics
+from service.learning.adaptive import Adaptive, build_adaptive, learning_folder, log_event
+from service.observability.live import Live
+from service.observability.metric_tables import ServerStatus
+from service.observability.metrics import Metrics
 from service.runtime import ModelCard, Runtime, Served
 
 logger = logging.getLogger(__name__)

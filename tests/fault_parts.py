@@ -21,10 +21,10 @@ from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
-from service.adaptive import Adaptive
 from service.assembly import Assembly
 from service.bench.driver import generate
 from service.engine.requests import GenerationRequest
+from service.learning.adaptive import Adaptive
 from tests.adaptation.drafts import same
 from tests.practised import Practised, greedy_requests
 from tests.service.learning_parts import learning, texts

@@ -21,11 +21,11 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
-from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.drafter_weights import load_network
 from service.engine.requests import GenerationRequest
+from service.learning.adaptive import Adaptive, build_adaptive
 from tests.adaptation.worlds import Clock
 from tests.service.bench.parts import DRAFT_VOCAB, save_two_layers, settings_for
 from tests.service.learning_parts import requests, texts

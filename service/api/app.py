@@ -17,7 +17,7 @@ from service.api.middleware import AccessMiddleware, AuthMiddleware, BodyMiddlew
 from service.api.page import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
-from service.live import Live
+from service.observability.live import Live
 from service.runtime import Runtime
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from service.api.sse import EventStream, frame
 from service.errors import RequestError
-from service.live import Live
+from service.observability.live import Live
 from service.runtime import Runtime
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import torch
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
 from drafters.specblock import checkpoint
-from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly, assemble
 from service.bench.driver import ClosedLoop, Run, drive, generate
 from service.bench.experiment import PLAIN, SPECULATIVE, EngineContestant, Measure, requests_from, warm_up
@@ -31,6 +30,7 @@ from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 from service.engine.thread import serving
 from service.errors import StartupError
+from service.learning.adaptive import Adaptive, build_adaptive
 
 
 class NotMeasured(Exception):

@@ -17,13 +17,13 @@ from adaptation.config import PolicyName, Tuning
 from adaptation.records import AdaptationStatus, Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
-from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.experiment import Measure
 from service.bench.prompts import PromptSet
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import StartupError
+from service.learning.adaptive import Adaptive, build_adaptive
 from service.logging import counting
 
 PLAIN: Final = "never"

@@ -1,6 +1,6 @@
 """What one engine step, and one finished sequence, report about themselves.
 
-Plain records without tensors: the engine fills them, `service/metrics.py` exports them, and neither knows the other.
+Plain records without tensors: the engine fills them, `service/observability` exports them.
 """
 
 from collections.abc import Mapping

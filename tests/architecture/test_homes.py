@@ -17,7 +17,7 @@ from tests.architecture.rules import (
 
 # The configuration, and the one switch that oneDNN offers nowhere else.
 READERS = {"service.config", "service.engine.linear"}
-HOMES = {"prometheus_client": "service.metrics", "redis": "adaptation.replicas.redis_store"}
+HOMES = {"prometheus_client": "service.observability.metrics", "redis": "adaptation.replicas.redis_store"}
 
 
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)

@@ -10,7 +10,6 @@ from adaptation.worker import beside
 from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels.gumbel import hash_bits
-from service.adaptive import Adaptive
 from service.assembly import Assembly, assemble
 from service.bench.lossless import built_in_prompts, check
 from service.config import ServiceConfig
@@ -18,6 +17,7 @@ from service.engine.memory_planner import memory_for
 from service.engine.requests import SamplingParams
 from service.engine.thread import serving
 from service.errors import StartupError
+from service.learning.adaptive import Adaptive
 from tests.service.bench.parts import save_drafter
 from tests.service.engine.harness import Generated, generate, greedy, request, sampled
 from tests.service.learning_parts import learning, requests, texts

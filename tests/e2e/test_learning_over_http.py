@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from service.assembly import Assembly, assemble
-from service.metric_tables import ADAPTATION
+from service.observability.metric_tables import ADAPTATION
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tiny_models import served_by
 from tests.tuned import program

@@ -14,10 +14,10 @@ import torch
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.weights import DrafterWeights
-from service.adaptive import Adaptive, build_adaptive
 from service.assembly import Assembly
 from service.bench.driver import generate
 from service.engine.requests import GenerationRequest
+from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, requests, texts
 

@@ -13,12 +13,12 @@ from adaptation.records import Event
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from service.adaptive import Adaptive, build_adaptive, log_event
 from service.assembly import Assembly, assemble
 from service.engine import drafter_weights
 from service.engine.budget import FixedBudget
 from service.engine.linear import can_pack
 from service.errors import StartupError
+from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
 from tests.tuned import tuned

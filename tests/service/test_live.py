@@ -6,7 +6,7 @@ import pytest
 
 from adaptation.records import Event
 from service.engine.stats import StepStats
-from service.live import KEPT_MOMENTS, Live
+from service.observability.live import KEPT_MOMENTS, Live
 from tests.service.scripted import STATUS
 from tests.service.test_metrics import FINISH, LOAD, STEP
 

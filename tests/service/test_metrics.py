@@ -11,10 +11,18 @@ from drafters.specblock.heads import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
 from service.config import ServiceConfig
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.metric_tables import EVENT_REASONS, FINISH_REASONS, PHASES, RANKS, VLLM_NAMES, ServerStatus, step_table
-from service.metric_tables import FINISH as FINISH_SERIES
-from service.metric_tables import LOAD as LOAD_SERIES
-from service.metrics import Metrics
+from service.observability.metric_tables import (
+    EVENT_REASONS,
+    FINISH_REASONS,
+    PHASES,
+    RANKS,
+    VLLM_NAMES,
+    ServerStatus,
+    step_table,
+)
+from service.observability.metric_tables import FINISH as FINISH_SERIES
+from service.observability.metric_tables import LOAD as LOAD_SERIES
+from service.observability.metrics import Metrics
 from service.serve import metrics_of
 from tests.service.scripted import STATUS
 

@@ -10,9 +10,9 @@ import torch
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
-from service.adaptive import Adaptive
 from service.config import ServiceConfig
-from service.live import Live
+from service.learning.adaptive import Adaptive
+from service.observability.live import Live
 from service.serve import load_served, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say

@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from service.cli import app
-from service.live import Live
-from service.top import Screen
+from service.observability.live import Live
+from service.observability.top import Screen
 from tests.service.scripted import STATUS
 from tests.service.test_metrics import LOAD, STEP
 
@@ -129,6 +129,6 @@ def test_an_interrupt_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     replaced: Callable[..., object] = interrupted
-    monkeypatch.setattr("service.top.moments", replaced)
+    monkeypatch.setattr("service.observability.top.moments", replaced)
     result = CliRunner().invoke(app, ["top"])
     assert (result.exit_code, result.stderr) == (0, "")

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from service.api.app import create_app
 from service.api.settings import ApiSettings
-from service.live import Live
+from service.observability.live import Live
 from service.runtime import Runtime
 from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, runtime_of
 

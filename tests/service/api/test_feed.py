@@ -11,7 +11,7 @@ import pytest
 
 from adaptation.records import AdaptationError, AdaptationStatus
 from service.api.feed import FEED_PATH, Feed
-from service.live import Live
+from service.observability.live import Live
 from service.runtime import Runtime
 from tests.service.api.client import Message, app_of, client_of
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say

@@ -1,5 +1,5 @@
-"""Which numbers are exported, under which names, with which labels and buckets: tables that `service/metrics.py`
-turns into a registry.
+"""Which numbers are exported, under which names, with which labels and buckets: tables that `metrics` turns into a
+registry.
 
 Names come without prefix, counters without their `_total`. Names and units are vLLM's wherever it has a metric of that
 meaning. Label sets are written out, because they must be closed and the modules that produce their values need torch.

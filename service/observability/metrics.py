@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.metric_tables import (
+from service.observability.metric_tables import (
     ADAPTATION,
     EVENTS,
     FINISH,

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.metric_tables import label_of
+from service.observability.metric_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20

@@ -46,7 +46,7 @@ def train(config: ServiceConfig) -> None:
     """Learn until SIGTERM or interrupt. Raises StartupError."""
     import torch
 
-    from service.adaptive import build_trainer, stop_learning
+    from service.learning.adaptive import build_trainer, stop_learning
 
     torch.set_num_threads(config.num_threads)
     worker, replicas = build_trainer(config)
