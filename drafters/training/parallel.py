@@ -1,80 +1,33 @@
 """One process, or several that train the same weights on different batches (`torchrun`).
 
 Gradients are averaged by hand: a step calls the network several times with different rows, which wrappers that count
-calls do not expect. Knows tensors only.
+calls do not expect.
 """
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import Tensor, distributed
 
-_PATIENCE = timedelta(days=7)
+_TIMEOUT = timedelta(days=7)
 """The first process prepares data and evaluates while the others wait."""
 
 
-class Ranks(Protocol):
-    """The processes of one run, seen from one of them."""
+class Ranks:
+    """The processes of one run, seen from one of them; without a device this one process alone."""
 
-    rank: int
-    size: int
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self.rank, self.size = 0, 1
+        if device is not None:
+            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+            self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its mean over all processes, in place."""
-        ...
-
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the first one's values, in place."""
-        ...
-
-    def first(self, value: float) -> float:
-        """The first process's value."""
-        ...
-
-    def wait(self) -> None:
-        """Until all processes are here."""
-        ...
-
-    def leave(self) -> None:
-        """The run is over."""
-        ...
-
-
-class OneProcess:
-    """Nobody to agree with."""
-
-    rank = 0
-    size = 1
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        return
-
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        return
-
-    def first(self, value: float) -> float:
-        return value
-
-    def wait(self) -> None:
-        return
-
-    def leave(self) -> None:
-        return
-
-
-class ProcessGroup:
-    """The processes torchrun started, joined by torch.distributed."""
-
-    def __init__(self, device: torch.device) -> None:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        distributed.init_process_group(backend, timeout=_PATIENCE)
-        self._device = device
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
+        if self._device is None:
+            return
         flat = torch.cat([tensor.flatten() for tensor in tensors])  # one message: each costs a round trip
         distributed.all_reduce(flat)
         flat /= self.size
@@ -82,19 +35,27 @@ class ProcessGroup:
             tensor.copy_(part.view_as(tensor))
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
+        """Give all processes the first one's values, in place."""
+        for tensor in tensors if self._device is not None else ():
             distributed.broadcast(tensor, src=0)
 
     def first(self, value: float) -> float:
+        """The first process's value."""
+        if self._device is None:
+            return value
         shared = torch.tensor([value], dtype=torch.float64, device=self._device)
         distributed.broadcast(shared, src=0)
         return float(shared)
 
     def wait(self) -> None:
-        distributed.barrier()
+        """Until all processes are here."""
+        if self._device is not None:
+            distributed.barrier()
 
     def leave(self) -> None:
-        distributed.destroy_process_group()
+        """The run is over."""
+        if self._device is not None:
+            distributed.destroy_process_group()
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -106,4 +67,4 @@ def local_device(device: torch.device) -> torch.device:
 
 def join(device: torch.device) -> Ranks:
     """The processes of this run."""
-    return ProcessGroup(device) if distributed.is_torchelastic_launched() else OneProcess()
+    return Ranks(device if distributed.is_torchelastic_launched() else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, model_validator
 
 from service.errors import RequestError, StartupError
-from service.prompts import read_lines
+from service.prompts import Message, read_lines
 from service.tokenizer import ChatTokenizer
 
 
@@ -22,15 +22,10 @@ class PromptSet:
     prompts: tuple[tuple[int, ...], ...]
 
 
-class _Message(BaseModel):
-    role: str
-    content: str
-
-
 class _Line(BaseModel):
     """What is read of a line; other keys, such as `id` and `task`, are for people."""
 
-    messages: list[_Message] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list)
     turns: list[str] = Field(default_factory=list)
     prompt: str = ""
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from drafters.training.corpus import TOP, Shard
 from service.engine.target import FeatureTaps, decoder_layers, refuse_unknown
 from service.errors import StartupError
-from service.training.prompts import source_of
+from service.prompts import source_of
 from service.training.regenerate import Answered, Response
 
 ATTENTION_NAME = "adaptree_dense"

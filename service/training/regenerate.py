@@ -18,9 +18,8 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
-from service.prompts import read_lines
+from service.prompts import Prompt, read_lines
 from service.tokenizer import ChatTokenizer
-from service.training.prompts import Prompt
 
 FEWEST_TOKENS = 4
 """Shorter responses teach nothing: a block predicts the tokens after the next."""

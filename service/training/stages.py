@@ -21,10 +21,10 @@ from service.engine.target import decoder_layers, default_tap_layers
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.logging import bar, say
+from service.prompts import read_prompts
 from service.training.card import write_drafter
 from service.training.features import FeatureReader, describe, write_shards
 from service.training.fitting import STATE_FILE, FitPlan, fit
-from service.training.prompts import read_prompts
 from service.training.regenerate import Answered, Answering, read_responses, regenerate
 
 _CPU_BATCH_TOKENS = 2048

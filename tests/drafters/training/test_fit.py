@@ -21,7 +21,7 @@ from drafters.training.fit import (
     vocabulary_of,
 )
 from drafters.training.objective import Objective, ObjectiveSettings, StepScores
-from drafters.training.parallel import OneProcess
+from drafters.training.parallel import Ranks
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
@@ -49,7 +49,7 @@ def trainer_of(
         optimizer,
         settings=settings,
         reach=2 * BLOCK,
-        ranks=OneProcess(),
+        ranks=Ranks(),
         position=position,
     )
 
@@ -148,7 +148,7 @@ def poisoned_trainer(model: SpecBlock, bad: set[int]) -> Trainer:
         make_optimizer(model, SETTINGS),
         settings=SETTINGS,
         reach=2 * BLOCK,
-        ranks=OneProcess(),
+        ranks=Ranks(),
         position=Position(),
     )
 

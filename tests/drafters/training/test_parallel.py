@@ -12,7 +12,7 @@ from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Corpus, TrainingError
 from drafters.training.fit import FitSettings, Length, Position, Trainer, make_optimizer
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.parallel import OneProcess, ProcessGroup, Ranks, join, local_device
+from drafters.training.parallel import Ranks, join, local_device
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
@@ -42,7 +42,7 @@ def one_of_two(rank: int, folder: Path, port: int) -> None:
     model = trainable_drafter()
     with torch.no_grad():
         model.lm_head.weight.add_(float(rank))  # only the first process's start counts
-    ranks = ProcessGroup(torch.device("cpu"))
+    ranks = Ranks(torch.device("cpu"))
     train(ranks, model, folder)
     assert ranks.first(float(rank)) == 0.0
     tensor = torch.full((3,), float(rank))
@@ -67,12 +67,12 @@ def test_two_processes_hold_the_same_weights(tmp_path: Path) -> None:
 
 def test_too_few_batches_for_all_processes_are_refused(tmp_path: Path) -> None:
     random_shard(2).save(tmp_path / "a.safetensors")
-    crowd = OneProcess()
+    crowd = Ranks()
     crowd.size = 3
     with pytest.raises(TrainingError, match="1 batches for 3 processes"):
         train(crowd, trainable_drafter(), tmp_path)
 
 
 def test_without_torchrun_there_is_one_process() -> None:
-    assert isinstance(join(torch.device("cpu")), OneProcess)
+    assert join(torch.device("cpu")).size == 1
     assert local_device(torch.device("cpu")) == torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
-from service.training.prompts import Prompt, read_prompts
+from service.prompts import Prompt, read_prompts
 from service.training.regenerate import Answering, Response, ResponseFile, read_responses, regenerate
 from tests.service.training.parts import save_target, settings, write_prompts
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import StartupError
-from service.training.prompts import read_prompts, source_of
+from service.prompts import read_prompts, source_of
 
 GOOD = '{"id": "a-1", "task": "qa", "messages": [{"role": "user", "content": "in the hat"}], "extra": 1}\n'
 
