@@ -1,7 +1,5 @@
 """Reads settings from a file and from variables under flat names (`adaptation.alpha`), each with where it was set, and
 explains an impossible one: which setting, which value, where it was set, what to do.
-
-Knows none of the settings themselves, and reads no environment of its own.
 """
 
 import difflib

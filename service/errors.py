@@ -1,18 +1,4 @@
-"""Everything a caller can cause, as one tree of exceptions.
-
-AdaptreeError
-├── StartupError            the server cannot start as configured; the message names the setting and the fix
-└── RequestError            a request cannot be served; maps to one HTTP status and OpenAI's error body
-    ├── InvalidRequest      400, a field has a value that cannot be honoured; `param` names it
-    ├── Unauthorized        401, no key or a wrong one
-    ├── Forbidden           403, it comes from, or is meant for, a host that is not allowed
-    ├── NotFound            404, no such model or route
-    ├── RequestTimeout      408, headers or body did not arrive in time
-    ├── RequestTooLarge     413
-    ├── QueueFull           429 with Retry-After
-    ├── EngineFailure       500, the engine stopped on an internal error
-    └── NotReady            503 with Retry-After, while loading or draining
-"""
+"""Everything a caller can cause, as one tree of exceptions."""
 
 from typing import ClassVar
 
@@ -42,23 +28,23 @@ class RequestError(AdaptreeError):
 
 
 class InvalidRequest(RequestError):
-    status = 400
+    status = 400  # a field has a value that cannot be honoured; `param` names it
 
 
 class Unauthorized(RequestError):
-    status = 401
+    status = 401  # no key or a wrong one
 
 
 class Forbidden(RequestError):
-    status = 403
+    status = 403  # it comes from, or is meant for, a host that is not allowed
 
 
 class NotFound(RequestError):
-    status = 404
+    status = 404  # no such model or route
 
 
 class RequestTimeout(RequestError):
-    status = 408
+    status = 408  # headers or body did not arrive in time
 
 
 class RequestTooLarge(RequestError):
@@ -66,15 +52,15 @@ class RequestTooLarge(RequestError):
 
 
 class QueueFull(RequestError):
-    status = 429
+    status = 429  # with Retry-After
     kind = "rate_limit_error"
 
 
 class EngineFailure(RequestError):
-    status = 500
+    status = 500  # the engine stopped on an internal error
     kind = "server_error"
 
 
 class NotReady(RequestError):
-    status = 503
+    status = 503  # with Retry-After, while loading or draining
     kind = "server_error"

@@ -1,6 +1,6 @@
 """The async bridge: requests go to the engine's thread, its outputs come back to whoever waits for them.
 
-Knows neither HTTP nor tensors. One `call_soon_threadsafe` per engine step serves all requests; the event loop never
+One `call_soon_threadsafe` per engine step serves all requests; the event loop never
 waits for a lock that the engine holds, and a consumer that stops reading delays nobody.
 """
 
@@ -135,7 +135,9 @@ class OutputStream:
             raise item
         self._raise_if_given_up(item)
         if item.finish_reason is not None:
-            self._count_down(item.request_id)
+            self._unfinished[item.request_id] -= 1
+            if self._unfinished[item.request_id] == 0:
+                del self._unfinished[item.request_id]
         return item
 
     def __enter__(self) -> "OutputStream":
@@ -157,11 +159,6 @@ class OutputStream:
             self._abort(request_id)
         self._unfinished = {}
         self._request_ids = ()
-
-    def _count_down(self, request_id: str) -> None:
-        self._unfinished[request_id] -= 1
-        if self._unfinished[request_id] == 0:
-            del self._unfinished[request_id]
 
     @staticmethod
     def _raise_if_given_up(output: SequenceOutput) -> None:

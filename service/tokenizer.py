@@ -1,7 +1,6 @@
 """Text to tokens and back: chat templates, plain encoding, and detokenization one token at a time.
 
 Special tokens are control tokens only where the template writes them; in anything a client wrote they are text.
-Knows nothing of models: which tokens end a generation comes from the model's configuration, never from here.
 """
 
 import copy

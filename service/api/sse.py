@@ -1,6 +1,6 @@
 """Answers over time: server-sent events with pings, whole answers, and clients that go away in between.
 
-Knows nothing of what is sent. One task sends, so a client that reads slowly delays only itself.
+One task sends, so a client that reads slowly delays only itself.
 """
 
 import asyncio

@@ -62,6 +62,18 @@ def _gauge(name: str, text: str, read: Callable[[Record], float | None]) -> Seri
     return _plain("gauge", name, text, read)
 
 
+def _counters(
+    name: str, text: str, read: Callable[[Record], Mapping[str, float]], label: str, keys: tuple[str, ...]
+) -> Series[Record]:
+    return Series("counter", name, text, read, (label,), keys)
+
+
+def _gauges(
+    name: str, text: str, read: Callable[[Record], Mapping[str, float]], label: str, keys: tuple[str, ...]
+) -> Series[Record]:
+    return Series("gauge", name, text, read, (label,), keys)
+
+
 # Serving.
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
@@ -117,12 +129,11 @@ LOAD: Final[Table[LoadStats]] = (
 )
 
 FINISH: Final[Table[FinishStats]] = (
-    Series(
-        "counter",
+    _counters(
         "request_success",
         "Sequences finished, by reason.",
         lambda s: {s.finish_reason: 1},
-        ("finished_reason",),
+        "finished_reason",
         FINISH_REASONS,
     ),
     _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
@@ -158,12 +169,11 @@ def step_table(*, max_depth: int, budget_reasons: Sequence[str], sources: Sequen
         _counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
         _counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
         _counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
-        Series(
-            "counter",
+        _counters(
             "step_seconds",
             "Time spent in engine steps.",
             lambda s: dict(zip(PHASES, (s.draft_seconds, s.verify_seconds, s.other_seconds), strict=True)),
-            ("phase",),
+            "phase",
             PHASES,
         ),
         Distribution(
@@ -183,20 +193,18 @@ def _draft_series(max_depth: int, sources: Sequence[str]) -> Table[StepStats]:
         _counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
         _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
         _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted_tokens),
-        Series(
-            "counter",
+        _counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted at least up to this position.",
             _accepted_per_position,
-            ("position",),
+            "position",
             tuple(map(str, range(max_depth))),
         ),
-        Series(
-            "counter",
+        _counters(
             "accepted_tokens_by_source",
             "Draft tokens accepted, by the drafter that proposed them.",
             lambda s: s.accepted_by_source,
-            ("source",),
+            "source",
             tuple(sources),
         ),
         Distribution(
@@ -213,20 +221,18 @@ def _draft_series(max_depth: int, sources: Sequence[str]) -> Table[StepStats]:
             "Expected calibration error of the predicted survival, 0 to 1.",
             lambda s: s.survival_error,
         ),
-        Series(
-            "gauge",
+        _gauges(
             "rank_head_foretold_tokens",
             "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
             lambda s: s.rank_predicted,
-            ("rank",),
+            "rank",
             RANKS,
         ),
-        Series(
-            "gauge",
+        _gauges(
             "rank_head_right_tokens",
             "Accepted tokens among recent candidates of this rank.",
             lambda s: s.rank_right,
-            ("rank",),
+            "rank",
             RANKS,
         ),
     )
@@ -236,12 +242,11 @@ def _budget_series(reasons: Sequence[str]) -> Table[StepStats]:
     """How many nodes were verified, why, and how well their cost was predicted."""
     return (
         _gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
-        Series(
-            "counter",
+        _counters(
             "budget_decisions",
             "Steps by the reason for their node budget.",
             lambda s: {s.budget_reason: 1},
-            ("reason",),
+            "reason",
             tuple(reasons),
         ),
         Distribution(
@@ -327,20 +332,18 @@ EVENTS: Final[Table[Event]] = (
         _UPDATE_SECONDS,
         lambda event: _finite(event, {"": "seconds"}).values() if event.kind in _UPDATE_ENDS else (),
     ),
-    Series(
-        "gauge",
+    _gauges(
         "adaptation_update_loss",
         "Loss at the end of the last update, by term.",
         lambda event: _finite(event, {term: f"{term}_loss" for term in _LOSSES}),
-        ("term",),
+        "term",
         _LOSSES,
     ),
-    Series(
-        "gauge",
+    _gauges(
         "adaptation_replayed_tau",
         "Mean acceptance length (tau) of drafters replayed on the validation set, at the last evaluation.",
         lambda event: _finite(event, {drafter: drafter for drafter in _EVALUATED}),
-        ("drafter",),
+        "drafter",
         _EVALUATED,
     ),
 )
@@ -370,18 +373,17 @@ ADAPTATION: Final[Sequence[Series[AdaptationStatus]]] = (
         "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
         lambda s: float("nan") if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
-    Series("gauge", "adaptation_arm_value", "Gain of throughput per signal.", lambda s: s.values, ("arm",), ARMS),
-    Series("gauge", "adaptation_waiting_lessons", "Training samples in a buffer.", lambda s: s.waiting, ("arm",), ARMS),
+    _gauges("adaptation_arm_value", "Gain of throughput per signal.", lambda s: s.values, "arm", ARMS),
+    _gauges("adaptation_waiting_lessons", "Training samples in a buffer.", lambda s: s.waiting, "arm", ARMS),
     _counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_heard),
     _counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
     _counter("adaptation_lessons_dropped", "Training samples dropped from a full buffer.", lambda s: s.lessons_dropped),
-    Series(
-        "counter",
+    _counters(
         "adaptation_queries_excluded",
         "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
         "resting: nothing promised a gain, so that they were not recorded.",
         lambda s: s.excluded,
-        ("reason",),
+        "reason",
         EXCLUDED,
     ),
     Series(
@@ -392,19 +394,14 @@ ADAPTATION: Final[Sequence[Series[AdaptationStatus]]] = (
         ("choice", "reason"),
         DECISIONS,
     ),
-    Series("counter", "adaptation_updates", "Updates computed to their end.", lambda s: s.updates, ("arm",), ARMS),
+    _counters("adaptation_updates", "Updates computed to their end.", lambda s: s.updates, "arm", ARMS),
     _counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
     _counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
     _counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
     _counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
     _counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
-    Series(
-        "counter",
-        "adaptation_failures",
-        "Exceptions in the learning thread, by stage.",
-        lambda s: s.failures,
-        ("stage",),
-        _STAGES,
+    _counters(
+        "adaptation_failures", "Exceptions in the learning thread, by stage.", lambda s: s.failures, "stage", _STAGES
     ),
     _counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
 )
@@ -428,12 +425,11 @@ VERSION_FATES: Final = ("announced", "followed", "not_served", "old", "fork", *_
 
 REPLICAS: Final[Sequence[Series[AdaptationStatus]]] = (
     _gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
-    Series(
-        "gauge",
+    _gauges(
         "replica_standing",
         "1 for the role of this replica; alone: there are no others, or they cannot be reached.",
         lambda s: {s.replicas.standing: 1.0},
-        ("standing",),
+        "standing",
         STANDINGS,
     ),
     _gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
@@ -442,20 +438,18 @@ REPLICAS: Final[Sequence[Series[AdaptationStatus]]] = (
         "Connections to the store of the replicas that were lost.",
         lambda s: s.replicas.connections_lost,
     ),
-    Series(
-        "counter",
+    _counters(
         "replica_queries",
         "Finished queries on their way to the leader, by outcome.",
         lambda s: s.replicas.queries,
-        ("fate",),
+        "fate",
         QUERY_FATES,
     ),
-    Series(
-        "counter",
+    _counters(
         "replica_versions",
         "Versions on their way to the replicas, by outcome.",
         lambda s: s.replicas.versions,
-        ("fate",),
+        "fate",
         VERSION_FATES,
     ),
 )

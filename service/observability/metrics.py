@@ -120,29 +120,21 @@ def _made(
     name, text = PREFIX + series.name, series.text
     if isinstance(series, Distribution):
         histogram = Histogram(name, text, buckets=series.buckets, registry=registry)
-        return histogram, lambda record: _observe(histogram, series.read(record))
-    if series.kind == "counter":
-        counter = Counter(name, text, series.labels, registry=registry)
-        counters = {key: counter.labels(*key.split(_SEPARATOR)) if key else counter for key in series.keys}
-        return counter, lambda record: _add(counters, series.read(record))
-    gauge = Gauge(name, text, series.labels, registry=registry)
-    gauges = {key: gauge.labels(*key.split(_SEPARATOR)) if key else gauge for key in series.keys}
-    return gauge, lambda record: _set(gauges, series.read(record))
 
+        def observe(record: Record) -> None:
+            for value in series.read(record):
+                histogram.observe(value)
 
-def _observe(histogram: Histogram, values: Iterable[float]) -> None:
-    for value in values:
-        histogram.observe(value)
+        return histogram, observe
+    metric = (Counter if series.kind == "counter" else Gauge)(name, text, series.labels, registry=registry)
+    children = {key: metric.labels(*key.split(_SEPARATOR)) if key else metric for key in series.keys}
+    changes = {key: child.inc if isinstance(child, Counter) else child.set for key, child in children.items()}
 
+    def change(record: Record) -> None:
+        for key, value in series.read(record).items():
+            changes[key](value)
 
-def _add(counters: Mapping[str, Counter], amounts: Mapping[str, float]) -> None:
-    for key, amount in amounts.items():
-        counters[key].inc(amount)
-
-
-def _set(gauges: Mapping[str, Gauge], values: Mapping[str, float]) -> None:
-    for key, value in values.items():
-        gauges[key].set(value)
+    return metric, change
 
 
 class _Collected(Generic[Record]):
