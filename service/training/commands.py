@@ -16,7 +16,7 @@ from service.config import ServiceConfig, load_config
 
 if TYPE_CHECKING:
     from drafters.training.fit import Length
-    from service.training.fitting import FitPlan
+    from service.training.fit import FitPlan
     from service.training.regenerate import Answering
 
 _Target = Annotated[
@@ -202,7 +202,7 @@ def _deadline(minutes: float | None) -> float | None:
 
 def _plan(options: FitOptions, features: Path, out: Path, length: "Length") -> "FitPlan":
     from drafters.training.fit import FitSettings
-    from service.training.fitting import FitPlan
+    from service.training.fit import FitPlan
 
     return FitPlan(
         features=features,

@@ -22,9 +22,8 @@ from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.logging import bar, say
 from service.prompts import read_prompts
-from service.training.card import write_drafter
 from service.training.features import FeatureReader, describe, write_shards
-from service.training.fitting import STATE_FILE, FitPlan, fit
+from service.training.fit import STATE_FILE, FitPlan, fit
 from service.training.regenerate import Answered, Answering, read_responses, regenerate
 
 _CPU_BATCH_TOKENS = 2048
@@ -91,11 +90,10 @@ def fit_drafter(config: ServiceConfig, plan: FitPlan, ranks: Ranks) -> None:
     plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and bf16_is_faster(device)))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     try:
-        fitted = fit(_load_in_turn(config, dtype, device, ranks), plan, ranks)
+        fit(_load_in_turn(config, dtype, device, ranks), plan, ranks)
     except TrainingError as error:
         raise StartupError(str(error)) from error
     if ranks.rank == 0:
-        write_drafter(fitted, plan, device=device, num_processes=ranks.size)
         say(f"done; serve with it: adaptree serve --model {config.model} --drafter-path {plan.out}")
 
 

@@ -1,14 +1,12 @@
 """Stage 3: from features to a drafter's weights, with a curve of the held-out texts and a state to go on from."""
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -30,15 +28,13 @@ from drafters.training.fit import (
 from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks
-from drafters.training.scores import Examiner, Scores
+from drafters.training.scores import Examiner
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import Advance, bar, say
 from service.training.features import Manifest, sha256_of
-
-CURVE_FILE = "curve.jsonl"
-PICTURE_FILE = "curve.png"
+from service.training.report import Curve, CurvePoint, facts_of, summary, write_card
 
 STATE_FILE = "fit.pt"
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
@@ -47,96 +43,6 @@ ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One evaluation."""
-
-    step: int
-    tokens: int
-    seconds: float
-    train_loss: float | None  # mean since the evaluation before; None before the first step
-    gradient_norm: float | None
-    learning_rate: float | None
-    skipped_steps: int
-    scores: Scores
-
-    @staticmethod
-    def of(reports: Sequence[StepReport], scores: Scores) -> "CurvePoint":
-        """After these steps."""
-        last = reports[-1]
-        return CurvePoint(
-            step=last.position.step,
-            tokens=last.position.tokens,
-            seconds=round(last.position.seconds, 1),
-            train_loss=sum(report.loss for report in reports) / len(reports),
-            gradient_norm=last.gradient_norm,
-            learning_rate=last.learning_rate,
-            skipped_steps=last.position.skipped,
-            scores=scores,
-        )
-
-    @staticmethod
-    def at_start(scores: Scores) -> "CurvePoint":
-        return CurvePoint(0, 0, 0.0, None, None, None, 0, scores)
-
-
-class Curve:
-    """The points so far, in the file and at hand."""
-
-    def __init__(self, folder: Path, *, up_to_step: int) -> None:
-        """Points after `up_to_step` belong to steps that a kill undid."""
-        self._file = folder / CURVE_FILE
-        self._picture = folder / PICTURE_FILE
-        self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
-        self._file.write_text("".join(_point_line(point) for point in self.points))
-
-    def add(self, point: CurvePoint) -> None:
-        self.points.append(point)
-        with self._file.open("a") as stream:
-            stream.write(_point_line(point))
-        _draw(self.points, self._picture)
-
-
-def _point_line(point: CurvePoint) -> str:
-    return json.dumps(asdict(point)) + "\n"
-
-
-def _read_points(file: Path) -> list[CurvePoint]:
-    if not file.exists():
-        return []
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    return [CurvePoint(**{**line, "scores": _scores_of(line["scores"])}) for line in lines]
-
-
-def _scores_of(values: dict[str, object]) -> Scores:
-    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Scores(**lists)  # type: ignore[arg-type]
-
-
-def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    losses, shares, taus = figure.subplots(1, 3)
-    tokens = [point.tokens / 1e6 for point in points]
-    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts")
-    trained = [point for point in points if point.train_loss is not None]
-    losses.plot([p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts")
-    losses.set_title("cross-entropy to the target")
-    for place in range(min(4, len(points[0].scores.alpha))):
-        values = [point.scores.alpha[place] for point in points]
-        shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"place {place + 1}")
-    covered = [point.scores.covered[0] or 0.0 for point in points]
-    shares.plot(tokens, covered, linestyle="--", label="place 1, ranks 1-4")
-    shares.set_title("alpha: likeliest token is the target's")
-    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain of two blocks")
-    taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
-    taus.set_title("tau, replayed")
-    for axes in (losses, shares, taus):
-        axes.set_xlabel("million training tokens")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(picture, dpi=110)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,19 +97,6 @@ class FitPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """A trained drafter and what is to be said of its training."""
-
-    model: SpecBlock
-    identity: str
-    own_head: bool
-    position: Position
-    points: tuple[CurvePoint, ...]
-    notes: Mapping[str, Any]
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
 class _Start:
     """A drafter before its first step, or where a run stopped."""
 
@@ -214,8 +107,8 @@ class _Start:
     notes: Mapping[str, Any]
 
 
-def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> Fitted:
-    """Train until the plan's end. Raises StartupError or TrainingError; `loaded` has unpacked layers."""
+def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
+    """Train until the plan's end and write the drafter. Raises StartupError or TrainingError; `loaded` is unpacked."""
     manifest = Manifest.read(plan.features)
     _refuse_other_target(manifest, loaded, plan.features)
     corpus = Corpus(manifest.shard_paths(plan.features), max_length=plan.max_length)
@@ -232,27 +125,26 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> Fitted:
         ranks=ranks,
         position=start.position,
     )
-    if ranks.rank == 0:
-        examiner = Examiner(
-            start.model,
-            start.embed,
-            apart,
-            batch_tokens=2 * plan.settings.batch_tokens,
-            autocast=plan.settings.autocast,
-        )
-        points = _Watched(trainer, start, plan, examiner).run(trained)
-    else:
-        points = _followed(trainer, trained, plan.length)
-    notes = {**start.notes, "held_out_texts": len(apart), "training_texts": len(trained)}
+    if ranks.rank != 0:
+        for _ in trainer.run(trained, plan.length):  # the first process watches
+            pass
+        return
+    settings = plan.settings
+    examiner = Examiner(
+        start.model, start.embed, apart, batch_tokens=2 * settings.batch_tokens, autocast=settings.autocast
+    )
+    points = _Watched(trainer, start, plan, examiner).run(trained)
+    facts = facts_of(
+        manifest,
+        trainer.position,
+        points,
+        training={**plan.describe(), **start.notes, "held_out_texts": len(apart), "training_texts": len(trained)},
+        device=loaded.model.device,
+        num_processes=ranks.size,
+    )
     own_head = start.model.lm_head.weight.requires_grad
-    return Fitted(start.model, loaded.parts.identity, own_head, trainer.position, tuple(points), notes, manifest)
-
-
-def _followed(trainer: Trainer, examples: list[Example], length: Length) -> list[CurvePoint]:
-    """A run that the first process watches."""
-    for _ in trainer.run(examples, length):
-        pass
-    return []
+    checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
+    write_card(plan.out, facts)
 
 
 class _Watched:
@@ -301,18 +193,6 @@ class _Watched:
     def _note(self, point: CurvePoint) -> None:
         self._curve.add(point)
         say(summary(point))
-
-
-def summary(point: CurvePoint) -> str:
-    """One evaluation in one line."""
-    scores = point.scores
-    alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
-    covered = scores.covered[0]
-    return (
-        f"step {point.step}, {point.tokens / 1e6:.2f}M tokens, {point.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
-        f"alpha {alphas}, ranks 1-4 {0.0 if covered is None else covered:.2f}, "
-        f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
-    )
 
 
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
@@ -421,8 +301,3 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"--out {folder}: {error}") from error
-
-
-def final_scores(fitted: Fitted) -> Scores:
-    """Those of the last evaluation."""
-    return fitted.points[-1].scores

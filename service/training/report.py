@@ -1,0 +1,238 @@
+"""What is said of a training: its curve, one line per evaluation, the facts in the drafter's config, and its card."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from drafters.specblock import checkpoint
+from drafters.training.fit import Position, StepReport
+from drafters.training.scores import Scores
+from service import __version__
+from service.bench.conditions import command_line, commit_of, machine_name
+from service.training.features import Manifest
+
+CARD_FILE = "README.md"
+CURVE_FILE = "curve.jsonl"
+PICTURE_FILE = "curve.png"
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One evaluation."""
+
+    step: int
+    tokens: int
+    seconds: float
+    train_loss: float | None  # mean since the evaluation before; None before the first step
+    gradient_norm: float | None
+    learning_rate: float | None
+    skipped_steps: int
+    scores: Scores
+
+    @staticmethod
+    def of(reports: Sequence[StepReport], scores: Scores) -> "CurvePoint":
+        """After these steps."""
+        last = reports[-1]
+        return CurvePoint(
+            step=last.position.step,
+            tokens=last.position.tokens,
+            seconds=round(last.position.seconds, 1),
+            train_loss=sum(report.loss for report in reports) / len(reports),
+            gradient_norm=last.gradient_norm,
+            learning_rate=last.learning_rate,
+            skipped_steps=last.position.skipped,
+            scores=scores,
+        )
+
+    @staticmethod
+    def at_start(scores: Scores) -> "CurvePoint":
+        return CurvePoint(0, 0, 0.0, None, None, None, 0, scores)
+
+
+class Curve:
+    """The points so far, in the file and at hand."""
+
+    def __init__(self, folder: Path, *, up_to_step: int) -> None:
+        """Points after `up_to_step` belong to steps that a kill undid."""
+        self._file = folder / CURVE_FILE
+        self._picture = folder / PICTURE_FILE
+        self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
+        self._file.write_text("".join(_point_line(point) for point in self.points))
+
+    def add(self, point: CurvePoint) -> None:
+        self.points.append(point)
+        with self._file.open("a") as stream:
+            stream.write(_point_line(point))
+        _draw(self.points, self._picture)
+
+
+def _point_line(point: CurvePoint) -> str:
+    return json.dumps(asdict(point)) + "\n"
+
+
+def _read_points(file: Path) -> list[CurvePoint]:
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return [CurvePoint(**{**line, "scores": _scores_of(line["scores"])}) for line in lines]
+
+
+def _scores_of(values: dict[str, object]) -> Scores:
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Scores(**lists)  # type: ignore[arg-type]
+
+
+def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    losses, shares, taus = figure.subplots(1, 3)
+    tokens = [point.tokens / 1e6 for point in points]
+    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts")
+    trained = [point for point in points if point.train_loss is not None]
+    losses.plot([p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts")
+    losses.set_title("cross-entropy to the target")
+    for place in range(min(4, len(points[0].scores.alpha))):
+        values = [point.scores.alpha[place] for point in points]
+        shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"place {place + 1}")
+    covered = [point.scores.covered[0] or 0.0 for point in points]
+    shares.plot(tokens, covered, linestyle="--", label="place 1, ranks 1-4")
+    shares.set_title("alpha: likeliest token is the target's")
+    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain of two blocks")
+    taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
+    taus.set_title("tau, replayed")
+    for axes in (losses, shares, taus):
+        axes.set_xlabel("million training tokens")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+
+
+def summary(point: CurvePoint) -> str:
+    """One evaluation in one line."""
+    scores = point.scores
+    alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
+    covered = scores.covered[0]
+    return (
+        f"step {point.step}, {point.tokens / 1e6:.2f}M tokens, {point.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
+        f"alpha {alphas}, ranks 1-4 {0.0 if covered is None else covered:.2f}, "
+        f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
+    )
+
+
+def facts_of(
+    manifest: Manifest,
+    position: Position,
+    points: Sequence[CurvePoint],
+    *,
+    training: Mapping[str, Any],
+    device: torch.device,
+    num_processes: int,
+) -> dict[str, Any]:
+    """Everything that the weights depend on and what they can do, as JSON values."""
+    return {
+        "target": manifest.target,
+        "data": {
+            "files": manifest.files,
+            "responses_by_source": manifest.responses_by_source,
+            "responses_by_task": manifest.responses_by_task,
+            "responses_by_temperature": manifest.responses_by_temperature,
+            "response_tokens": manifest.response_tokens,
+            "tokens": manifest.tokens,
+        },
+        "training": {
+            **training,
+            "steps": position.step,
+            "skipped_steps": position.skipped,
+            "epochs": position.epoch,
+            "tokens_seen": position.tokens,
+            "minutes": round(position.seconds / 60, 1),
+        },
+        "scores": asdict(points[-1].scores),
+        "scores_at_start": asdict(points[0].scores),
+        "machine": {
+            "processor": machine_name(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "cpu_count": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "processes": num_processes,
+        },
+        "versions": {"adaptree": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "commit": commit_of(Path(__file__).resolve().parents[2]),
+        "command": command_line(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """What a person should know before using the weights in this folder."""
+    (folder / CARD_FILE).write_text(_card(facts, (folder / checkpoint.WEIGHTS_FILE).stat().st_size))
+
+
+def _card(facts: Mapping[str, Any], weights_bytes: int) -> str:
+    data, training, machine = facts["data"], facts["training"], facts["machine"]
+    shape = f"{training['draft_vocab_size']} draft tokens, {training['num_layers']} layers"
+    shape += f", blocks of {training['block_size']}"
+    processes = "1 process" if machine["processes"] == 1 else f"{machine['processes']} processes"
+    without = ", ".join(training["without"]) or "nothing"
+    return f"""# A SpecBlock drafter for {facts["target"]}
+
+Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
+
+| | |
+|---|---|
+| weights | {weights_bytes / 1e6:.1f} MB, bf16; {shape} |
+| trained on | {data["response_tokens"]:,} response tokens of the target itself; {training["tokens_seen"]:,} seen |
+| cost | {training["minutes"]} minutes, {training["steps"]} steps ({training["skipped_steps"]} skipped) |
+| machine | {machine["processor"]}, device {machine["device"]}, {machine["threads"]} threads, {processes} |
+| left out of the method | {without} |
+| versions | {", ".join(f"{name} {version}" for name, version in facts["versions"].items())} |
+| command | `{facts["command"]}` |
+| commit, date | {facts["commit"]}, {facts["date"]} |
+
+## Scores on held-out texts
+
+| | at start | now |
+|---|---:|---:|
+{_score_rows(facts["scores_at_start"], facts["scores"])}
+
+alpha: share of places on the text whose likeliest draft token is the target's. tau: tokens per verify when the
+recorded texts are replayed. Places beyond the first are counted only where everything before could have been drafted.
+
+![training curve]({PICTURE_FILE})
+
+## Data
+
+{_table("source of the prompts", data["responses_by_source"])}
+
+{_table("temperature", data["responses_by_temperature"])}
+
+{_table("file", data["files"], "SHA-256")}
+
+The prompts' licences follow from their sources; the responses are the target's own.
+"""
+
+
+def _score_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    rows = [(f"alpha at place {place + 1}", "alpha", place) for place in range(len(now["alpha"]))]
+    rows.insert(1, ("ranks 1-4 at place 1", "covered", 0))
+    lines = [f"| {title} | {_shown(before[name][at])} | {_shown(now[name][at])} |" for title, name, at in rows]
+    plain = {"tau, chain": "chain_tau", "tau, tree of 16 nodes": "tree_tau", "cross-entropy": "loss"}
+    lines += [f"| {title} | {_shown(before[name])} | {_shown(now[name])} |" for title, name in plain.items()]
+    return "\n".join(lines)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _table(name: str, values: Mapping[str, object], title: str = "responses") -> str:
+    rows = "\n".join(f"| {key} | {value} |" for key, value in values.items())
+    return f"| {name} | {title} |\n|---|---:|\n{rows}"
