@@ -72,9 +72,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 def _setting(group: str, default: Any, description: str, **limits: Any) -> Any:
     """A setting in this panel of the help."""
     extra: dict[str, JsonValue] = {"group": group}
-    if callable(default):
-        return Field(default_factory=default, description=description, json_schema_extra=extra, **limits)
-    return Field(default=default, description=description, json_schema_extra=extra, **limits)
+    limits["default_factory" if callable(default) else "default"] = default
+    return Field(description=description, json_schema_extra=extra, **limits)
 
 
 def _split(value: object) -> object:

@@ -98,7 +98,7 @@ def _read(
     entries: list[tuple[str, object]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if not _is_section(name, known):
+        if not any(other.startswith(name + SECTION_SEPARATOR) for other in known):
             refuse_removed(name, removed, f"the configuration file {path} sets")
             refuse_unknown(name, known, f"the configuration file {path} sets")
             entries.append((name, value))
@@ -110,10 +110,6 @@ def _read(
                 "below it"
             )
     return entries
-
-
-def _is_section(name: str, known: list[str]) -> bool:
-    return any(other.startswith(name + SECTION_SEPARATOR) for other in known)
 
 
 def flag_name(field_name: str) -> str:
@@ -160,7 +156,8 @@ def _explain_one(
     origin: Mapping[str, str],
 ) -> str:
     name = _setting_of(problem["loc"], fields)
-    reason = _reason(problem)
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    reason = text[0].lower() + text[1:]
     if name not in fields:
         return f"{name} is impossible: {reason}. Fix: change {_set_below(name, origin)}."
     shown = "(secret)" if "Secret" in str(fields[name].annotation) else repr(values.get(name))
@@ -173,11 +170,6 @@ def _setting_of(location: tuple[int | str, ...], fields: Mapping[str, FieldInfo]
     """The setting a complaint is about, or the section when its settings do not fit together."""
     names = [".".join(map(str, location[:length])) for length in range(1, len(location) + 1)]
     return next((name for name in names if name in fields), names[0])
-
-
-def _reason(problem: Mapping[str, Any]) -> str:
-    text = str(problem["msg"]).removeprefix("Value error, ")
-    return text[0].lower() + text[1:]
 
 
 def _set_below(section: str, origin: Mapping[str, str]) -> str:

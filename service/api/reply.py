@@ -126,7 +126,7 @@ class Reply:
         report: Body = {
             "mean_acceptance_length": 1.0 + sum(accepted) / len(accepted) if accepted else 1.0,
             "draft_acceptance_rate": sum(accepted) / sum(drafted) if any(drafted) else 0.0,
-            "acceptance_histogram": _histogram(accepted, self._card.num_spec_tokens),
+            "acceptance_histogram": [accepted.count(length) for length in range(self._card.num_spec_tokens + 1)],
             "num_spec_steps": len(accepted),
             "num_accepted_draft_tokens": sum(accepted),
             "num_draft_tokens": sum(drafted),
@@ -166,12 +166,6 @@ class Choice:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
-
-
-def _histogram(accepted: list[int], longest: int) -> list[JsonValue]:
-    """How many steps accepted 0, 1, ... `longest` tokens."""
-    counts: list[JsonValue] = [accepted.count(length) for length in range(longest + 1)]
-    return counts
 
 
 class Trace:

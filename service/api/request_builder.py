@@ -24,7 +24,7 @@ from service.tokenizer import ChatTokenizer
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
-_SEED_RANGE = 2**64
+_SEED_RANGE = 2**63  # of drawn ones
 
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
@@ -123,7 +123,8 @@ def _check_fields(body: SamplingFields, server: Server) -> None:
     check_model(body.model, server)
     assert isinstance(body, ChatCompletionRequest | CompletionRequest)
     _refuse_unsupported(body, server.ignored_fields)
-    _check_best_of(body)
+    if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
+        raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     card = server.runtime.card
@@ -155,12 +156,6 @@ def _refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonVal
         raise InvalidRequest(f"This server does not support '{path}' with this value.", param=path)
 
 
-def _check_best_of(body: SamplingFields) -> None:
-    best_of = (body.model_extra or {}).get("best_of")
-    if best_of is not None and best_of != (body.n or 1):
-        raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
-
-
 def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
     add_special_tokens = body.add_special_tokens is not False
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -189,14 +184,14 @@ async def _build(
     """`kind` begins the job's id; `source` is the field that holds its prompt."""
     card, n = server.runtime.card, body.n or 1
     job_id = f"{kind}-{uuid.uuid4().hex}"
-    seed = secrets.randbits(63) if body.seed is None else body.seed
+    seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
     requests = []
     for position, prompt in enumerate(prompts):
         check_token_ids(prompt, card, param=source)
         max_tokens = _max_tokens(body, len(prompt), server, source=source)
-        # A drawn seed moves on from prompt to prompt, a given one means the same for each.
-        prompt_seed = _wrap(seed + position * n) if body.seed is None else seed
+        # A drawn seed moves on from prompt to prompt, within what can be sent back; a given one is the same for each.
+        prompt_seed = (seed + position * n) % _SEED_RANGE if body.seed is None else seed
         requests.append(
             GenerationRequest(
                 request_id=f"{job_id}-{position}",
@@ -281,8 +276,3 @@ def _too_long(context: int, however: str, source: str) -> InvalidRequest:
         param=source,
         code="context_length_exceeded",
     )
-
-
-def _wrap(seed: int) -> int:
-    """Into the 63 bits from which seeds are drawn, so that it can be sent back as one."""
-    return seed % (_SEED_RANGE // 2)

@@ -57,23 +57,14 @@ class ClientNames:
     def name(self, scope: Scope, body: SamplingFields, *, by_api_key: bool) -> str:
         """By the API key where keys are checked, else by what the client says of its user, else by its address."""
         if by_api_key:
-            return self._hash("key", _shown_key(scope))
-        user = body.safety_identifier or body.user
-        return self._hash("user", user) if user else self._hash("address", _address(scope))
+            # The credentials alone, however the client writes the scheme before them.
+            return self._hash("key", (Headers(scope=scope).get("authorization") or "").partition(" ")[2].strip())
+        user, peer = body.safety_identifier or body.user, scope.get("client")
+        return self._hash("user", user) if user else self._hash("address", peer[0] if peer else "")
 
     def _hash(self, kind: str, value: str) -> str:
         text = f"{kind}:{value}".encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, digest_size=16, key=self._key).hexdigest()
-
-
-def _shown_key(scope: Scope) -> str:
-    """The credentials alone, however the client writes the scheme before them."""
-    return (Headers(scope=scope).get("authorization") or "").partition(" ")[2].strip()
-
-
-def _address(scope: Scope) -> str:
-    peer = scope.get("client")
-    return peer[0] if peer else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,15 +169,12 @@ class _Renamed:
         for metric in self._metrics:
             for family in metric.collect():
                 if family.name.removeprefix(PREFIX) in VLLM_NAMES:
-                    yield self._renamed(family)
-
-    def _renamed(self, family: Metric) -> Metric:
-        renamed = Metric(_vllm_name(family.name), family.documentation, family.type)
-        renamed.samples = [
-            sample._replace(name=_vllm_name(sample.name), labels={**self._labels, **sample.labels})
-            for sample in family.samples
-        ]
-        return renamed
+                    renamed = Metric(_vllm_name(family.name), family.documentation, family.type)
+                    renamed.samples = [
+                        sample._replace(name=_vllm_name(sample.name), labels={**self._labels, **sample.labels})
+                        for sample in family.samples
+                    ]
+                    yield renamed
 
 
 def _vllm_name(name: str) -> str:
