@@ -1,7 +1,7 @@
 """What a drafter can learn from one finished query, and the tables it is collected in while the query runs.
 
 Tables are written at the slot of a position, so that what several steps made permanent costs a few scatters whatever
-was accepted, and the newest positions overwrite the oldest. Knows neither the engine nor who learns.
+was accepted, and the newest positions overwrite the oldest.
 Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
 top = likeliest tokens of the target that are kept, labels = positions of which the drafter said something.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.protocol import DraftContext, Read
+from drafters.readback import reached
 from drafters.tree import MAX_DEPTH
 
 _BEHIND = MAX_DEPTH + 1  # positions a step may commit behind the end of an answer
@@ -205,26 +206,16 @@ class FeedbackRecorder:
         prompt = max(self._prompt.pop(row, length), length - self._window)
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
-        draft_labels = self._draft_labels(row, labels, prompt)
-        kept = self._features[row, features], self._top_ids[row, labels], self._top_logprobs[row, labels]
         return QueryFeedback(
             query=query,
             prompt=prompt,
             first=first,
-            features=kept[0],
-            top_ids=kept[1],
-            top_logprobs=kept[2],
-            draft_labels=draft_labels,
-            ready=self._event(),
+            features=self._features[row, features],
+            top_ids=self._top_ids[row, labels],
+            top_logprobs=self._top_logprobs[row, labels],
+            draft_labels=self._draft_labels(row, labels, prompt),
+            ready=reached(self._marked),
         )
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Marks what this stream has been asked for up to here."""
-        if not self._marked.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._marked.device))
-        return event
 
     def _draft_labels(self, row: int, labels: Tensor, prompt: int) -> DraftLabels:
         """Of the answer's positions those that are marked, and not by an earlier lap. # labels [positions] places"""

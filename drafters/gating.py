@@ -1,9 +1,8 @@
 """Whether something whose gain is uncertain may go on: a drafter in this step, a further block, following the texts.
 
 Gains and losses of a drafter are entered in a ledger, counted in steps (the seconds of a plain one), up to a limit.
-What has lost it all is suspended and tried again whenever a small share of the time that passed has paid off the debt
-and saved up enough for a trial: one lucky step is no evidence. So the loss against never having tried is bounded for
-any run: the opening balance, and that share of the time. All of it is a matter of speed only.
+What has lost it all is suspended, and tried again once a small share of the time since has paid off the debt and saved
+up for a trial. So the loss against never having tried is at most the opening balance and that share of the time.
 """
 
 import math
@@ -23,8 +22,8 @@ _WHOLE_FOR = 4  # sequences: what fewer gain is so uneven that a bad beginning m
 _SMALLEST = 0.25  # of a whole one, so that what has lost for many is not forgotten for minutes
 _RENEWAL = 0.5  # of the opening balance; a successor is much like what it replaces
 
-_EDGES = (0.3, 1.0, 2.5)  # tokens per sequence that the cheaper drafters promise
-_DRAFTER_OPENING = 2.0  # for each of the promises
+_EDGES = (0.3, 1.0, 2.5)  # tokens per sequence expected of the cheaper drafters
+_DRAFTER_OPENING = 2.0  # for each range of them
 
 _FOLLOW_RATE = 1 / 16
 _SELDOM = 0.1  # of recent steps with trees; trials of what does not pay are rarer
@@ -34,7 +33,7 @@ _FOLLOWED = 128  # of each period, come what may
 _BLOCK_RATE = 0.05
 _BLOCK_TRIALS = 8  # blocks before anything is decided, for each size of batch
 _PROBE_SHARE = 0.005  # of all seconds, for blocks that do not seem to pay
-_YIELD_PRIOR = (1.0, 1.0)  # tokens that came of starts, and what those starts had promised
+_YIELD_PRIOR = (1.0, 1.0)  # tokens that came of starts, and those expected of them
 _YIELD_MEMORY = 0.98
 
 
@@ -74,11 +73,9 @@ class LossLedger:
 class LedgersBySize:
     """One ledger for each size of batch, in powers of two.
 
-    A step's gain is a mean over its sequences, whose variance falls as one over their number, and with it what it
-    takes to tell a gain from a loss: the more sequences, the smaller the opening balance and the share of the time
-    that fills it. For few only what was earned lasts longer, so that no run loses more against never having tried;
-    with the balance of four, what gains 15 % of a step would be suspended half the time for one. And what has lost all
-    for many begins with that debt for twice as many, whose rows a forward has less room for.
+    A step's gain is a mean over its sequences: the more there are, the less its variance, the opening balance, and the
+    share of the time that fills it; for few, what was earned lasts longer. What is suspended for many begins with that
+    debt for twice as many.
     """
 
     def __init__(self, *, opening: float = OPENING) -> None:
@@ -117,36 +114,28 @@ def _weight(size: int) -> float:
     return max(_SMALLEST, _WHOLE_FOR / (1 << (size - 1)))
 
 
-@dataclass(slots=True)
-class _Question:
-    """A step in which the drafter was asked, until it is known what that gained."""
-
-    ledger: LossLedger
-    asked: Timestamp
-    answered: Timestamp
-
-
 class DrafterGate:
     """Whether a costly drafter is asked in this step: the tokens only it had right, against the seconds it took.
 
-    Ledgers by how much the cheaper drafters promise, because a sure copy leaves nothing to gain, and by how many
+    Ledgers by the tokens expected of the cheaper drafters, because a sure copy leaves nothing to gain, and by how many
     sequences draft together.
     """
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
         self._ledgers: defaultdict[int, LedgersBySize] = defaultdict(lambda: LedgersBySize(opening=_DRAFTER_OPENING))
-        self._question: _Question | None = None
+        self._asked: tuple[LossLedger, Timestamp] | None = None  # in this step
+        self._answered: Timestamp = clock()
 
-    def ask(self, promised: float, batch: int = 1) -> bool:
-        """Whether to ask the drafter for so many sequences, when the others promise so many tokens for each."""
-        ledger = self._ledgers[sum(promised >= edge for edge in _EDGES)].of(batch)
+    def ask(self, expected: float, batch: int = 1) -> bool:
+        """Whether to ask the drafter for so many sequences, when so many tokens are expected of the others for each."""
+        ledger = self._ledgers[sum(expected >= edge for edge in _EDGES)].of(batch)
         if ledger.is_open:
-            now = self._clock()
-            self._question = _Question(ledger, now, now)
+            self._answered = self._clock()
+            self._asked = ledger, self._answered
             return True
         ledger.rest()
-        self._question = None
+        self._asked = None
         return False
 
     def renew(self) -> None:
@@ -156,29 +145,30 @@ class DrafterGate:
 
     def answered(self) -> None:
         """The drafter has answered."""
-        if self._question is not None:
-            self._question.answered = self._clock()
+        if self._asked is not None:
+            self._answered = self._clock()
 
     def end(self) -> Observe | None:
         """The step has ended. What is returned is to be told, sooner or later, how many of its emitted tokens were
         accepted on this drafter's word alone, and how many there were; None where it was not asked."""
-        question, self._question = self._question, None
-        return None if question is None else partial(_settle, question, self._clock())
+        asked, self._asked = self._asked, None
+        return None if asked is None else partial(_settle, *asked, self._answered, self._clock())
 
 
-def _settle(question: _Question, ended: Timestamp, counts: Sequence[float]) -> None:
+def _settle(
+    ledger: LossLedger, asked: Timestamp, answered: Timestamp, ended: Timestamp, counts: Sequence[float]
+) -> None:
     extra, emitted = counts
-    whole, seconds = ended - question.asked, question.answered - question.asked
+    whole, seconds = ended - asked, answered - asked
     if whole > seconds:
-        question.ledger.settle((extra * whole / max(1, emitted) - seconds) / (whole - seconds))
+        ledger.settle((extra * whole / max(1, emitted) - seconds) / (whole - seconds))
 
 
 class FollowGate:
     """Whether a costly drafter follows the texts, prompts and answers, which costs time in every step, asked or not.
 
-    One that is seldom asked where trees are drafted, because others do better, is suspended; now and then it follows
-    for a while, for without having followed a text it could not show what it gains. (Where no trees are drafted at all
-    the engine says what is worth following.)
+    One that is seldom asked where trees are drafted is suspended; now and then it follows for a while, to be able to
+    show what it gains.
     """
 
     def __init__(self) -> None:
@@ -201,21 +191,21 @@ class _BlockStep:
 
     size: int  # of its batch
     began: Timestamp
-    promise: float = 0.0  # of the starts of its further blocks
+    expected: float = 0.0  # of the starts of its further blocks
     blocks: list[tuple[Timestamp, Timestamp]] = field(default_factory=list)  # when further ones began and were there
 
 
 class BlockGate:
-    """Whether a tree gets a further block: only when the tokens it promises are worth more seconds than it takes
+    """Whether a tree gets a further block: only when the tokens expected of it save more seconds than it takes
     (SALF's stopping rule, in seconds).
 
-    The promise of a block's starts is what the tree itself says; what a promise is worth, what a block takes and what
-    a token takes are measured while serving. Now and then a block is drafted that does not pay, so that it can again.
+    The tokens expected of a block's starts are what the tree itself says; how many come, what a block takes and what a
+    token takes are measured while serving. Now and then a block is drafted that does not pay, so that it can again.
     """
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
-        self._came, self._promised = _YIELD_PRIOR
+        self._came, self._expected = _YIELD_PRIOR
         self._block_seconds: dict[int, float] = {}  # by powers of two of the batch
         self._trials: dict[int, int] = {}
         self._token_seconds = 0.0
@@ -227,12 +217,12 @@ class BlockGate:
         """A step's drafting begins, for so many sequences."""
         self._step = _BlockStep(batch.bit_length(), self._clock())
 
-    def further(self, promise: float) -> bool:
-        """Whether to draft one more block, whose starts are reached with these odds, added up over the batch."""
-        if not self._pays(promise):
+    def further(self, expected: float) -> bool:
+        """Whether to draft one more block, with so many tokens expected of its starts, over the batch."""
+        if not self._pays(expected):
             return False
         self._block_began = self._clock()
-        self._step.promise += promise
+        self._step.expected += expected
         return True
 
     def drafted(self) -> None:
@@ -251,23 +241,23 @@ class BlockGate:
         came_true, emitted = counts
         for began, there in step.blocks:
             seconds = there - began
-            expected = self._block_seconds.get(step.size, seconds)
-            self._block_seconds[step.size] = expected + _BLOCK_RATE * (seconds - expected)
+            before = self._block_seconds.get(step.size, seconds)
+            self._block_seconds[step.size] = before + _BLOCK_RATE * (seconds - before)
         seconds = ended - step.began
         if emitted > 0:
             token_seconds = seconds / emitted
             before = self._token_seconds or token_seconds
             self._token_seconds = before + _BLOCK_RATE * (token_seconds - before)
         self._spare_seconds += _PROBE_SHARE * seconds
-        if step.promise > 0.0:
+        if step.expected > 0.0:
             self._came = _YIELD_MEMORY * self._came + came_true
-            self._promised = _YIELD_MEMORY * self._promised + step.promise
+            self._expected = _YIELD_MEMORY * self._expected + step.expected
 
-    def _pays(self, promise: float) -> bool:
+    def _pays(self, expected: float) -> bool:
         size = self._step.size
         if self._trials.get(size, 0) < _BLOCK_TRIALS or size not in self._block_seconds:
             return True
-        tokens = promise * self._came / self._promised
+        tokens = expected * self._came / self._expected
         loss = self._block_seconds[size] - tokens * self._token_seconds
         if loss <= 0.0:
             return True

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafters import merging, readback
+from drafters import readback
 from drafters.gating import DrafterGate, FollowGate
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
-from drafters.tree import Candidates
+from drafters.tree import NO_HASH, Candidates, joined_trees, merge_trees, node_hashes, prefix_hashes
 
 
 class MergedDrafter:
@@ -37,11 +37,11 @@ class MergedDrafter:
         self._max_nodes = max_nodes
         self._gate = gate or DrafterGate(readback.clock_of(device))
         self._version = costly.version
-        self._promises, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
-        self._promised = 0.0  # tokens per sequence by the cheap one's last trees that were heard of
+        self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
+        self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
         self._following = FollowGate()
         self._has_grown = self._asked = False
-        fields = {"hashes": Field((2, 2 * max_nodes), merging.NO_HASH, forgotten=True)}
+        fields = {"hashes": Field((2, 2 * max_nodes), NO_HASH, forgotten=True)}
         self._proposals = ProposalLog(max_sequences, fields, device)  # [rows, cheap and costly, nodes]
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._known_credits = {cheap.name: 0, costly.name: 0}
@@ -78,13 +78,13 @@ class MergedDrafter:
         self._notice_new_version()
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
-        self._promises.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._hear)
-        if not self._gate.ask(self._promised, rows.shape[0]):
+        self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
+        if not self._gate.ask(self._expected, rows.shape[0]):
             return cheap
         self._asked = True
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)
-        tree, _ = merging.merge(merging.joined([cheap, costly]), self._max_nodes)
+        tree, _ = merge_trees(joined_trees([cheap, costly]), self._max_nodes)
         self._gate.answered()
         return tree
 
@@ -111,25 +111,25 @@ class MergedDrafter:
             self._gate.renew()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
-        self._proposals["hashes"][rows, source, : tree.width] = merging.node_hashes(tree)
+        self._proposals["hashes"][rows, source, : tree.width] = node_hashes(tree)
 
-    def _hear(self, promised: Sequence[float]) -> None:
-        (self._promised,) = promised
+    def _observe_expected(self, expected: Sequence[float]) -> None:
+        (self._expected,) = expected
 
-    def _hear_credits(self, credits: Sequence[float]) -> None:
+    def _observe_credits(self, credits: Sequence[float]) -> None:
         cheap, costly, _ = map(int, credits)
         self._known_credits = {self._cheap.name: cheap, self._costly.name: costly}
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
-        wanted = merging.prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
+        wanted = prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
         accepted = torch.arange(wanted.shape[1], device=wanted.device) < committed.result.num_accepted[:, None]
         hashes = self._proposals["hashes"][committed.rows].transpose(0, 1)  # [2, batch, nodes]
         right = (hashes[:, :, None] == wanted[:, :, None]).any(3) & accepted
         alone = right[1] & ~right[0]
         counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
         self._credits += counts
-        self._totals.read(self._credits, self._hear_credits)
+        self._totals.read(self._credits, self._observe_credits)
         observe = self._gate.end()
         if observe is not None:
             self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), observe)

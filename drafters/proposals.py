@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters import merging
 from drafters.calibration import RankCalibration
-from drafters.tree import ROOT, Candidates
+from drafters.tree import NO_HASH, ROOT, Candidates, came_true, node_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class TreeLog:
         self._calibration = calibration
         nodes = (max_nodes,)
         fields = {
-            "hashes": Field(nodes, merging.NO_HASH, forgotten=True),
+            "hashes": Field(nodes, NO_HASH, forgotten=True),
             "parents": Field(nodes, ROOT),
             "depths": Field(nodes, 0),
             "predicted": Field(nodes, 0.0),
@@ -73,7 +72,7 @@ class TreeLog:
 
     def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
         """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
-        hashes = merging.node_hashes(tree)
+        hashes = node_hashes(tree)
         self._log.keep(
             rows, hashes=hashes, parents=tree.parents, depths=tree.depths, predicted=predicted, buckets=buckets
         )
@@ -85,8 +84,8 @@ class TreeLog:
         rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
         """
         hashes, parents, buckets = (self._log[name][rows] for name in ("hashes", "parents", "buckets"))
-        true = merging.came_true(hashes, tokens, counts)
-        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != merging.NO_HASH)
+        true = came_true(hashes, tokens, counts)
+        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)
         self._calibration.observe(buckets, self._log["predicted"][rows], true, tried)
         further = (buckets >= self._calibration.first_further) & (self._log["depths"][rows] < counts[:, None])
         self.forget(rows)

@@ -96,7 +96,7 @@ class RankOutcomes:
 
 
 class Drafter(Protocol):
-    """Proposes draft trees and hears what became of them. All calls come from the engine thread."""
+    """Proposes draft trees and observes what became of them. All calls come from the engine thread."""
 
     @property
     def name(self) -> str: ...

@@ -48,7 +48,7 @@ class AsyncReadback:
     def read(self, values: Tensor, observe: Observe) -> None:
         self._tell()
         on_the_way = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
-        self._asked = on_the_way, _reached(values), observe
+        self._asked = on_the_way, reached(values), observe
 
     def _tell(self) -> None:
         if self._asked is None:
@@ -81,10 +81,10 @@ def clock_of(device: torch.device | str) -> Clock:
     return perf_counter if torch.device(device).type == "cpu" else DeviceTimestamp
 
 
-def _reached(values: Tensor) -> torch.cuda.Event | None:
+def reached(values: Tensor) -> torch.cuda.Event | None:
     """When everything that a device has been asked for up to here is done; None where there is none."""
     if not values.is_cuda:
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(values.device))
     return event

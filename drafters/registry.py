@@ -46,7 +46,7 @@ class TrainedWeights:
     blocks: int = 2
     starts: int = 4
     policy: str = "best_first"
-    recorder: Recorder | None = None  # hears what may be learnt
+    recorder: Recorder | None = None  # of what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
     capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
 

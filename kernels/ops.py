@@ -7,6 +7,7 @@ table (noise for a drafter's candidates) are plain torch on every device.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -107,33 +108,6 @@ def _table(device_type: str) -> Ops:
 
 
 def _device_table() -> Ops:
-    """Imported only here: Triton is not installed where there is no device for it."""
-    from kernels.triton import (
-        accept,
-        commit_slots,
-        draft_loss,
-        linear,
-        rank_features,
-        rms_norm,
-        rotary,
-        sample,
-        sample_filtered,
-        silu_mul,
-        store_kv,
-        tree_attention,
-    )
-
-    return Ops(
-        plan_linear=linear.plan_linear,
-        rms_norm=rms_norm.rms_norm,
-        rotary=rotary.rotary,
-        silu_mul=silu_mul.silu_mul,
-        store_kv=store_kv.store_kv,
-        plan_attention=tree_attention.plan_attention,
-        sample=sample.sample,
-        sample_filtered=sample_filtered.sample_filtered,
-        accept=accept.accept,
-        commit_slots=commit_slots.commit_slots,
-        rank_features=rank_features.rank_features,
-        draft_objective=draft_loss.draft_objective,
-    )
+    """By name, from the twin of each reference's module: Triton is not installed where there is no device for it."""
+    twins = {op: getattr(REFERENCE, op).__module__.replace("kernels.", "kernels.triton.") for op in Ops.__slots__}
+    return Ops(**{op: getattr(import_module(module), op) for op, module in twins.items()})

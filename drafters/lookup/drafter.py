@@ -3,7 +3,7 @@ the client predicted, and proposes several such continuations as one tree.
 
 It learns how far each kind of copy can be trusted, from every committed token: the fate of a continuation is known
 as soon as the text goes on, whether or not it was verified. The text alone decides what is proposed; a temperature
-only lowers the odds.
+only lowers the survival.
 Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from drafters.lookup.calibration import ABSENT, LookupCalibration, Merger
 from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher, Matches
-from drafters.lookup.odds import ABSENT, LookupOdds, Merger
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
@@ -38,7 +38,7 @@ class LookupDrafter:
         self._history = History(max_sequences, max_length, device)
         self._matcher = Matcher(self._history, _MAX_MATCHES, device=device)
         self._merger = Merger(_MAX_MATCHES, device=device)
-        self._odds = LookupOdds(device=device)
+        self._calibration = LookupCalibration(device=device)
         self._ranks = torch.arange(min(max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
         self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
         self._depth_of = (self._ahead[:-1] + 1).expand(-1, _MAX_MATCHES).flatten()
@@ -67,10 +67,10 @@ class LookupDrafter:
         if self._history.has_predictions:
             self._follow_prediction(rows, matches)
         tree = self._merger.merge(matches)
-        buckets = self._odds.buckets(matches, tree, noise.temperatures)
-        # The odds along a path are those of its nodes, which may stand in other matches' columns.
-        odds = self._odds.rate(buckets).gather(2, tree.first)
-        survival = odds.cumprod_(1).masked_fill_(tree.absent, 0.0)
+        buckets = self._calibration.buckets(matches, tree, noise.temperatures)
+        # The rates along a path are those of its nodes, which may stand in other matches' columns.
+        rates = self._calibration.rate(buckets).gather(2, tree.first)
+        survival = rates.cumprod_(1).masked_fill_(tree.absent, 0.0)
         buckets.masked_fill_(tree.absent, ABSENT)
         self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
         return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
@@ -113,14 +113,14 @@ class LookupDrafter:
     def _observe(self, rows: Tensor, came_true: Tensor, known: Tensor) -> None:
         tried = known.expand_as(came_true).clone()
         tried[:, 1:] &= came_true[:, :-1]
-        self._odds.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true, tried)
+        self._calibration.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true, tried)
 
     def _likeliest(self, tokens: Tensor, parents: Tensor, survival: Tensor) -> Candidates:
         """The likeliest nodes, by falling survival: strictly so along a path, hence parents come first.
 
         All three [batch, depth, matches].
         """
-        # Many nodes share a bucket and hence their odds: a stable sort puts the stronger match first.
+        # Many nodes share a bucket and hence their rate: a stable sort puts the stronger match first.
         order = survival.flatten(1).sort(dim=1, descending=True, stable=True)
         survival, chosen = (ordered[:, : len(self._ranks)] for ordered in order)
         num_nodes = (survival >= _MIN_SURVIVAL).sum(1)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters import merging
 from drafters.calibration import RankCalibration
 from drafters.proposals import TreeLog
 from drafters.protocol import Noise
@@ -22,7 +21,7 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import Recorder
 from drafters.specblock.serving import BlockForward, Reach, Window
-from drafters.tree import Candidates, DraftTree
+from drafters.tree import Candidates, DraftTree, merge_trees
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
 
@@ -159,7 +158,7 @@ class Blocks:
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= _MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
-        tree, chosen = merging.merge(raw, self.shape.max_nodes)
+        tree, chosen = merge_trees(raw, self.shape.max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
         self._proposals.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
@@ -177,7 +176,7 @@ class Blocks:
         number = len(before)
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(self._model, states, origin.depth[..., None] + 1 + ahead, ground.noise)
-        predicted = self._policy(proposal.odds)
+        predicted = self._policy(proposal.chances)
         corrected = self._calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
@@ -250,7 +249,7 @@ class GrowingTrees:
         self._grown: tuple[Block, ...] = (first,)
 
     @property
-    def promise(self) -> Tensor:
+    def expected(self) -> Tensor:
         """Survival of the nodes where the next blocks would start. # [batch, starts]"""
         return self._grown[-1].further[0].picked.origin.survival[: self._batch]
 

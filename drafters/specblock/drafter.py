@@ -18,7 +18,7 @@ from drafters.specblock.blocks import Blocks, GrowingTrees, Keys, Sizes, TreeRun
 from drafters.specblock.growth import Policy
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting
-from drafters.specblock.recording import NoRecorder, Recorder
+from drafters.specblock.recording import Recorder
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
@@ -47,11 +47,11 @@ class SpecBlockDrafter:
         version: Callable[[], int] = lambda: 0,
         capture: Capture | None = None,
     ) -> None:
-        """`version` says which weights `model` holds now; `recorder` hears what may be learnt; with `capture` trees
+        """`version` says which weights `model` holds now; `recorder` keeps what may be learnt; with `capture` trees
         grow by CUDA graphs."""
         config = model.config
         self.tap_layers = config.tap_layers
-        self._recorder: Recorder = recorder or NoRecorder()
+        self._recorder = recorder or Recorder()
         self._version = version
         self._model = model
         self._window = config.trained_length
@@ -86,8 +86,8 @@ class SpecBlockDrafter:
         self._take_in = self._entry_runner(capture, max_sequences)
         self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, shape.blocks)
-        self._promises = [readback.readback_of(device) for _ in further]
-        self._promised = [1.0 for _ in further]  # per sequence by the starts of each further block, as last heard of
+        self._survivals = [readback.readback_of(device) for _ in further]
+        self._expected = [1.0 for _ in further]  # per sequence by the starts of each further block, as last read back
         self._outcomes = readback.readback_of(device)
         self._backlog = Backlog(max_sequences)
         self._has_grown = False  # since the last commit
@@ -139,12 +139,12 @@ class SpecBlockDrafter:
         growing = GrowingTrees(self._runners, Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
         self.num_blocks += rows.shape[0]
         for number in range(self._blocks.shape.blocks - 1):
-            promise = growing.promise
-            self._promises[number].read(promise.sum()[None] / rows.shape[0], partial(self._observe, number))
-            if not self._block_gate.further(self._promised[number] * rows.shape[0]):
+            expected = growing.expected
+            self._survivals[number].read(expected.sum()[None] / rows.shape[0], partial(self._observe, number))
+            if not self._block_gate.further(self._expected[number] * rows.shape[0]):
                 break
             growing.grow()
-            self.num_blocks += promise.numel()
+            self.num_blocks += expected.numel()
             self._block_gate.drafted()
         return growing.candidates()
 
@@ -177,8 +177,8 @@ class SpecBlockDrafter:
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()
 
-    def _observe(self, number: int, promised: Sequence[float]) -> None:
-        (self._promised[number],) = promised
+    def _observe(self, number: int, expected: Sequence[float]) -> None:
+        (self._expected[number],) = expected
 
     def _entry_runner(self, capture: Capture | None, max_sequences: int) -> GraphRunner[Tensor]:
         padding = self._state.padding(max_sequences)

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.specblock.config import RANK_CLASSES
-from drafters.specblock.heads import CLASS_OF_RANK, BlockOdds
+from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels.rank_features import TOP
 
 _CEILING = 0.98
 """Below 1, so that survival falls strictly along every path."""
 
-Policy = Callable[[BlockOdds], Tensor]
+Policy = Callable[[BlockChances], Tensor]
 """Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
 
 RANK_MAPS = {"rank": (2, 4, 10, 0), "rank_narrow": (2, 4, 6, 4)}
@@ -97,10 +97,10 @@ class Lattice:
         )
 
     def pick(self, number: int) -> Picked:
-        """The nodes where another block promises most: likely to be reached, and not continued by this one."""
-        promise = self.survival.clone()
-        promise[..., 0] *= 1.0 - self.continued
-        best = promise.flatten(1).topk(min(number, self.num_nodes), dim=1).indices  # [batch, starts]
+        """The nodes most worth another block: likely to be reached, and not continued by this one."""
+        gain = self.survival.clone()
+        gain[..., 0] *= 1.0 - self.continued
+        best = gain.flatten(1).topk(min(number, self.num_nodes), dim=1).indices  # [batch, starts]
         ranks, block = self.tokens.shape[3], self.tokens.shape[2]
         position = best // ranks % block
         start = best // (ranks * block)
@@ -114,11 +114,11 @@ class Lattice:
         )
 
 
-def best_first(odds: BlockOdds) -> Tensor:
+def best_first(chances: BlockChances) -> Tensor:
     """Class probabilities spread over the ranks of each class by draft probability (design: candidates)."""
-    members = _members(odds.draft.device)
-    mass = (odds.draft @ members).clamp(min=1e-9)  # [..., block, 4]
-    spread: Tensor = odds.draft * ((odds.classes / mass) @ members.T)
+    members = _members(chances.draft.device)
+    mass = (chances.draft @ members).clamp(min=1e-9)  # [..., block, 4]
+    spread: Tensor = chances.draft * ((chances.classes / mass) @ members.T)
     return spread.clamp(max=_CEILING)
 
 
@@ -135,16 +135,16 @@ def ranked(widths: tuple[int, ...]) -> Policy:
     def table(device: torch.device) -> Tensor:
         return torch.tensor(widths, device=device)
 
-    def policy(odds: BlockOdds) -> Tensor:
-        width = table(odds.draft.device)[odds.classes.argmax(-1)]
-        return best_first(odds) * (torch.arange(TOP, device=odds.draft.device) < width[..., None])
+    def policy(chances: BlockChances) -> Tensor:
+        width = table(chances.draft.device)[chances.classes.argmax(-1)]
+        return best_first(chances) * (torch.arange(TOP, device=chances.draft.device) < width[..., None])
 
     return policy
 
 
-def uniform(odds: BlockOdds) -> Tensor:
+def uniform(chances: BlockChances) -> Tensor:
     """The first few ranks everywhere."""
-    return odds.draft.clamp(max=_CEILING) * (torch.arange(TOP, device=odds.draft.device) < _UNIFORM_WIDTH)
+    return chances.draft.clamp(max=_CEILING) * (torch.arange(TOP, device=chances.draft.device) < _UNIFORM_WIDTH)
 
 
 POLICIES: dict[str, Policy] = {

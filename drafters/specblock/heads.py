@@ -1,4 +1,4 @@
-"""From a block's states to candidate tokens and their odds: draft head, sampling noise, rank head.
+"""From a block's states to candidate tokens and their chances: draft head, sampling noise, rank head.
 
 At T > 0 tokens are ranked by log q / T + g, with the noise g of the very position the target will sample with
 (coupled drafting), so that a drafter close to the target proposes the token the noise will select. The rank head sees
@@ -25,7 +25,7 @@ CLASS_NAMES = ("1", "2-4", "5-10")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockOdds:
+class BlockChances:
     """What the heads say of each position of a block."""
 
     draft: Tensor  # [..., block, rank] draft probability of ranks 1..10
@@ -37,7 +37,7 @@ class Proposal:
     """What the heads propose at each position of some blocks."""
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
-    odds: BlockOdds
+    chances: BlockChances
     logprobs: Tensor  # [batch, starts, block, draft_vocab] float32, without the sampling noise
 
 
@@ -72,8 +72,8 @@ def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) 
     logprobs = model.lm_head(states).float().log_softmax(-1)
     features, ids = rank_features(noise.scores(logprobs, depths))
     classes = model.rank_logits(states, features).softmax(-1)
-    odds = BlockOdds(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
-    return Proposal(model.d2t[ids], odds, logprobs)
+    chances = BlockChances(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
+    return Proposal(model.d2t[ids], chances, logprobs)
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:

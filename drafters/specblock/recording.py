@@ -9,7 +9,6 @@ positions = those that steps made permanent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,50 +22,31 @@ _TOGETHER = 16
 than the shortest window, so that no two of a sequence have the same place in the tables."""
 
 
-class Recorder(Protocol):
-    """Hears what a drafter hears, and what it said."""
+class Recorder:
+    """Observes what a drafter observes, and what it said. This one keeps nothing, and asks nothing of the target."""
 
     @property
-    def wants_scores(self) -> bool: ...
+    def wants_scores(self) -> bool:
+        return False
 
-    def start(self, contexts: Sequence[DraftContext]) -> None: ...
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        """Begin these sequences."""
 
-    def read(self, read: Read) -> None: ...
+    def read(self, read: Read) -> None:
+        """A piece of a prompt."""
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
         """The first block of a tree. # rows, roots [batch]; states [batch, block, hidden];
         logprobs [batch, block, draft_vocab]"""
-        ...
 
     def commit(self, committed: Committed, *, grown: bool) -> None:
         """`grown` says whether blocks were drafted since the last call."""
-        ...
-
-    def finish(self, rows: Sequence[int]) -> None: ...
-
-
-class NoRecorder:
-    """Nobody learns: nothing is kept, and nothing is asked of the target."""
-
-    wants_scores = False
-
-    def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Nothing to begin."""
-
-    def read(self, read: Read) -> None:
-        """Nothing to keep."""
-
-    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
-        """Nothing to keep."""
-
-    def commit(self, committed: Committed, *, grown: bool) -> None:
-        """Nothing to keep."""
 
     def finish(self, rows: Sequence[int]) -> None:
-        """Nothing was kept."""
+        """These sequences have ended."""
 
 
-class BlockRecorder:
+class BlockRecorder(Recorder):
     """Keeps each row's last first block until the next step says what became of its positions.
 
     Steps without a sequence that is recorded cost next to nothing. Behind the rows of sequences stands one of nobody's,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafters import merging
 from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
@@ -20,7 +19,7 @@ from drafters.specblock.growth import best_first
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult, came_true, path_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +194,8 @@ def _verified(tree: Candidates, tokens: Tensor, inside: Tensor) -> VerifyResult:
     tokens, inside [batch, depth], the text behind the root and where there is any
     """
     draftable = (inside.sum(1) - 1).clamp(min=0)
-    hashes = merging.path_hashes(tree.tokens, tree.parents, tree.depths)
-    accepted = merging.came_true(hashes, tokens, draftable) & tree.valid  # [batch, nodes]
+    hashes = path_hashes(tree.tokens, tree.parents, tree.depths)
+    accepted = came_true(hashes, tokens, draftable) & tree.valid  # [batch, nodes]
     path = torch.full_like(tokens, ROOT)
     line, node = accepted.nonzero(as_tuple=True)
     path[line, tree.depths[line, node] - 1] = node

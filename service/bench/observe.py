@@ -308,7 +308,7 @@ def _path_to(block: BlockRecord, position: int, token: int) -> TokenPath:
 
 def _blocks(number: int, proposal: Proposal, starts: list[list[TokenPath]]) -> list[list[BlockRecord]]:
     tokens = proposal.tokens.tolist()
-    classes = proposal.odds.classes.argmax(-1).tolist()
+    classes = proposal.chances.classes.argmax(-1).tolist()
     return [
         [
             BlockRecord(number, start, tuple(map(tuple, ranks)), tuple(likeliest))

@@ -152,12 +152,12 @@ def test_a_successor_keeps_what_was_earned() -> None:
 
 
 def ask(
-    gate: DrafterGate, clock: Clock, steps: int, *, extra: int, promised: float = 0.0, cost: float = 0.1, batch: int = 1
+    gate: DrafterGate, clock: Clock, steps: int, *, extra: int, expected: float = 0.0, cost: float = 0.1, batch: int = 1
 ) -> int:
     """So many steps of one second, each emitting 1 + extra tokens; returns how often the drafter was asked."""
     asked = 0
     for _ in range(steps):
-        if gate.ask(promised, batch):
+        if gate.ask(expected, batch):
             asked += 1
             clock.now += cost
             gate.answered()
@@ -188,12 +188,12 @@ def test_it_comes_back_when_it_helps_again() -> None:
     assert ask(gate, clock, 100, extra=2) == 100
 
 
-def test_ledgers_are_kept_by_what_the_others_promise() -> None:
+def test_ledgers_are_kept_by_what_is_expected_of_the_others() -> None:
     clock = Clock()
     gate = DrafterGate(clock)
-    ask(gate, clock, 100, extra=0, promised=5.0)
-    assert ask(gate, clock, 50, extra=1, promised=0.0) == 50
-    assert ask(gate, clock, 40, extra=0, promised=5.0) < 6
+    ask(gate, clock, 100, extra=0, expected=5.0)
+    assert ask(gate, clock, 50, extra=1, expected=0.0) == 50
+    assert ask(gate, clock, 40, extra=0, expected=5.0) < 6
 
 
 def test_ledgers_are_kept_by_load() -> None:
@@ -235,12 +235,12 @@ def test_it_follows_when_it_is_asked_again() -> None:
     assert followed(gate, 16, every=1) >= 8
 
 
-def draft(gate: BlockGate, clock: Clock, steps: int, *, promise: float, gained: int, block: float = 0.2) -> int:
+def draft(gate: BlockGate, clock: Clock, steps: int, *, expected: float, gained: int, block: float = 0.2) -> int:
     """Steps of one second, each with 2 tokens and those of a further block; returns how many blocks were drafted."""
     drafted = 0
     for _ in range(steps):
         gate.begin(1)
-        further = gate.further(promise)
+        further = gate.further(expected)
         if further:
             clock.now += block
             gate.drafted()
@@ -253,35 +253,35 @@ def draft(gate: BlockGate, clock: Clock, steps: int, *, promise: float, gained: 
 
 def test_a_block_that_pays_is_always_drafted() -> None:
     clock = Clock()
-    assert draft(BlockGate(clock), clock, 200, promise=0.8, gained=1) == 200
+    assert draft(BlockGate(clock), clock, 200, expected=0.8, gained=1) == 200
 
 
 def test_a_block_that_never_helps_is_drafted_now_and_then() -> None:
     clock = Clock()
     gate = BlockGate(clock)
-    draft(gate, clock, 100, promise=0.8, gained=0)
-    assert 1 <= draft(gate, clock, 400, promise=0.8, gained=0) <= 0.05 * 400
+    draft(gate, clock, 100, expected=0.8, gained=0)
+    assert 1 <= draft(gate, clock, 400, expected=0.8, gained=0) <= 0.05 * 400
 
 
 def test_a_block_pays_again_when_texts_change() -> None:
     clock = Clock()
     gate = BlockGate(clock)
-    draft(gate, clock, 200, promise=0.8, gained=0)
-    draft(gate, clock, 2_000, promise=0.8, gained=2)
-    assert draft(gate, clock, 100, promise=0.8, gained=2) == 100
+    draft(gate, clock, 200, expected=0.8, gained=0)
+    draft(gate, clock, 2_000, expected=0.8, gained=2)
+    assert draft(gate, clock, 100, expected=0.8, gained=2) == 100
 
 
-def test_a_small_promise_is_passed_over_where_a_large_one_is_not() -> None:
+def test_a_small_gain_is_passed_over_where_a_large_one_is_not() -> None:
     clock = Clock()
     gate = BlockGate(clock)
-    draft(gate, clock, 100, promise=1.0, gained=1)
-    assert draft(gate, clock, 10, promise=0.9, gained=1) == 10
-    assert draft(gate, clock, 20, promise=0.05, gained=0) <= 1
+    draft(gate, clock, 100, expected=1.0, gained=1)
+    assert draft(gate, clock, 10, expected=0.9, gained=1) == 10
+    assert draft(gate, clock, 20, expected=0.05, gained=0) <= 1
 
 
 def test_larger_batches_are_tried_for_themselves() -> None:
     clock = Clock()
     gate = BlockGate(clock)
-    draft(gate, clock, 300, promise=0.8, gained=0)
+    draft(gate, clock, 300, expected=0.8, gained=0)
     gate.begin(8)
     assert gate.further(0.8)

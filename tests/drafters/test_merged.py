@@ -121,7 +121,7 @@ def test_a_new_version_of_the_costly_one_is_asked_again() -> None:
     assert costly.heard.count("grow") == before + 1
 
 
-def test_both_hear_everything() -> None:
+def test_both_observe_everything() -> None:
     cheap, costly = Chain("lookup", [5], 0.9), Chain("net", [5], 0.9)
     both = merged(cheap, costly)
     both.start([DraftContext(1, [1, 2])])

@@ -10,7 +10,7 @@ from drafters.protocol import Committed, DraftContext, Noise, Read
 from drafters.specblock.blocks import TreeShape
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.growth import best_first
-from drafters.specblock.recording import NoRecorder
+from drafters.specblock.recording import Recorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
@@ -22,7 +22,7 @@ LENGTH, TEXTS = 150, 3
 TOLERANCE = 1e-5
 
 
-class Said(NoRecorder):
+class Said(Recorder):
     """Keeps each row's last first block, and that of nobody's row."""
 
     def __init__(self, block: int, hidden: int) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from drafters.feedback import FeedbackRecorder, QueryFeedback
 from drafters.protocol import Committed, DraftContext, Read, Scores
-from drafters.specblock.recording import BlockRecorder, NoRecorder
+from drafters.specblock.recording import BlockRecorder, Recorder
 from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.test_feedback import query
 
@@ -120,7 +120,7 @@ def test_rows_do_not_hear_each_other() -> None:
 
 def test_nobody_who_learns_wants_nothing() -> None:
     recording = recorder()[0]
-    wanted = [NoRecorder().wants_scores, recording.wants_scores]
+    wanted = [Recorder().wants_scores, recording.wants_scores]
     recording.start([DraftContext(1, [1, 2, 3])])
     wanted.append(recording.wants_scores)
     recording.finish([1])

@@ -1,11 +1,11 @@
-"""Equal beginnings are one node, and more evidence never lowers its odds."""
+"""Equal beginnings are one node, and more evidence never lowers its rate."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafters.lookup.calibration import ABSENT, LookupCalibration, MergedTree, Merger
 from drafters.lookup.matching import NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
-from drafters.lookup.odds import ABSENT, LookupOdds, MergedTree, Merger
 from drafters.tree import MAX_DEPTH
 
 MATCHES = 6
@@ -40,15 +40,15 @@ def test_merging_agrees_with_comparing_beginnings(case: tuple[list[list[int]], l
 
 
 def prior(strength: int, share: float, votes: int, temperature: float = 0.0) -> torch.Tensor:
-    """Prior odds along a chain with this evidence. # [depth]"""
+    """Prior rates along a chain with this evidence. # [depth]"""
     matches = Matches(torch.zeros(1, 1), torch.tensor([[strength]]), torch.zeros(1, MAX_DEPTH, 1))
     nodes = torch.ones(1, MAX_DEPTH, 1)
     tree = MergedTree(nodes.long(), nodes == 0, nodes.long(), nodes * share, nodes * votes)
-    odds = LookupOdds(device="cpu")
-    buckets = odds.buckets(matches, tree, torch.tensor([temperature]))
+    calibration = LookupCalibration(device="cpu")
+    buckets = calibration.buckets(matches, tree, torch.tensor([temperature]))
     assert (buckets >= 0).all()
     assert (buckets < ABSENT).all()
-    return odds.rate(buckets)[0, :, 0]
+    return calibration.rate(buckets)[0, :, 0]
 
 
 def test_more_evidence_never_lowers_the_odds() -> None:
@@ -67,7 +67,7 @@ def test_all_evidence_has_a_bucket_of_its_own() -> None:
 
 
 def test_odds_stay_below_one_whatever_is_observed() -> None:
-    odds, bucket, yes = LookupOdds(device="cpu"), torch.tensor([3]), torch.tensor([True])
+    calibration, bucket, yes = LookupCalibration(device="cpu"), torch.tensor([3]), torch.tensor([True])
     for _ in range(5000):
-        odds.observe(bucket, yes, yes)
-    assert odds.rate(bucket) < 1
+        calibration.observe(bucket, yes, yes)
+    assert calibration.rate(bucket) < 1

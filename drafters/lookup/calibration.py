@@ -63,7 +63,7 @@ class MergedTree:
 class Merger:
     """Merges equal beginnings, found by a 64-bit sum of tokens times random odd numbers.
 
-    A collision would only draft a wrong token, and has odds of about 2^-64.
+    A collision would only draft a wrong token, and has probability 2^-64.
     """
 
     def __init__(self, max_matches: int, *, device: torch.device | str) -> None:
@@ -107,7 +107,7 @@ def _strength_weights() -> Tensor:
     return torch.stack([weights, torch.ones(NUM_STRENGTHS)], dim=1)
 
 
-class LookupOdds:
+class LookupCalibration:
     """The acceptance table of copied nodes."""
 
     def __init__(self, *, device: torch.device | str) -> None:
@@ -127,7 +127,7 @@ class LookupOdds:
         return places.add_(torch.bucketize(tree.votes, self._vote_edges), alpha=len(_DEPTH_LOGITS))
 
     def rate(self, buckets: Tensor) -> Tensor:
-        """Odds that a node is accepted when its parent is. # [...] float32"""
+        """Probability that a node is accepted when its parent is. # [...] float32"""
         return self._table.ratios[buckets]
 
     def observe(self, buckets: Tensor, accepted: Tensor, mask: Tensor) -> None:
