@@ -6,18 +6,22 @@ Imports nothing heavy before a command runs, so that help answers at once.
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from service.config import ServiceConfig, load_config
+from service.errors import StartupError
 
 if TYPE_CHECKING:
-    from drafters.training.fit import Length
     from service.training.fit import FitPlan
     from service.training.regenerate import Answering
+
+_ANSWER_SHARE = 0.4
+_FEATURE_SHARE = 0.3
+"""Most of the time these stages may take in a run of all stages; what they leave goes to training."""
 
 _Target = Annotated[
     str,
@@ -105,18 +109,28 @@ def _drafter(
     Under torchrun the first process prepares the data and all train.
     """
     config = _config(target, device, threads, concurrency)
-    from service.training.stages import Everything, length_of, processes, train_drafter
+    from drafters.training.fit import Length
+    from service.logging import say
+    from service.training.features import make_features, processes
+    from service.training.fit import STATE_FILE, fit_drafter
+    from service.training.regenerate import answer_prompts
 
-    plan = _plan(options, out / "work" / "features", out, length_of(minutes, None))
-    wanted = Everything(
-        prompts=tuple(prompts),
-        responses=tuple(responses or ()),
-        minutes=minutes,
-        answering=_answering(max_new_tokens, concurrency, options.seed, None),
-        plan=plan,
-    )
+    plan = _plan(options, out / "work" / "features", out, minutes, None)
     ranks = processes(config)
-    train_drafter(config, wanted, ranks)
+    began = time.monotonic()
+    # A run that is taken up again goes on with the texts it began with.
+    if ranks.rank == 0 and not (out / STATE_FILE).exists():
+        if not responses:
+            responses = [out / "work" / "responses.jsonl"]
+            how = _answering(max_new_tokens, concurrency, options.seed, _ANSWER_SHARE * minutes)
+            answer_prompts(config, prompts, responses[0], how)
+        make_features(config, responses, plan.features, deadline=_deadline(_FEATURE_SHARE * minutes))
+    ranks.wait()
+    left = minutes * 60 - (time.monotonic() - began)
+    say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
+    if left <= 0:
+        raise StartupError("answers and features took all the time: run again, they are kept, or give more --minutes")
+    fit_drafter(config, replace(plan, length=Length(seconds=left)), ranks)
     ranks.leave()
 
 
@@ -133,7 +147,7 @@ def _regenerate(
 ) -> None:
     """Stage 1: the target answers the prompts, half greedily and half at temperature 0.7 or 1.0."""
     config = _config(target, device, threads, concurrency)
-    from service.training.stages import answer_prompts
+    from service.training.regenerate import answer_prompts
 
     answer_prompts(config, prompts, out, _answering(max_new_tokens, concurrency, seed, minutes))
 
@@ -150,7 +164,7 @@ def _features(
 ) -> None:
     """Stage 2: the target reads its answers, and what its layers say is kept."""
     config = _config(target, device, threads)
-    from service.training.stages import make_features, processes
+    from service.training.features import make_features, processes
 
     processes(config)
     make_features(config, responses, out, deadline=_deadline(minutes))
@@ -168,9 +182,10 @@ def _fit(
 ) -> None:
     """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too."""
     config = _config(target, device, threads)
-    from service.training.stages import fit_drafter, length_of, processes
+    from service.training.features import processes
+    from service.training.fit import fit_drafter
 
-    plan = _plan(options, features, out, length_of(minutes, steps))
+    plan = _plan(options, features, out, minutes, steps)
     ranks = processes(config)
     fit_drafter(config, plan, ranks)
     ranks.leave()
@@ -200,14 +215,16 @@ def _deadline(minutes: float | None) -> float | None:
     return None if minutes is None else time.monotonic() + minutes * 60
 
 
-def _plan(options: FitOptions, features: Path, out: Path, length: "Length") -> "FitPlan":
-    from drafters.training.fit import FitSettings
+def _plan(options: FitOptions, features: Path, out: Path, minutes: float | None, steps: int | None) -> "FitPlan":
+    from drafters.training.fit import FitSettings, Length
     from service.training.fit import FitPlan
 
+    if minutes is None and steps is None:
+        raise StartupError("say how long to train: give --minutes or --steps")
     return FitPlan(
         features=features,
         out=out,
-        length=length,
+        length=Length(steps, None if minutes is None else minutes * 60),
         draft_vocab_size=options.draft_vocab,
         num_layers=options.layers,
         prefix_entries=options.prefix_entries,

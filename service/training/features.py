@@ -9,6 +9,7 @@ Legend: batch, heads, length, dim.
 import hashlib
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +22,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from drafters.training.corpus import TOP, Shard
-from service.engine.target import FeatureTaps, decoder_layers, refuse_unknown
+from drafters.training.parallel import Ranks, join, local_device
+from service.assembly import device_of
+from service.config import ServiceConfig
+from service.engine import build
+from service.engine.target import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
+from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
+from service.logging import bar, say
 from service.prompts import source_of
-from service.training.regenerate import Answered, Response
+from service.training.regenerate import Answered, Response, read_responses
 
 ATTENTION_NAME = "adaptree_dense"
 
@@ -33,6 +40,9 @@ MANIFEST_FILE = "features.json"
 SHARD_SEQUENCES = 64
 _LABEL_BYTES = TOP * 6
 _SPARE = 1.02
+_CPU_BATCH_TOKENS = 2048
+_CUDA_BATCH_TOKENS = 16384
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dense_attention(
@@ -314,3 +324,40 @@ def _refuse_full(folder: Path, needed: int) -> None:
 
 def _bytes(response: Response, per_token: int) -> int:
     return response.num_tokens * (per_token + 4) + (len(response.response) + 1) * _LABEL_BYTES
+
+
+def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *, deadline: float | None) -> None:
+    """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
+    answered = read_responses(responses)
+    if answered.too_short:
+        say(f"left out {answered.too_short} responses that are too short to teach")
+    device = device_of(config.device)
+    loaded = load_target(config, _DTYPES.get(config.load_dtype) or build.default_dtype(device), device)
+    taps = default_tap_layers(len(decoder_layers(loaded.model)))
+    most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
+    reader = FeatureReader(loaded.model, taps, batch_tokens=most)
+    began = time.monotonic()
+    shards, kept = 0, Answered([], answered.too_short)
+    with bar("reading features", answered.num_tokens) as advance:
+        for chunk in write_shards(reader, answered.responses, out):
+            shards, kept = shards + 1, Answered([*kept.responses, *chunk], kept.too_short)
+            rate = kept.num_tokens / (time.monotonic() - began)
+            advance(kept.num_tokens, f"shard {shards}, {rate:.0f} tokens/s")
+            if deadline is not None and time.monotonic() > deadline:
+                break
+    name, identity = config.public_model_name, loaded.parts.identity
+    describe(kept, responses, target=name, target_identity=identity, tap_layers=taps, shards=shards).write(out)
+
+
+def load_target(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    cache = config.state_dir / "cache"
+    return load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+
+
+def processes(config: ServiceConfig) -> Ranks:
+    """Those of this run, on the device each has."""
+    torch.set_num_threads(config.num_threads)
+    device = local_device(device_of(config.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return join(device)

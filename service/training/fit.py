@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.config import PrefixEntries, SpecBlockConfig
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.training.corpus import Corpus, Example, frequent_tokens, held_out
+from drafters.training.corpus import Corpus, Example, TrainingError, frequent_tokens, held_out
 from drafters.training.fit import (
     FitSettings,
     Length,
@@ -27,13 +28,15 @@ from drafters.training.fit import (
 )
 from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.parallel import Ranks
+from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Examiner
+from service.assembly import device_of
+from service.config import ServiceConfig
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import Advance, bar, say
-from service.training.features import Manifest, sha256_of
+from service.training.features import Manifest, load_target, sha256_of
 from service.training.report import Curve, CurvePoint, facts_of, summary, write_card
 
 STATE_FILE = "fit.pt"
@@ -145,6 +148,29 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     own_head = start.model.lm_head.weight.requires_grad
     checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
     write_card(plan.out, facts)
+
+
+def fit_drafter(config: ServiceConfig, plan: FitPlan, ranks: Ranks) -> None:
+    """Stage 3 as a command runs it."""
+    device = local_device(device_of(config.device))
+    plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and bf16_is_faster(device)))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
+    try:
+        fit(_load_in_turn(config, dtype, device, ranks), plan, ranks)
+    except TrainingError as error:
+        raise StartupError(str(error)) from error
+    if ranks.rank == 0:
+        say(f"done; serve with it: adaptree serve --model {config.model} --drafter-path {plan.out}")
+
+
+def _load_in_turn(config: ServiceConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> LoadedModel:
+    """The first process may have to unpack the target's file before the others find it."""
+    if ranks.rank == 0:
+        loaded = load_target(config, dtype, device)
+        ranks.wait()
+        return loaded
+    ranks.wait()
+    return load_target(config, dtype, device)
 
 
 class _Watched:

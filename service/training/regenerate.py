@@ -14,11 +14,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
+from service.assembly import assemble
+from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
-from service.prompts import Prompt, read_lines
+from service.prompts import Prompt, read_lines, read_prompts
 from service.tokenizer import ChatTokenizer
 
 FEWEST_TOKENS = 4
@@ -135,6 +137,13 @@ def regenerate(
         return len(file.done)
     finally:
         file.close()
+
+
+def answer_prompts(config: ServiceConfig, prompts: Sequence[Path], out: Path, how: Answering) -> None:
+    """Stage 1 as a command runs it."""
+    wanted = read_prompts(prompts)
+    assembly = assemble(config)
+    regenerate(assembly.engine(), assembly.tokenizer, wanted, out, how, max_model_len=assembly.limits.max_model_len)
 
 
 class _Answers:
