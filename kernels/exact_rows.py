@@ -1,8 +1,7 @@
 """How many rows the products of attention need before their bits stop depending on how many there are.
 
 BLAS libraries choose their kernels by shape: below some number of rows a product sums in another order. The number
-differs between libraries, processors and inner dimensions, so it is found by trying. Knows nothing of attention but
-the shapes of its two products.
+differs between libraries, processors and inner dimensions, so it is found by trying.
 """
 
 import torch

@@ -196,7 +196,7 @@ def test_untried_nodes_teach_nothing() -> None:
     assert calibration.correct(torch.full((2, TOP), 0.5), 0).eq(0.5).all()
 
 
-def test_odds_stay_below_certainty() -> None:
+def test_rates_stay_below_certainty() -> None:
     calibration = RankCalibration(2, device="cpu")
     nodes, always = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
     for _ in range(100):

@@ -66,7 +66,7 @@ def test_all_evidence_has_a_bucket_of_its_own() -> None:
     assert len({float(c[0]) for c in corners} | {float(c[-1]) for c in corners}) >= 20
 
 
-def test_odds_stay_below_one_whatever_is_observed() -> None:
+def test_rates_stay_below_one_whatever_is_observed() -> None:
     calibration, bucket, yes = LookupCalibration(device="cpu"), torch.tensor([3]), torch.tensor([True])
     for _ in range(5000):
         calibration.observe(bucket, yes, yes)

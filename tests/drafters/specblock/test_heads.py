@@ -45,7 +45,7 @@ def test_classes_of_ranks() -> None:
     assert rank_class(ids, torch.tensor([*range(TOP), 77, -1])).tolist() == [*CLASS_OF_RANK, 3, 3]
 
 
-def test_odds_of_a_class_are_spread_by_draft_probability() -> None:
+def test_chances_of_a_class_are_spread_by_draft_probability() -> None:
     draft = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02, 0.02, 0.02])
     classes = torch.tensor([0.5, 0.3, 0.1, 0.1])
     chances = best_first(BlockChances(draft, classes))
