@@ -4,7 +4,8 @@ A step's seconds are divided by what the same step would have taken without tree
 mistaken for a worse drafter. Steps that read prompts belong to nobody.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from drafters.feedback import Query
+from service.engine.budget import Budget
 from service.engine.costs.model import CostTable
+from service.engine.emit import Emission
 from service.engine.scheduler import Batch
 from service.engine.sequence import Finish, Sequence
+from service.engine.stats import FinishStats, StepStats
 
 PlainSeconds = Callable[[int, float], float]
 """What a step of so many rows without trees takes at a mean context length."""
@@ -120,6 +124,67 @@ class RequestAccounting:
             account = self._accounts[sequence] = _Account(sequence.table_row, version, version)
         account.row, account.version = sequence.table_row, version
         return account
+
+
+class StepClock:
+    """Seconds of a step's phases."""
+
+    def __init__(self) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+def step_stats(
+    batch: Batch,
+    drafted: Items[int],
+    budget: Budget,
+    accepted: Items[int],
+    emission: Emission,
+    clock: StepClock,
+    *,
+    credited: Callable[[int], Mapping[str, int]],
+    preemptions: int,
+) -> StepStats:
+    """The record of a step; `credited` says for so many accepted tokens who proposed them."""
+    completing = batch.of_completing(drafted)
+    per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
+    return StepStats(
+        prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
+        emitted_tokens=sum(len(output.token_ids) for output in emission.outputs),
+        drafts=len(per_draft),
+        drafted_nodes=sum(drafted),
+        accepted_tokens=sum(per_draft),
+        accepted_per_sequence=per_draft,
+        accepted_by_source=credited(sum(per_draft)),
+        budget=sum(drafted),
+        budget_reason=budget.reason,
+        draft_seconds=clock.seconds["draft"],
+        verify_seconds=clock.seconds["verify"],
+        other_seconds=clock.seconds["other"] + clock.seconds["follow"],
+        follow_seconds=clock.seconds["follow"],
+        preemptions=preemptions,
+        itl_seconds=emission.gaps,
+        verify_rows=sum(item.num_rows for item in batch.items) + sum(drafted),
+    )
+
+
+def finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:
+    """The record of a sequence that ends now."""
+    timings = sequence.timings(time.monotonic())
+    return FinishStats(
+        finish_reason=finish.reason,
+        queue_seconds=timings.queue_seconds,
+        first_token_seconds=timings.first_token_seconds,
+        total_seconds=timings.total_seconds,
+        prompt_tokens=sequence.num_prompt,
+        cached_tokens=min(sequence.num_cached, sequence.num_prompt),
+        output_tokens=sequence.num_generated,
+    )
 
 
 class Learning(Protocol):

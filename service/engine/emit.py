@@ -61,7 +61,7 @@ class EmitStage:
     def emit(
         self,
         completing: Items[Sequence],
-        on_host: "HostTokens",
+        on_host: HostTokens,
         verified: Verified,
         logits: Tensor,
         remove: Callable[[Sequence], None],

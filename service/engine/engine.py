@@ -2,21 +2,26 @@
 
     admit -> grow trees -> choose budget -> verify -> accept -> commit -> emit
 
-Each stage lives in a module of its own; this one composes them and keeps the books of who runs. One thread drives it;
-it knows neither HTTP nor how a drafter works.
+Each stage lives in a module of its own; this one composes them. One thread drives it.
 """
 
-import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
-from service.engine.accounting import Learning, NoLearning, PlainSeconds, RequestAccounting, seconds_as_they_are
-from service.engine.budget import Budget
+from service.engine.accounting import (
+    Learning,
+    NoLearning,
+    PlainSeconds,
+    RequestAccounting,
+    StepClock,
+    finish_stats,
+    seconds_as_they_are,
+    step_stats,
+)
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import Emission, EmitStage, HostTokens
@@ -105,12 +110,12 @@ class Engine:
             self.scheduler.remove(sequence)
             self._accounting.forget(sequence)
         end = Finish("abort")
-        return [self._emit_stage.output(s, [], None, end) for s in mine], [_finish_stats(s, end) for s in mine]
+        return [self._emit_stage.output(s, [], None, end) for s in mine], [finish_stats(s, end) for s in mine]
 
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
         version = self._learning.between_steps()
-        clock = _Clock()
+        clock = StepClock()
         if self.target.pool.use(self, self.slots.mine):
             assert not self.scheduler.running, "another engine has used the slots of running texts"
             self.scheduler.forget_texts()
@@ -140,7 +145,16 @@ class Engine:
         emission = self._emit_stage.emit(completing, on_host, verified, output.logits, self.scheduler.remove)
         finished = self._close(emission)
         clock.lap("other")
-        stats = self._stats(batch, drafted, budget, accepted, emission, clock)
+        stats = step_stats(
+            batch,
+            drafted,
+            budget,
+            accepted,
+            emission,
+            clock,
+            credited=self._newly_credited,
+            preemptions=self.scheduler.take_preemptions(),
+        )
         return StepReport(emission.outputs, finished, self._draft_stage.learn(verified.tree, verified.result, stats))
 
     def _close(self, emission: Emission) -> list[FinishStats]:
@@ -149,7 +163,7 @@ class Engine:
             query = self._accounting.close(sequence, finish)
             if query is not None:
                 self._learning.ended(query)
-        return [_finish_stats(sequence, finish) for sequence, finish in emission.ended]
+        return [finish_stats(sequence, finish) for sequence, finish in emission.ended]
 
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
@@ -185,36 +199,6 @@ class Engine:
             num_prompt=len(request.prompt),
         )
 
-    def _stats(
-        self,
-        batch: Batch,
-        drafted: Items[int],
-        budget: Budget,
-        accepted: list[int],
-        emission: Emission,
-        clock: "_Clock",
-    ) -> StepStats:
-        completing = batch.of_completing(drafted)
-        per_draft = tuple(count for count, nodes in zip(accepted, completing, strict=True) if nodes)
-        return StepStats(
-            prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
-            emitted_tokens=sum(len(output.token_ids) for output in emission.outputs),
-            drafts=len(per_draft),
-            drafted_nodes=sum(drafted),
-            accepted_tokens=sum(per_draft),
-            accepted_per_sequence=per_draft,
-            accepted_by_source=self._newly_credited(sum(per_draft)),
-            budget=sum(drafted),
-            budget_reason=budget.reason,
-            draft_seconds=clock.seconds["draft"],
-            verify_seconds=clock.seconds["verify"],
-            other_seconds=clock.seconds["other"] + clock.seconds["follow"],
-            follow_seconds=clock.seconds["follow"],
-            preemptions=self.scheduler.take_preemptions(),
-            itl_seconds=emission.gaps,
-            verify_rows=sum(item.num_rows for item in batch.items) + sum(drafted),
-        )
-
     def _newly_credited(self, accepted: int) -> dict[str, int]:
         """Tokens accepted in this step by who proposed them."""
         credits = self.drafter.credits()
@@ -225,34 +209,8 @@ class Engine:
         return new
 
 
-def _finish_stats(sequence: Sequence, finish: Finish) -> FinishStats:
-    timings = sequence.timings(time.monotonic())
-    return FinishStats(
-        finish_reason=finish.reason,
-        queue_seconds=timings.queue_seconds,
-        first_token_seconds=timings.first_token_seconds,
-        total_seconds=timings.total_seconds,
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=min(sequence.num_cached, sequence.num_prompt),
-        output_tokens=sequence.num_generated,
-    )
-
-
 def _advance(batch: Batch, accepted: list[int]) -> None:
     """Note which positions now have keys and values: the extends, and the accepted nodes of completing sequences."""
     lengths = iter(accepted)
     for item in batch.items:
         item.sequence.num_computed += item.num_rows + (next(lengths) if item.completes else 0)
-
-
-class _Clock:
-    """Seconds of a step's phases."""
-
-    def __init__(self) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now

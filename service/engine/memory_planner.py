@@ -14,9 +14,9 @@ from service.config import GIB
 from service.engine.build import EngineLimits, build_target
 from service.engine.captured import ROWS
 from service.engine.kv_pool import KVPool, KVShape
+from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows
 from service.engine.target import Target
-from service.engine.trial import Trial
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 

@@ -3,7 +3,7 @@
 A slot of position t is found under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's entry
 of position t needs the token that follows, and the last token of a text is always run again for what follows it.
 Rows do not depend on their company, so kept keys and values are the very bits that reading again would give.
-Knows neither sequences nor who is served first. Legend: labels = tokens that lead to a node, one per slot of it.
+Legend: labels = tokens that lead to a node, one per slot of it.
 """
 
 import heapq

@@ -1,7 +1,4 @@
-"""Requests and outputs: the records that travel between the HTTP side and the engine.
-
-The engine's own state of one generation is in `generation.py`.
-"""
+"""Requests and outputs: the records that travel between the HTTP side and the engine."""
 
 import time
 from collections.abc import Sequence as Tokens

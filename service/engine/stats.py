@@ -1,7 +1,4 @@
-"""What one engine step, and one finished sequence, report about themselves.
-
-Plain records without tensors: the engine fills them, `service/observability` exports them.
-"""
+"""What one engine step, and one finished sequence, report about themselves: plain records without tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

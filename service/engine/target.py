@@ -1,7 +1,7 @@
 """The target: any Hugging Face decoder, run on flattened rows with our own keys and values.
 
-It knows rows, slots and tapped layers; it does not know sequences, sampling or drafters. The model's own modules
-compute everything but attention, which reaches our slot-addressed pool through transformers' attention interface.
+The model's own modules compute everything but attention, which reaches our slot-addressed pool through transformers'
+attention interface.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,8 +11,7 @@ OUTSIDE_THE_STEP = frozenset(
     {
         "service.engine.build",  # puts the engine together
         "service.engine.costs.measuring",  # measures the cost table
-        "service.engine.numerics",  # the self-check
-        "service.engine.trial",  # the forwards those two make
+        "service.engine.numerics",  # the self-check and its forwards
         "service.engine.weights",  # loads the target
     }
 )

@@ -23,9 +23,9 @@ from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising, table_of
 from service.engine.linear import chosen_isa
+from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.target import Target
-from service.engine.trial import Trial
 
 logger = logging.getLogger(__name__)
 
