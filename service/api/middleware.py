@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.errors import REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
 from service.api.page import PAGE_PATHS
+from service.api.sse import CLIENT_CLOSED_REQUEST
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
@@ -33,7 +34,6 @@ _ADDRESS = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?")
 _POLICY_VIOLATION = 1008
 _MOST_LENGTH_DIGITS = 18
 _LONGEST_LOGGED_PATH = 200
-_CLIENT_CLOSED_REQUEST = 499
 _BUG = 500
 
 
@@ -54,7 +54,7 @@ class AccessMiddleware:
             return
         request_id = _request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
         scope.setdefault("state", {})["request_id"] = request_id
-        began, status = time.monotonic(), _CLIENT_CLOSED_REQUEST
+        began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

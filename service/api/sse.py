@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 PING_SECONDS = 15.0
 _DONE = b"data: [DONE]\n\n"
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientGoneError(Exception):
@@ -131,7 +131,7 @@ def whole(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
     """Nobody reads this answer; the status is for the access log."""
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
