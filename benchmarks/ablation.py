@@ -32,12 +32,12 @@ from service.bench.experiment import (
     warm_up,
 )
 from service.bench.observe import without_noise
-from service.bench.prompts import PromptSet
 from service.config import LoadedConfig, ServiceConfig
 from service.engine import build, drafter_weights
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 from service.logging import counting
+from service.prompts import PromptSet
 
 DRAFTER = "specblock"
 FULL = "full"

@@ -16,11 +16,11 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.driver import generate
 from service.bench.experiment import Measure, read_sets, requests_from
 from service.bench.observe import BlockRecord, Observed, Odds, StepRecord, TokenPath, observed
-from service.bench.prompts import PromptSet
 from service.config import LoadedConfig
 from service.engine.budget import BudgetPolicy
 from service.engine.engine import Engine
 from service.logging import counting
+from service.prompts import PromptSet
 
 _BINS = 10
 

@@ -14,11 +14,11 @@ from rich.table import Table
 from benchmarks.options import AnswerTokens, Out, PromptFile
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.logging import counting
+from service.prompts import read_prompt_set, refuse_too_long
 
 QUIET, BUSY = "quiet", "busy"
 
@@ -117,7 +117,7 @@ def run(
     """What a busy client does to the latency of a quiet one."""
     refuse_unwritable(out)
     assembly = assemble(loaded.config)
-    texts = read_prompts(prompts, assembly.tokenizer).prompts
+    texts = read_prompt_set(prompts, assembly.tokenizer).prompts
     refuse_too_long(texts, max_tokens, assembly.limits.max_model_len, "--max-tokens")
     rows = _measure(assembly, texts, quiet=quiet, busy=busy, answers=answers, max_tokens=max_tokens)
     ratio = slowdown(rows)

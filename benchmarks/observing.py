@@ -20,12 +20,12 @@ from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.experiment import count_mismatches
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import EngineThread
 from service.logging import counting
 from service.observability.live import Live
+from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import Runtime, Served
 from service.serve import card_of, metrics_of, rendered, status_of, telling
 
@@ -187,7 +187,7 @@ def run(
     """Tokens per second with metrics, live state and a reader of both, and without."""
     refuse_unwritable(out)
     assembly = assemble(loaded.config)
-    texts = read_prompts(prompts, assembly.tokenizer, limit=limit).prompts
+    texts = read_prompt_set(prompts, assembly.tokenizer, limit=limit).prompts
     refuse_too_long(texts, max_tokens, assembly.limits.max_model_len, "--max-tokens")
     rows = rows_of(asyncio.run(_taking_turns(assembly, _requests(texts, max_tokens), streams, turns)))
     unwatched, watched = rows

@@ -18,7 +18,6 @@ from benchmarks.options import Concurrency, MorePromptFiles, Out, Seed, Temperat
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.experiment import Measure, read_sets
-from service.bench.prompts import refuse_too_long
 from service.bench.shift import columns_table, learning_cells
 from service.bench.shift_figures import (
     Window,
@@ -49,6 +48,7 @@ from service.bench.shift_play import (
 )
 from service.config import LoadedConfig
 from service.errors import StartupError
+from service.prompts import refuse_too_long
 from service.tokenizer import ChatTokenizer
 
 GARBAGE = "garbage"

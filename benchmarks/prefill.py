@@ -14,11 +14,11 @@ from rich.table import Table
 from benchmarks.options import Out, PromptFile
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.logging import counting
+from service.prompts import read_prompt_set, refuse_too_long
 
 _SETTLED_TOKENS = 16
 _LONG = "long"
@@ -134,7 +134,7 @@ def run(
     """What a long prompt does to running streams, read in chunks and in one go."""
     refuse_unwritable(out)
     assembly = assemble(loaded.config)
-    texts = read_prompts(prompts, assembly.tokenizer).prompts
+    texts = read_prompt_set(prompts, assembly.tokenizer).prompts
     long_prompt = list(islice(cycle([token for prompt in texts for token in prompt]), prompt_tokens))
     refuse_too_long([long_prompt], 1, assembly.limits.max_model_len, "--prompt-tokens")
     rows = _measure(assembly, list(islice(cycle(texts), streams)), long_prompt, max_tokens)

@@ -15,11 +15,11 @@ from benchmarks.options import AnswerTokens, Out, PromptFile
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.experiment import count_mismatches
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.logging import counting
+from service.prompts import read_prompt_set, refuse_too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def run(
     """Time to first token of prompts that begin alike, with and without the prefix cache."""
     refuse_unwritable(out)
     assembly = assemble(loaded.config)
-    asked = prompts_alike(read_prompts(prompts, assembly.tokenizer).prompts, requests, shared_tokens)
+    asked = prompts_alike(read_prompt_set(prompts, assembly.tokenizer).prompts, requests, shared_tokens)
     refuse_too_long(asked, max_tokens, assembly.limits.max_model_len, "--shared-tokens")
     rows = _measure(assembly, asked, shared_tokens, max_tokens)
     Console().print(_table(rows))

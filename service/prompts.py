@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from service.errors import StartupError
+from service.errors import RequestError, StartupError
+from service.tokenizer import ChatTokenizer
 
 _Line = TypeVar("_Line", bound=BaseModel)
 
@@ -19,10 +20,31 @@ class Message(BaseModel):
     content: str
 
 
-class _PromptLine(BaseModel):
+class _TrainingLine(BaseModel):
     id: str = Field(min_length=1)
     task: str = ""
     messages: list[Message] = Field(min_length=1)
+
+
+class _BenchLine(BaseModel):
+    """`messages`, or `turns` (the first is used), or `prompt` as plain text; other keys are for people."""
+
+    messages: list[Message] = Field(default_factory=list)
+    turns: list[str] = Field(default_factory=list)
+    prompt: str = ""
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> "_BenchLine":
+        if not (self.messages or self.turns or self.prompt):
+            raise ValueError("none of `messages`, `turns` and `prompt` says anything")
+        return self
+
+    def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+        if self.messages:
+            return tokenizer.render_chat([message.model_dump() for message in self.messages])
+        if self.turns:
+            return tokenizer.render_chat([{"role": "user", "content": self.turns[0]}])
+        return tokenizer.encode(self.prompt, add_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +56,51 @@ class Prompt:
     messages: tuple[dict[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one file, as tokens."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+
+
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     """Prompts to train with, in the order of the files. Raises StartupError naming file and line."""
     found: dict[str, Prompt] = {}
     for file in files:
         before = len(found)
-        for place, line in read_lines(file, _PromptLine, "prompt file"):
+        for place, line in read_lines(file, _TrainingLine, "prompt file"):
             if line.id in found:
                 raise StartupError(f"{place}: the id {line.id!r} stands here again")
             found[line.id] = Prompt(line.id, line.task, tuple(message.model_dump() for message in line.messages))
         if len(found) == before:
             raise StartupError(f"prompt file {file} holds no prompt: give lines with id, task and messages")
     return list(found.values())
+
+
+def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None = None) -> PromptSet:
+    """The first `limit` prompts of a file to bench with. Raises StartupError naming file and line."""
+    prompts: list[tuple[int, ...]] = []
+    for place, line in read_lines(file, _BenchLine, "prompt file"):
+        try:
+            prompts.append(tuple(line.tokens(tokenizer)))
+        except RequestError as error:
+            raise StartupError(f"{place}: {error.message}") from error
+        if limit is not None and len(prompts) == limit:
+            break
+    if not prompts:
+        raise StartupError(f"prompt file {file} holds no prompt")
+    return PromptSet(file.stem, tuple(prompts))
+
+
+def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int, source: str) -> None:
+    """Raise StartupError if a prompt leaves no room for its answer."""
+    longest = max(map(len, prompts))
+    if longest + max_tokens > max_model_len:
+        raise StartupError(
+            f"{source}: a prompt of {longest} tokens and an answer of {max_tokens} exceed "
+            f"max_model_len={max_model_len}; shorten one of them or raise max_model_len"
+        )
 
 
 def source_of(prompt_id: str) -> str:
@@ -62,17 +117,15 @@ def read_lines(file: Path, kind: type[_Line], what: str) -> Iterator[tuple[str, 
         raise StartupError(f"{what} {file} cannot be read: {error}") from error
     # Only line feeds end a line of JSON: other separators may stand inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{what} {file}, line {number}"
-            yield place, _parsed(line, kind, place)
-
-
-def _parsed(line: str, kind: type[_Line], place: str) -> _Line:
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError as error:
-        problems = "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
-        raise StartupError(f"{place}: {problems}") from None
+        place = f"{what} {file}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            parsed = kind.model_validate_json(line)
+        except ValidationError as error:
+            problems = "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
+            raise StartupError(f"{place}: {problems}") from None
+        yield place, parsed
 
 
 def _problem(place: tuple[int | str, ...], message: str) -> str:

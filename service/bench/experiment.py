@@ -23,11 +23,11 @@ import numpy as np
 from drafters.registry import NoDrafter
 from service.assembly import Assembly
 from service.bench.driver import Run, generate
-from service.bench.prompts import PromptSet, read_prompts, refuse_too_long
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
+from service.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -76,7 +76,7 @@ def plain_contestant(assembly: Assembly) -> EngineContestant:
 
 def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_tokens: int) -> list[PromptSet]:
     """The prompts of all files. Raises StartupError where one leaves no room for its answer."""
-    sets = [read_prompts(file, assembly.tokenizer, limit=limit) for file in files]
+    sets = [read_prompt_set(file, assembly.tokenizer, limit=limit) for file in files]
     for file, prompts in zip(files, sets, strict=True):
         refuse_too_long(prompts.prompts, max_tokens, assembly.limits.max_model_len, f"prompt file {file}")
     return sets

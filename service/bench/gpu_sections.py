@@ -20,7 +20,6 @@ from service.assembly import Assembly, assemble
 from service.bench.driver import ClosedLoop, Run, drive, generate
 from service.bench.experiment import PLAIN, SPECULATIVE, EngineContestant, Measure, requests_from, warm_up
 from service.bench.lossless import built_in_prompts, check
-from service.bench.prompts import PromptSet
 from service.bench.speed import measure_set
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -31,6 +30,7 @@ from service.engine.stats import StepStats
 from service.engine.thread import serving
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
+from service.prompts import PromptSet
 
 
 class NotMeasured(Exception):

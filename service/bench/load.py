@@ -32,7 +32,6 @@ from service.bench.experiment import (
     rotated,
     tau,
 )
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.bench.report import Column, table_of
 from service.config import ServiceConfig
 from service.engine.budget import BudgetPolicy, FixedBudget
@@ -41,6 +40,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.logging import counting
+from service.prompts import read_prompt_set, refuse_too_long
 
 ADAPTIVE = "adaptive"
 FIXED = "fixed:"
@@ -276,7 +276,7 @@ def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: P
 def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
     """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
     most = max(map(plan.requests_at, plan.concurrency))
-    sets = [read_prompts(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
+    sets = [read_prompt_set(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
     mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
     refuse_too_long(mixed, plan.most_tokens, assembly.limits.max_model_len, "the prompts")
     return [mixed[number % len(mixed)] for number in range(most)]

@@ -21,8 +21,6 @@ from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Answer, generate
 from service.bench.experiment import count_mismatches
-from service.bench.lossless_prompts import LOSSLESS_PROMPTS
-from service.bench.prompts import read_prompts, refuse_too_long
 from service.config import ServiceConfig
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
@@ -32,12 +30,15 @@ from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.logging import counting
+from service.prompts import read_prompt_set, refuse_too_long
 from service.tokenizer import ChatTokenizer
 
 Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop"]
 Company = Literal["alone", "among 15", "short of slots"]
 
 NUM_COMPANIONS = 15
+BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
+"""Short and long prompts, code, lists, stories, sums, other languages, and texts that repeat themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +407,9 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
     """Check and report; whether every token was the same."""
     refuse_unwritable(out)
     assembly = assemble(config)
-    prompts = built_in_prompts(assembly.tokenizer) if file is None else read_prompts(file, assembly.tokenizer).prompts
+    prompts = (
+        built_in_prompts(assembly.tokenizer) if file is None else read_prompt_set(file, assembly.tokenizer).prompts
+    )
     result = _checked(assembly, prompts, num_tokens, seed)
     console = Console()
     console.print(_table(result.cases))
@@ -416,7 +419,7 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
 
 
 def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
-    return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in LOSSLESS_PROMPTS]
+    return [list(prompt) for prompt in read_prompt_set(BUILT_IN, tokenizer).prompts]
 
 
 def _checked(assembly: Assembly, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int) -> LosslessResult:

@@ -19,12 +19,12 @@ from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
 from service.bench.experiment import Measure
-from service.bench.prompts import PromptSet
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.logging import counting
+from service.prompts import PromptSet
 
 PLAIN: Final = "never"
 """The policy all others are compared with."""

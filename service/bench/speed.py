@@ -30,10 +30,10 @@ from service.bench.experiment import (
     warm_up,
 )
 from service.bench.peers import TransformersPeer
-from service.bench.prompts import PromptSet
 from service.bench.report import Column
 from service.config import ServiceConfig
 from service.logging import counting
+from service.prompts import PromptSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from service.assembly import Assembly, assemble
 from service.bench.conditions import refuse_unwritable
 from service.bench.driver import Answer, generate
 from service.bench.observe import StepRecord, observed
-from service.bench.prompts import refuse_too_long
 from service.bench.tree_picture import (
     DrawnNode,
     DrawnTree,
@@ -31,6 +30,7 @@ from service.bench.tree_picture import (
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
+from service.prompts import refuse_too_long
 
 SUFFIXES = (".txt", ".svg", ".png")
 

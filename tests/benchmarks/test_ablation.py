@@ -13,9 +13,9 @@ from benchmarks.ablation import ABLATIONS, config_for, measure_variants, refuse_
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly
 from service.bench.experiment import Measure
-from service.bench.prompts import PromptSet
 from service.config import ServiceConfig
 from service.errors import StartupError
+from service.prompts import PromptSet
 from tests.service.bench.parts import save_drafter, varied_prompts, written_prompts
 
 PARTS = (("a", 0), ("b", 4))

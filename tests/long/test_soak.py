@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from service.bench.lossless_prompts import LOSSLESS_PROMPTS
+from service.bench.lossless import BUILT_IN
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +67,9 @@ class Stream:
 def streams() -> list[Stream]:
     choice = random.Random(0)
     leavers = set(choice.sample(range(STREAMS), STREAMS // 3))
+    prompts = [str(json.loads(line)["turns"][0]) for line in BUILT_IN.read_text(encoding="utf-8").splitlines()]
     return [
-        Stream(LOSSLESS_PROMPTS[i % len(LOSSLESS_PROMPTS)], i, choice.randrange(1, TOKENS) if i in leavers else None)
+        Stream(prompts[i % len(prompts)], i, choice.randrange(1, TOKENS) if i in leavers else None)
         for i in range(STREAMS)
     ]
 

@@ -2,8 +2,8 @@
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
-from service.bench.prompts import PromptSet
 from service.bench.shift_play import AnsweredQuery, Counts, Noted, Phase, Played, Stream, Turn
+from service.prompts import PromptSet
 
 EAGER = AdaptationConfig(head_queries=1, full_queries=1, head_learning_rate=0.02, full_learning_rate=0.02)
 EAGER_NUMBERS: dict[str, object] = {

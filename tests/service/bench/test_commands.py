@@ -105,8 +105,8 @@ def test_speed_with_another_text_is_an_error(prompt_file: Path, monkeypatch: pyt
     assert code == 1
 
 
-def test_losslesss_what_it_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless, "LOSSLESS_PROMPTS", ("that", "the other", "in the hat and on the table"))
+def test_lossless_says_what_it_compared(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "BUILT_IN", prompt_file)
     out = tmp_path / "out.json"
     code, output = run("check", "lossless", "--tokens", 1500, "--out", out)
     assert code == 0, output

@@ -15,10 +15,10 @@ from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
 from service.bench.experiment import Measure
-from service.bench.prompts import PromptSet
 from service.bench.shift_figures import mismatches
 from service.bench.shift_play import Counts, Learning, Noted, Notes, Player, play_all, players_of, shifted, turns_of
 from service.learning.adaptive import Adaptive, build_adaptive
+from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS
 from tests.service.engine.test_thread import eventually

@@ -10,9 +10,9 @@ from adaptation.records import Event
 from service.assembly import Assembly
 from service.bench.driver import generate
 from service.bench.experiment import Measure
-from service.bench.prompts import PromptSet
 from service.bench.shift_play import Counts, Nobody, Notes, Player, play_all, shifted, turns_of
 from service.engine.requests import GenerationRequest, SamplingParams
+from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()))

@@ -18,10 +18,10 @@ from service.bench.experiment import (
     warm_up,
 )
 from service.bench.peers import TransformersPeer
-from service.bench.prompts import PromptSet
 from service.bench.speed import SpeedRow, contestants_of, measure_set, summary_of
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
+from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:5]))
