@@ -9,7 +9,7 @@ from functools import wraps
 
 import typer
 
-from benchmarks import ablation, anatomy, calibration, gpu_kernels, neighbours, observing, poison, prefill, prefix
+from benchmarks import ablation, anatomy, calibration, gpu_kernels, neighbours, observing, poison, prefill, prefix, tree
 from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.config import LoadedConfig
 from service.errors import StartupError
@@ -26,6 +26,7 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "poison": poison.run,
     "prefill": prefill.run,
     "prefix": prefix.run,
+    "tree": tree.run,
 }
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

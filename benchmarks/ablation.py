@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.anatomy import Share, anatomy_of, observe_variant
+from benchmarks.anatomy import Share, anatomy_of, observe_set
+from benchmarks.draft_records import observed, without_noise
 from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights
@@ -31,7 +32,6 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.observe import without_noise
 from service.config import LoadedConfig, ServiceConfig
 from service.engine import build, drafter_weights
 from service.engine.budget import FixedBudget
@@ -134,7 +134,9 @@ def measure_variants(
     few = [first_prompts(prompts, observe) for prompts in sets]
     rows = []
     for variant in met:
-        steps = observe_variant(assembly, DRAFTER, variant.weights, policy, few, measure, coupled=variant.coupled)
+        with observed(assembly, DRAFTER, variant.weights, coupled=variant.coupled) as (drafter, recorder):
+            engine = assembly.engine(drafter, policy)
+            steps = [step for prompts in few for step in observe_set(engine, recorder, prompts, measure)]
         alpha = anatomy_of(steps, depth=_ALPHAS, source=DRAFTER).alpha
         rows.append(_row(variant, runs[variant.name], runs[PLAIN], measure, alpha))
     return rows

@@ -3,21 +3,20 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.draft_records import BlockRecord, Odds, Recorder, StepRecord, TokenPath, observed
 from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.registry import TRAINED, TrainedWeights
 from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.heads import CLASS_OF_RANK
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.driver import generate
-from service.bench.experiment import Measure, read_sets, requests_from
-from service.bench.observe import BlockRecord, Observed, Odds, StepRecord, TokenPath, observed
+from service.bench.experiment import EngineContestant, Measure, read_sets, take_turns
 from service.config import LoadedConfig
-from service.engine.budget import BudgetPolicy
 from service.engine.engine import Engine
 from service.logging import counting
 from service.prompts import PromptSet
@@ -321,47 +320,16 @@ def _share(value: float | None) -> str:
 _DEPTH_WITHOUT_BLOCKS = 8
 
 
-def observe_sets(
-    assembly: Assembly,
-    sets: Sequence[PromptSet],
-    measures: Sequence[Measure],
-    advance: Callable[[int], None] = lambda prompts: None,
-) -> list[list[StepRecord]]:
-    """The steps of the configured drafter over every set, measure after measure."""
-    with observed(assembly, assembly.drafter_name, assembly.weights) as seen:
-        engine = assembly.engine(drafter=seen.drafter)
-        return [observe(engine, seen, prompts, measure, advance) for measure in measures for prompts in sets]
-
-
-def observe_variant(
-    assembly: Assembly,
-    name: str,
-    weights: TrainedWeights,
-    policy: BudgetPolicy,
-    sets: Sequence[PromptSet],
-    measure: Measure,
-    *,
-    coupled: bool,
-) -> list[StepRecord]:
-    """All steps of another drafter over every set."""
-    with observed(assembly, name, weights, coupled=coupled) as seen:
-        engine = assembly.engine(drafter=seen.drafter, policy=policy)
-        return [step for prompts in sets for step in observe(engine, seen, prompts, measure)]
-
-
-def observe(
+def observe_set(
     engine: Engine,
-    seen: Observed,
+    recorder: Recorder,
     prompts: PromptSet,
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> list[StepRecord]:
     """The steps of one set's answers."""
-    for first in range(0, len(prompts.prompts), measure.concurrency):
-        requests = requests_from(prompts.prompts, first, measure)
-        generate(engine, requests)
-        advance(len(requests))
-    return seen.recorder.take()
+    take_turns(prompts.prompts, [EngineContestant("observed", engine)], measure, advance)
+    return recorder.take()
 
 
 def judged(assembly: Assembly, steps: Sequence[StepRecord]) -> Anatomy:
@@ -391,16 +359,15 @@ def run(
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     assembly = assemble(loaded.config)
     sets = read_sets(assembly, [*prompts, *(more_prompts or [])], limit, max_tokens)
-    with counting() as progress:
-        total = len(measures) * sum(len(chosen.prompts) for chosen in sets)
-        task = progress.add_task("observing", total=total)
-        steps = observe_sets(assembly, sets, measures, lambda done: progress.advance(task, done))
-    places = [(measure, chosen) for measure in measures for chosen in sets]
     by_temperature: dict[str, list[StepRecord]] = {}
     rows: list[dict[str, object]] = []
-    for (measure, chosen), mine in zip(places, steps, strict=True):
-        by_temperature.setdefault(f"T = {measure.temperature:g}", []).extend(mine)
-        rows.append({"set": chosen.name, "temperature": measure.temperature, **judged(assembly, mine).as_json()})
+    with counting() as progress, observed(assembly, assembly.drafter_name, assembly.weights) as (drafter, recorder):
+        task = progress.add_task("observing", total=len(measures) * sum(len(chosen.prompts) for chosen in sets))
+        engine = assembly.engine(drafter=drafter)
+        for measure, chosen in product(measures, sets):
+            mine = observe_set(engine, recorder, chosen, measure, lambda done: progress.advance(task, done))
+            by_temperature.setdefault(f"T = {measure.temperature:g}", []).extend(mine)
+            rows.append({"set": chosen.name, "temperature": measure.temperature, **judged(assembly, mine).as_json()})
     Console().print(*anatomy_tables([(name, judged(assembly, mine)) for name, mine in by_temperature.items()]))
-    write_report(out, conditions_of(assembly), rows, {"observed_steps": sum(map(len, steps))})
+    write_report(out, conditions_of(assembly), rows, {"observed_steps": sum(map(len, by_temperature.values()))})
     return True

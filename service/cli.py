@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from service import __version__
-from service.bench.commands import bench_app, check_app, draw_tree
+from service.bench.commands import bench_app, check_app
 from service.config import CONFIG_VARIABLE, REMOVED, SETTINGS, LoadedConfig, load_config, panel_of
 from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
 from service.errors import StartupError
@@ -178,7 +178,6 @@ def _shown_settings(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
 
 app.add_typer(bench_app(with_settings), name="bench")
 app.add_typer(check_app(with_settings), name="check")
-app.command("tree")(with_settings(draw_tree))
 app.add_typer(train_app(), name="train")
 app.command("top")(top)
 app.command("trainer")(with_settings(trainer))

@@ -1,4 +1,4 @@
-"""The commands `adaptree bench ...`, `adaptree check ...` and `adaptree tree`: options and what results mean.
+"""The commands `adaptree bench ...` and `adaptree check ...`: options and what results mean.
 
 Imports nothing heavy before a command runs, so that help answers at once.
 """
@@ -219,32 +219,6 @@ def _lossless(
     from service.bench.lossless import run_lossless
 
     _exit(run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out))
-
-
-def draw_tree(
-    loaded: LoadedConfig,
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to answer.")],
-    steps: Annotated[int, typer.Option(min=1, help="How many trees to draw, of steps one after the other.")] = 1,
-    step: Annotated[
-        int | None, typer.Option(min=1, help="The first step to draw. Unset: the one with the longest accepted path.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
-    seed: _Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Also draw to a .svg, .png or .txt file."),
-    ] = None,
-) -> None:
-    """Draw the draft tree of a step, who proposed its nodes and what was accepted, and colour the answer."""
-    _log_as(loaded.config)
-    from service.bench.tree import Question, run_tree
-
-    question = Question(prompt, raw, temperature, max_tokens, seed)
-    run_tree(loaded.config, question, first=step, count=steps, out=out)
 
 
 def numbers(text: str) -> tuple[int, ...]:

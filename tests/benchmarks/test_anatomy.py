@@ -22,8 +22,8 @@ from benchmarks.anatomy import (
     spine,
     survival_pairs,
 )
+from benchmarks.draft_records import BlockRecord, StepRecord, paths_of
 from service.assembly import Assembly
-from service.bench.observe import BlockRecord, StepRecord, paths_of
 from tests.service.bench.parts import written_prompts
 
 TREE = {(1,): 0.6, (2,): 0.3, (1, 5): 0.2, (1, 6): 0.4, (1, 6, 7): 0.1, (2, 9): 0.25}
@@ -139,7 +139,7 @@ def test_an_anatomy_tells_sources_apart() -> None:
         accepted=2,
         candidates=TREE,
         proposals={"lookup": {(2,): 0.3}, "specblock": {(1,): 0.6}},
-        blocks=(BLOCK,),
+        blocks=[BLOCK],
     )
     silent = StepRecord(root=0, truth=(1, 6, 7), accepted=0)
     not_asked = StepRecord(root=0, truth=(2,), accepted=1, candidates={(2,): 0.9}, proposals={"lookup": {(2,): 0.9}})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drafters.gating import DrafterGate
 from drafters.merged import MergedDrafter
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.specblock.heads import Proposal, TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
@@ -39,16 +39,16 @@ class BlockRecord:
         return [(*self.start, *spine[:place], token) for place, ranks in enumerate(self.tokens) for token in ranks]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """One step of one sequence."""
+    """One step of one sequence, filled in as it goes on."""
 
-    root: int  # the last committed token before the step
-    truth: TokenPath  # what followed the root, as far as the text went
-    accepted: int  # accepted length; truth[accepted] is the bonus token
+    root: int = -1  # the last committed token before the step
+    truth: TokenPath = ()  # what followed the root, as far as the text went
+    accepted: int = 0  # accepted length; truth[accepted] is the bonus token
     candidates: Odds = field(default_factory=dict)  # the whole tree, all sources merged
-    proposals: Mapping[str, Odds] = field(default_factory=dict)  # by source; empty when nobody was asked
-    blocks: tuple[BlockRecord, ...] = ()
+    proposals: dict[str, Odds] = field(default_factory=dict)  # by source; empty when nobody was asked
+    blocks: list[BlockRecord] = field(default_factory=list)
     verified: frozenset[TokenPath] = frozenset()
 
     @property
@@ -64,21 +64,12 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[TokenPath]:
     return paths
 
 
-@dataclass(slots=True)
-class _Draft:
-    """What is known of a step before it is verified."""
-
-    candidates: Odds = field(default_factory=dict)
-    proposals: dict[str, Odds] = field(default_factory=dict)
-    blocks: tuple[BlockRecord, ...] = ()
-
-
 class Recorder:
     """Records of all sequences of an engine; a sequence's steps are complete when it has finished."""
 
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
-        self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
+        self._drafts: defaultdict[int, StepRecord] = defaultdict(StepRecord)  # steps that are not verified yet
         self._steps: defaultdict[int, list[tuple[int, StepRecord]]] = defaultdict(list)
         self._done: list[StepRecord] = []
 
@@ -87,48 +78,48 @@ class Recorder:
         done, self._done = self._done, []
         return done
 
-    def started(self, contexts: Sequence[DraftContext]) -> None:
+    def listen(self, drafter: Drafter) -> None:
+        """Record what is asked of the drafter that the engine is given."""
+        listen(drafter, "start", self._started)
+        listen(drafter, "grow", self._grown)
+        listen(drafter, "commit", self._committed)
+        listen(drafter, "finish", self._finished)
+
+    def listen_to_source(self, name: str, drafter: Drafter, watch: "BlockWatch | None") -> None:
+        """Record what one source proposes, and the blocks of a trained one."""
+
+        def grown(tree: DraftTree, rows: Tensor, noise: Noise) -> None:
+            blocks: list[list[BlockRecord]] = watch.collect(noise) if watch else [[] for _ in rows]
+            for row, odds, mine in zip(rows.tolist(), odds_of(tree), blocks, strict=True):
+                self._drafts[row].proposals[name] = odds
+                self._drafts[row].blocks = mine
+
+        listen(drafter, "grow", grown)
+
+    def _started(self, answer: None, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             self._texts[context.row] = list(context.tokens)
 
-    def proposed(self, source: str, rows: Tensor, tree: DraftTree) -> None:
-        """One source's proposals."""
-        for row, odds in zip(rows.tolist(), odds_of(tree), strict=True):
-            self._drafts[row].proposals[source] = odds
-
-    def forwarded(self, rows: Tensor, blocks: Sequence[Sequence[BlockRecord]]) -> None:
-        """The blocks of a trained drafter, for each row."""
-        for row, mine in zip(rows.tolist(), blocks, strict=True):
-            self._drafts[row].blocks = tuple(mine)
-
-    def grown(self, rows: Tensor, tree: DraftTree) -> None:
-        """The candidates that the engine is given."""
+    def _grown(self, tree: DraftTree, rows: Tensor, noise: Noise) -> None:
         for row, odds in zip(rows.tolist(), odds_of(tree), strict=True):
             self._drafts[row].candidates = odds
 
-    def committed(self, committed: Committed) -> None:
+    def _committed(self, answer: None, committed: Committed) -> None:
         verified = odds_of(committed.tree)
         tokens, counts = committed.tokens.tolist(), committed.counts.tolist()
         for line, row in enumerate(committed.rows.tolist()):
-            text, draft = self._texts[row], self._drafts.pop(row, _Draft())
-            step = StepRecord(
-                root=text[-1],
-                truth=(),
-                accepted=counts[line] - 1,
-                candidates=draft.candidates,
-                proposals=draft.proposals,
-                blocks=draft.blocks,
-                verified=frozenset(verified[line]),
-            )
+            text, step = self._texts[row], self._drafts.pop(row, StepRecord())
+            step.root, step.accepted, step.verified = text[-1], counts[line] - 1, frozenset(verified[line])
             self._steps[row].append((len(text), step))
             text += tokens[line][: counts[line]]
 
-    def finished(self, rows: Sequence[int]) -> None:
+    def _finished(self, answer: object, rows: Sequence[int]) -> None:
         for row in rows:
             text = self._texts.pop(row)
             self._drafts.pop(row, None)
-            steps = self._steps.pop(row, [])
-            self._done += [replace(step, truth=tuple(text[at : at + MAX_DEPTH + 1])) for at, step in steps]
+            for at, step in self._steps.pop(row, []):
+                step.truth = tuple(text[at : at + MAX_DEPTH + 1])
+                self._done.append(step)
 
 
 def odds_of(tree: DraftTree) -> list[Odds]:
@@ -140,90 +131,27 @@ def odds_of(tree: DraftTree) -> list[Odds]:
     ]
 
 
-def _ignore(*heard: object) -> None:
-    """Nobody listens."""
+def listen(drafter: Drafter, method: str, told: Callable[..., None]) -> None:
+    """Have `told` hear of every call of that method after it: the answer, and what it was given."""
+    call = getattr(drafter, method)
+
+    def called(*args: Any) -> Any:
+        answer = call(*args)
+        told(answer, *args)
+        return answer
+
+    setattr(drafter, method, called)
 
 
-def _same(noise: Noise) -> Noise:
-    return noise
+def without_noise(drafter: Drafter) -> Drafter:
+    """Keep a drafter from seeing the noise the target samples with: it drafts as at temperature 0."""
+    grow = drafter.grow
 
+    def silent(rows: Tensor, noise: Noise) -> Candidates:
+        return grow(rows, replace(noise, temperatures=torch.zeros_like(noise.temperatures)))
 
-class DrafterAround:
-    """Behaves as `inner` does; listeners hear of a call after `inner` has answered it."""
-
-    def __init__(
-        self,
-        inner: Drafter,
-        *,
-        noise: Callable[[Noise], Noise] = _same,
-        started: Callable[[Sequence[DraftContext]], None] = _ignore,
-        grown: Callable[[Tensor, Noise, Candidates], None] = _ignore,
-        committed: Callable[[Committed], None] = _ignore,
-        finished: Callable[[Sequence[int]], None] = _ignore,
-    ) -> None:
-        self._inner = inner
-        self._noise = noise
-        self._started = started
-        self._grown = grown
-        self._committed = committed
-        self._finished = finished
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def version(self) -> int:
-        return self._inner.version
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self._inner.tap_layers
-
-    @property
-    def wants_scores(self) -> bool:
-        return self._inner.wants_scores
-
-    @property
-    def num_blocks(self) -> int:
-        return self._inner.num_blocks
-
-    def start(self, contexts: Sequence[DraftContext]) -> None:
-        self._inner.start(contexts)
-        self._started(contexts)
-
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        noise = self._noise(noise)
-        candidates = self._inner.grow(rows, noise)
-        self._grown(rows, noise, candidates)
-        return candidates
-
-    def read(self, read: Read) -> None:
-        self._inner.read(read)
-
-    def commit(self, committed: Committed) -> None:
-        self._inner.commit(committed)
-        self._committed(committed)
-
-    def finish(self, rows: Sequence[int]) -> list[int]:
-        predicted = self._inner.finish(rows)
-        self._finished(rows)
-        return predicted
-
-    def credits(self) -> Mapping[str, int]:
-        return self._inner.credits()
-
-    def rank_outcomes(self) -> RankOutcomes:
-        return self._inner.rank_outcomes()
-
-
-def without_noise(inner: Drafter) -> Drafter:
-    """The same drafter, kept from seeing the noise the target samples with: it drafts as at temperature 0."""
-
-    def silent(noise: Noise) -> Noise:
-        return replace(noise, temperatures=torch.zeros_like(noise.temperatures))
-
-    return DrafterAround(inner, noise=silent)
+    drafter.grow = silent  # type: ignore[method-assign]
+    return drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,63 +249,37 @@ def _blocks(number: int, proposal: Proposal, starts: list[list[TokenPath]]) -> l
 _SOURCES = {MERGED: ("lookup", "specblock")}
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A drafter and who listens to it."""
-
-    drafter: Drafter
-    recorder: Recorder
-
-
 @contextmanager
 def observed(
     assembly: Assembly, name: str, weights: TrainedWeights | None = None, *, coupled: bool = True
-) -> Iterator[Observed]:
-    """The drafter of that name, under observation until the context ends."""
+) -> Iterator[tuple[Drafter, Recorder]]:
+    """The drafter of that name and what records it, until the context ends."""
     recorder = Recorder()
     watch = BlockWatch(weights.model, weights.embed) if weights and name in TRAINED else None
     seen = replace(weights, embed=watch.embed) if weights and watch else weights
     try:
-        sources = [_source(assembly, source, seen, recorder, watch) for source in _SOURCES.get(name, (name,))]
-        whole = DrafterAround(
-            _joined(assembly, sources),
-            started=recorder.started,
-            grown=lambda rows, noise, tree: recorder.grown(rows, tree),
-            committed=recorder.committed,
-            finished=recorder.finished,
-        )
-        yield Observed(whole if coupled else without_noise(whole), recorder)
+        sources = []
+        for source in _SOURCES.get(name, (name,)):
+            sources.append(build.make_drafter(source, assembly.target, assembly.limits, seen))
+            recorder.listen_to_source(source, sources[-1], watch if source in TRAINED else None)
+        whole = _joined(assembly, sources)
+        recorder.listen(whole)
+        yield (whole if coupled else without_noise(whole)), recorder
     finally:
         if watch:
             watch.close()
 
 
-def _source(
-    assembly: Assembly, name: str, weights: TrainedWeights | None, recorder: Recorder, watch: BlockWatch | None
-) -> Drafter:
-    def grown(rows: Tensor, noise: Noise, tree: Candidates) -> None:
-        recorder.proposed(name, rows, tree)
-        if watch is not None and name in TRAINED:
-            recorder.forwarded(rows, watch.collect(noise))
-
-    return DrafterAround(build.make_drafter(name, assembly.target, assembly.limits, weights), grown=grown)
-
-
 def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
+    """One tree of all sources, none of which ever costs anything: each is always worth asking."""
     if len(sources) == 1:
         return sources[0]
     cheap, costly = sources
-    limits = assembly.limits
     return MergedDrafter(
         cheap,
         costly,
-        max_nodes=limits.max_budget,
-        max_sequences=limits.max_sequences,
+        max_nodes=assembly.limits.max_budget,
+        max_sequences=assembly.limits.max_sequences,
         device=assembly.target.device,
-        gate=DrafterGate(clock=_standing_clock),
+        gate=DrafterGate(clock=lambda: 0.0),
     )
-
-
-def _standing_clock() -> float:
-    """By this clock no drafter ever costs anything, so each is always worth asking."""
-    return 0.0

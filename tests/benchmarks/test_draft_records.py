@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.draft_records import StepRecord, listen, observed, without_noise
 from drafters.protocol import Noise
 from drafters.registry import NoDrafter
 from drafters.tree import Candidates
 from service.assembly import Assembly
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, requests_from
-from service.bench.observe import DrafterAround, StepRecord, observed, without_noise
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from tests.service.bench.parts import varied_prompts
@@ -37,10 +37,10 @@ def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list
 def watched(
     assembly: Assembly, name: str, temperature: float, *, coupled: bool = True, concurrency: int = 4
 ) -> tuple[list[StepRecord], list[Run]]:
-    with observed(assembly, name, assembly.weights, coupled=coupled) as seen:
-        engine = assembly.engine(drafter=seen.drafter, policy=POLICY)
+    with observed(assembly, name, assembly.weights, coupled=coupled) as (drafter, recorder):
+        engine = assembly.engine(drafter=drafter, policy=POLICY)
         runs = answers(engine, temperature, concurrency=concurrency)
-        return seen.recorder.take(), runs
+        return recorder.take(), runs
 
 
 def accepted_of(runs: Sequence[Run]) -> list[tuple[int, ...]]:
@@ -115,12 +115,12 @@ def test_the_network_is_left_as_it_was(trained_assembly: Assembly) -> None:
 def test_withheld_noise_is_that_of_temperature_zero() -> None:
     seen: list[Noise] = []
 
-    def listen(rows: torch.Tensor, noise: Noise, tree: Candidates) -> None:
+    def heard(answer: Candidates, rows: torch.Tensor, noise: Noise) -> None:
         seen.append(noise)
 
     noise = Noise(torch.tensor([3]), torch.tensor([0.7]), torch.tensor([9]))
-    drafter = without_noise(DrafterAround(NoDrafter(), grown=listen))
-    drafter.grow(torch.tensor([0]), noise)
+    drafter = NoDrafter()
+    listen(drafter, "grow", heard)
+    without_noise(drafter).grow(torch.tensor([0]), noise)
     assert seen == [replace(noise, temperatures=seen[0].temperatures)]
     assert seen[0].temperatures.tolist() == [0.0]
-    assert (drafter.name, drafter.version, drafter.tap_layers) == ("none", 0, ())
