@@ -33,7 +33,7 @@ from adaptation.records import (
 )
 from adaptation.trainer import Pace, UpdateReport
 from adaptation.weights import ANCHOR, Restored, ServedDrafter
-from adaptation.worker import Loop, Worker, received
+from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
 
 
@@ -92,10 +92,10 @@ class Learner:
         )
         return cls(parts, emit=emit, policy_name=config.policy, tuning=tuning)
 
-    def worker(self, loop: Loop | None = None) -> Worker:
-        """A thread that runs the learner, or what stands before it."""
+    def worker(self) -> Worker:
+        """A thread that runs the learner."""
         return Worker(
-            loop or self,
+            self,
             max_waiting=self.tuning.queued_queries,
             duty_cycle=self.tuning.duty_cycle,
             taken_share=self.time.taken_share,

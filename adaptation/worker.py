@@ -69,6 +69,7 @@ class Worker:
         self.num_dropped = 0  # queries that nobody observed
         self.num_restarts = 0
         self.loop = loop  # who replaces it does so before the start
+        self.trains = True  # False: queries are observed, and updates are not computed; written by any thread
         self._max_waiting = max_waiting
         self._rest_share = max(0.0, taken_share / duty_cycle - 1)
         self._niceness = niceness
@@ -194,7 +195,7 @@ class Worker:
         """One update, and then as much rest as keeps training within what it may take."""
         began = time.monotonic()
         try:
-            report = self.loop.update(self._stopping.is_set)
+            report = self.loop.update(self._interrupted) if self.trains else None
         except BaseException:
             self._rest(began)
             raise
@@ -205,6 +206,9 @@ class Worker:
         with self._ready:
             if not (self._waiting or self._commands):
                 self._nothing_due.set()
+
+    def _interrupted(self) -> bool:
+        return self._stopping.is_set() or not self.trains
 
     def _rest(self, began: float) -> None:
         now = time.monotonic()

@@ -12,25 +12,17 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Final, Literal
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner
 from adaptation.records import ReplicaStatus, StoreLost
-from adaptation.replicas.follower import (
-    Follower,
-    QuerySender,
-    ServedWeights,
-    VersionState,
-)
-from adaptation.replicas.leader import Leader, QueryReceiver
-from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, QueryStream, RedisStore, VersionStore
-from adaptation.replicas.wire import QueryCodec, QueryShape, weights_from_bytes, weights_to_bytes
-from adaptation.trainer import UpdateReport
+from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
+from adaptation.replicas.leader import Leader
+from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
+from adaptation.replicas.wire import QueryCodec, QueryShape, weights_to_bytes
 from adaptation.weights import ServedDrafter
-from adaptation.worker import Loop, Worker, bound_threads, step_back
+from adaptation.worker import Worker, bound_threads, step_back
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
@@ -42,25 +34,6 @@ _FIRST_RETRY_SECONDS: Final = 0.1
 _LONGEST_RETRY_SECONDS: Final = 2.0
 _COMMANDS_PER_LEASE: Final = 2  # that may fail before a lease has run out
 _FORMAT: Final = 3  # of what travels
-
-
-class LearnsByRole:
-    """A learner that updates only while it is this replica's turn to learn."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.role: Role = "following"  # written by the thread that talks to the others, read by any
-        self.observe, self.recover, self.save = loop.observe, loop.recover, loop.save
-        self._loop = loop
-
-    @property
-    def learns(self) -> bool:
-        """Whether queries are heard here, and updates computed."""
-        return self.role != "following"
-
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        if not self.learns:
-            return None
-        return self._loop.update(lambda: interrupted() or not self.learns)
 
 
 class LocalOnly:
@@ -85,34 +58,16 @@ class LocalOnly:
 class Exchange:
     """With the replicas that share a store."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        loop: LearnsByRole,
-        lease: Lease,
-        stream: QueryStream,
-        sender: QuerySender,
-        receiver: QueryReceiver,
-        follower: Follower,
-        leader: Leader,
-        lost_after_seconds: float,
-        niceness: int,
-    ) -> None:
-        """`lost_after_seconds`: without the store until this replica counts itself alone."""
+    def __init__(self, replica: Replica, *, max_queries: int = MAX_QUERIES) -> None:
         self.connected = False
         self.num_lost = 0
-        self._name = name
-        self._loop = loop
-        self._lease = lease
-        self._stream = stream
-        self._sender = sender
-        self._receiver = receiver
-        self._follower = follower
-        self._leader = leader
-        self._state, self._served, self._worker = follower.state, follower.served, follower.worker
-        self._lost_after_seconds = lost_after_seconds
-        self._niceness = niceness
+        self.role: Role = "following"  # written by the thread that talks to the others, read by any
+        self._replica = replica
+        self._store, self._lease, self._worker = replica.store, replica.lease, replica.worker
+        self._worker.trains = False
+        self._sender = QuerySender(replica, max_queries=max_queries)
+        self._follower = Follower(replica)
+        self._leader = Leader(replica, self._follower)
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._answered_at = time.monotonic()
         self._stopping = threading.Event()
@@ -130,37 +85,36 @@ class Exchange:
 
     def offer(self, feedback: QueryFeedback) -> None:
         """A finished query, to be heard here or sent to whoever leads. Called by the engine thread; never waits."""
-        if self._loop.learns:
-            self._worker.offer(feedback)
-        else:
-            self._sender.offer(feedback)
+        (self._sender if self.role == "following" else self._worker).offer(feedback)
 
     def status(self) -> ReplicaStatus:
         """From any thread."""
-        record = self._state.record
+        replica = self._replica
+        record = replica.state.record
         return ReplicaStatus(
-            name=self._name,
-            standing=self._loop.role,
+            name=replica.name,
+            standing=self.role,
             connected=self.connected,
             leader=record.leader,
             epoch=record.epoch,
             number=max(0, record.number),
             announced_sha256=record.sha256,
-            served_sha256=self._served.last_seen.sha256,
-            queries={**self._sender.counts, **self._receiver.counts},
-            versions={**self._follower.counts, "announced": self._leader.num_announced},
+            served_sha256=replica.served.last_seen.sha256,
+            queries=dict(replica.queries),
+            versions=dict(replica.versions),
             connections_lost=self.num_lost,
         )
 
     def _run(self) -> None:
         bound_threads(1)
-        step_back(self._niceness)
+        step_back(self._replica.learner.tuning.niceness)
         while not self._stopping.is_set():
             self._stopping.wait(self.attempt())
         try:
             self._lease.release()
         except StoreLost as error:
             logger.info("leaving without a word to the other replicas: %s", error)
+        self._store.close()
 
     def attempt(self) -> float:
         """One step, whatever comes of it. # -> seconds until the next: twice as many each time, never all at once"""
@@ -181,9 +135,9 @@ class Exchange:
         """Everything that is due with the others, once. Raises StoreLost."""
         if not self.connected:
             self._connect()
-        if self._lease.hold(self._state.record.epoch):
+        if self._lease.hold(self._replica.state.record.epoch):
             self._enter("leading")
-            self._sender.hand_over(self._worker.offer)
+            self._sender.hand_over()
             self._leader.step(self._lease.epoch)
         else:
             self._enter("following")
@@ -193,8 +147,8 @@ class Exchange:
 
     def _connect(self) -> None:
         """The store may be another one than before, or have forgotten everything."""
-        self._stream.join()
-        self._lease.raise_epoch(self._state.record.epoch)
+        self._store.join()
+        self._lease.raise_epoch(self._replica.state.record.epoch)
         self.connected = True
         self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("connected with the other replicas")
@@ -204,15 +158,15 @@ class Exchange:
             self.num_lost += 1
             logger.warning("the store of the replicas is lost: %s", reason)
         self.connected = False
-        self._served.now()  # what is learnt meanwhile is told by the status
-        if time.monotonic() - self._answered_at > self._lost_after_seconds:
+        self._replica.served.now()  # what is learnt meanwhile is told by the status
+        if time.monotonic() - self._answered_at > self._lease.seconds:
             self._enter("alone")
-            self._sender.hand_over(self._worker.offer)
+            self._sender.hand_over()
 
     def _enter(self, role: Role) -> None:
-        if self._loop.role != role:
-            logger.info("replica %s: %s, was %s", self._name, role, self._loop.role)
-        self._loop.role = role
+        if self.role != role:
+            logger.info("replica %s: %s, was %s", self._replica.name, role, self.role)
+        self.role, self._worker.trains = role, role != "following"
 
 
 Replicas = Exchange | LocalOnly
@@ -229,43 +183,33 @@ def join_replicas(
     max_queries: int = MAX_QUERIES,
 ) -> tuple[Worker, Replicas]:
     """The thread that learns, and whom it learns with. Raises ValueError where that cannot be."""
+    worker = learner.worker()
     if config.redis_url is None:
-        worker = learner.worker()
         return worker, LocalOnly(worker)
-    name = f"{platform.node()}:{os.getpid()}"
-    holder = f"{name}:{secrets.token_hex(8)}"  # no other start of any process has this name
-    fingerprint = fingerprint_of(drafter, target_identity)
-    prefix = f"adaptree:{fingerprint[:16]}"
+    name, fingerprint = f"{platform.node()}:{os.getpid()}", fingerprint_of(drafter, target_identity)
     secret = None if config.redis_secret is None else config.redis_secret.get_secret_value().encode()
     try:
-        store = RedisStore(config.redis_url.get_secret_value(), timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE)
+        store = RedisStore(
+            config.redis_url.get_secret_value(),
+            f"adaptree:{fingerprint[:16]}",
+            name=f"{name}:{secrets.token_hex(8)}",  # no other start of any process has this one
+            timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE,
+            max_queries=max_queries,
+        )
     except ValueError as error:
         raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
-    eligible = config.redis_role == "auto"
-    lease = Lease(store, prefix, name=holder, seconds=lease_seconds, eligible=eligible)
-    versions = VersionStore(store, prefix, name=holder)
-    stream = QueryStream(store, prefix, name=holder, max_queries=max_queries)
-    codec = QueryCodec(fingerprint, _query_shape(learner.tuning, drafter), secret)
-    loop = LearnsByRole(learner)
-    worker = learner.worker(loop)
     served = ServedWeights(learner.weights)
-    state = VersionState(fingerprint, len(served.now().data), secret)
-    decode = partial(weights_from_bytes, layout=learner.weights.layout, vocab=drafter.config.target_vocab_size)
-    follower = Follower(versions, state, lease, served, learner, worker, decode=decode)
-    receiver = QueryReceiver(stream, codec, served, lambda query: worker.ask(lambda: learner.observe(query)))
-    exchange = Exchange(
+    replica = Replica(
         name=name,
-        loop=loop,
-        lease=lease,
-        stream=stream,
-        sender=QuerySender(stream, codec, served, sender=holder, max_queries=max_queries),
-        receiver=receiver,
-        follower=follower,
-        leader=Leader(follower, receiver, name=name),
-        lost_after_seconds=lease_seconds,
-        niceness=learner.tuning.niceness,
+        store=store,
+        lease=Lease(store, seconds=lease_seconds, eligible=config.redis_role == "auto"),
+        codec=QueryCodec(fingerprint, _query_shape(learner.tuning, drafter), secret),
+        state=VersionState(fingerprint, len(served.now().data), secret),
+        served=served,
+        learner=learner,
+        worker=worker,
     )
-    return worker, exchange
+    return worker, Exchange(replica, max_queries=max_queries)
 
 
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:

@@ -7,17 +7,16 @@ import hashlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
 
 from adaptation.learner import Learner
 from adaptation.records import Refused, StoreRefused
-from adaptation.replicas.redis_store import MAX_QUERIES, Lease, QueryMessage, QueryStream, VersionStore
-from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
+from adaptation.replicas.redis_store import Lease, QueryMessage, RedisStore
+from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_from_bytes, weights_to_bytes
 from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
@@ -110,6 +109,22 @@ class ServedWeights:
         return served
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """This one of those that share a store, as all of its parts know it."""
+
+    name: str  # as the others are told; the store knows it by one that no other start has
+    store: RedisStore
+    lease: Lease
+    codec: QueryCodec
+    state: VersionState
+    served: ServedWeights
+    learner: Learner
+    worker: Worker
+    queries: Counter[str] = field(default_factory=Counter)  # by what became of them
+    versions: Counter[str] = field(default_factory=lambda: Counter(announced=0))  # by what became of them
+
+
 @dataclass(frozen=True, slots=True)
 class _Adopting:
     """Weights on their way through the learner's thread."""
@@ -122,75 +137,59 @@ class _Adopting:
 class Follower:
     """All calls come from the thread that talks to the store."""
 
-    def __init__(
-        self,
-        versions: VersionStore,
-        state: VersionState,
-        lease: Lease,
-        served: ServedWeights,
-        learner: Learner,
-        worker: Worker,
-        *,
-        decode: Callable[[bytes, str], dict[str, Tensor]],
-    ) -> None:
-        """`decode` checks weights against their hash, and raises Refused."""
-        self.counts: Counter[str] = Counter()  # of versions
-        self.versions = versions
-        self.state = state
-        self._lease = lease
-        self.served = served
-        self.learner = learner
-        self.worker = worker
-        self._decode = decode
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._store, self._state, self._served = replica.store, replica.state, replica.served
         self._adopting: _Adopting | None = None
         self._refused = b""
         self._again_at = 0.0
 
     def step(self) -> None:
         """Move towards what is announced, and stay with it. Raises StoreLost."""
-        raw = self.versions.current()
+        raw = self._store.current()
         if raw is None:
             self._reinstate()
-        elif self.settled(raw) and raw == self.state.raw and self._diverged(raw):
+        elif self.settled(raw) and raw == self._state.raw and self._diverged(raw):
             self._follow(raw)
 
     def settled(self, raw: bytes | None) -> bool:
         """Whether what is announced is followed, or will not be; else a step towards it is done. Raises StoreLost."""
         if self._adopting is not None:
             return self._adopted(self._adopting)
-        if raw is None or raw == self.state.raw or self._is_put_off(raw):
+        if raw is None or raw == self._state.raw or self._is_put_off(raw):
             return True
         self._follow(raw)
         return self._adopting is None
 
     def _diverged(self, raw: bytes) -> bool:
         """What is announced was followed, and something else is served: learnt alone, or brought by an operator."""
-        return self.served.now().sha256 != self.state.record.sha256 and not self._is_put_off(raw)
+        return self._served.now().sha256 != self._state.record.sha256 and not self._is_put_off(raw)
 
     def _is_put_off(self, raw: bytes) -> bool:
         return raw == self._refused and time.monotonic() < self._again_at
 
     def _follow(self, raw: bytes) -> None:
+        learner = self._replica.learner
         try:
-            record = self.state.check(raw)
-            if record.sha256 == self.served.now().sha256:
-                self.state.accept(record, raw)
+            record = self._state.check(raw)
+            if record.sha256 == self._served.now().sha256:
+                self._state.accept(record, raw)
             else:
                 weights = self._fetch(record)
-                answer = self.worker.ask(lambda: self.learner.adopt(weights, "leader"))
+                answer = self._replica.worker.ask(lambda: learner.adopt(weights, "leader"))
                 self._adopting = _Adopting(record, raw, answer)
         except Refused as refusal:
             self._put_off(raw, refusal.reason, str(refusal))
             if refusal.reason in ("old", "fork"):  # a leader that knows less than is known here leads anew, above it
-                self._lease.raise_epoch(self.state.record.epoch + 1)
+                self._replica.lease.raise_epoch(self._state.record.epoch + 1)
 
     def _fetch(self, record: VersionRecord) -> dict[str, Tensor]:
-        data = self.versions.get(record.sha256, record.num_bytes)
+        data, layout = self._store.get(record.sha256, record.num_bytes), self._replica.learner.weights.layout
         try:
-            return self._decode(data, record.sha256)
+            return weights_from_bytes(data, record.sha256, layout, self._replica.codec.shape.vocab)
         except Refused as refusal:
             if refusal.reason == "torn":
-                self.versions.remove(record.sha256)
+                self._store.remove(record.sha256)
             raise
 
     def _adopted(self, adopting: _Adopting) -> bool:
@@ -203,28 +202,27 @@ class Follower:
         if error is not None:
             self._put_off(adopting.raw, "not_served", str(error))
             return True
-        self.state.accept(adopting.record, adopting.raw)
-        self.counts["followed"] += 1
+        self._state.accept(adopting.record, adopting.raw)
+        self._replica.versions["followed"] += 1
         logger.info("following %s: version %s", adopting.record.leader, adopting.record.order)
         return True
 
     def _put_off(self, raw: bytes, outcome: str, detail: str) -> None:
         """Refused for now: what is announced may be mended meanwhile, but need not be read ten times a second."""
         if raw != self._refused:
-            self.counts[outcome] += 1
+            self._replica.versions[outcome] += 1
             logger.warning("an announced version is not followed: %s", detail)
         self._refused, self._again_at = raw, time.monotonic() + _REFUSED_SECONDS
 
     def _reinstate(self) -> None:
         """The store has forgotten everything: tell it what all serve, if that is still served here."""
-        record, served = self.state.record, self.served.now()
+        record, served = self._state.record, self._served.now()
         if record is UNKNOWN:
             return
-        self._lease.raise_epoch(record.epoch)
+        self._replica.lease.raise_epoch(record.epoch)
         if record.sha256 == served.sha256:
-            if not self.versions.has(record.sha256, record.num_bytes):
-                self.versions.put(record.sha256, served.data)
-            self.versions.reinstate(self.state.raw, record.sha256)
+            self._store.put(record.sha256, served.data)
+            self._store.reinstate(self._state.raw, record.sha256)
 
 
 class QuerySender:
@@ -234,20 +232,9 @@ class QuerySender:
     `offer` belongs to the engine's thread, everything else to the one that talks to the store.
     """
 
-    def __init__(
-        self,
-        stream: QueryStream,
-        codec: QueryCodec,
-        served: ServedWeights,
-        *,
-        sender: str,
-        max_queries: int = MAX_QUERIES,
-    ) -> None:
-        self.counts: Counter[str] = Counter()  # of queries
-        self._stream = stream
-        self._codec = codec
-        self._served = served
-        self._sender = sender
+    def __init__(self, replica: Replica, *, max_queries: int) -> None:
+        self._replica = replica
+        self._counts = replica.queries
         self._sequence = 0
         self._waiting: deque[QueryFeedback] = deque(maxlen=max_queries)
         self._unsent: QueryMessage | None = None
@@ -255,10 +242,10 @@ class QuerySender:
     def offer(self, feedback: QueryFeedback) -> None:
         """What must not be stored does not leave this process; of too many the oldest is dropped."""
         if not feedback.query.store:
-            self.counts["not_stored"] += 1
+            self._counts["not_stored"] += 1
             return
         if len(self._waiting) == self._waiting.maxlen:
-            self.counts["queue_full"] += 1
+            self._counts["queue_full"] += 1
         self._waiting.append(feedback)
 
     def send(self) -> None:
@@ -268,34 +255,35 @@ class QuerySender:
             if self._unsent is None:
                 return
             try:
-                self._stream.send(self._unsent)
-                self.counts["sent"] += 1
+                self._replica.store.send(self._unsent)
+                self._counts["sent"] += 1
             except StoreRefused as error:
                 logger.warning("a query was not taken: %s", error)
-                self.counts["store_refused"] += 1
+                self._counts["store_refused"] += 1
             self._unsent = None
 
-    def hand_over(self, offer: Callable[[QueryFeedback], None]) -> None:
+    def hand_over(self) -> None:
         """This process learns by itself now: what waits is heard here."""
         while self._waiting:
-            offer(self._waiting.popleft())
+            self._replica.worker.offer(self._waiting.popleft())
 
     def _next(self) -> QueryMessage | None:
+        served = self._replica.served
         while self._waiting:
             feedback = self._waiting.popleft()
             self._sequence += 1
             try:
-                message = self._codec.encode(
+                message = self._replica.codec.encode(
                     feedback,
-                    sender=self._sender,
+                    sender=self._replica.store.name,
                     sequence=self._sequence,
-                    first_weights=self._served.sha256_of(feedback.query.first_version),
-                    weights=self._served.sha256_of(feedback.query.version),
+                    first_weights=served.sha256_of(feedback.query.first_version),
+                    weights=served.sha256_of(feedback.query.version),
                 )
             except ValueError:
-                self.counts["unusable"] += 1
+                self._counts["unusable"] += 1
                 continue
             if message.num_bytes <= _MAX_QUERY_BYTES:
                 return message
-            self.counts["too_large"] += 1
+            self._counts["too_large"] += 1
         return None

@@ -6,8 +6,7 @@ served, not why. All calls come from the thread that talks to the store.
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,10 +14,11 @@ from typing import Final
 from pydantic import JsonValue
 
 from adaptation.checkpoint import now
+from adaptation.feedback import FilteredQuery
 from adaptation.records import Refused
-from adaptation.replicas.follower import Follower, ServedVersion, ServedWeights
-from adaptation.replicas.redis_store import QueryMessage, QueryStream
-from adaptation.replicas.wire import QueryCodec, QueryHeader, VersionRecord, sign, verify
+from adaptation.replicas.follower import Follower, Replica, ServedVersion
+from adaptation.replicas.redis_store import QueryMessage
+from adaptation.replicas.wire import QueryHeader, VersionRecord, sign, verify
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 _MESSAGES_AT_ONCE: Final = 4  # that may wait for the learner; each holds the features of a text
 _MAX_SENDERS: Final = 4096
 _SHARE_SECONDS: Final = 5.0
-
-Observe = Callable[[QueryFeedback], Future[object]]
-"""Hands a query to the learner, in its own thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +35,29 @@ class _Handed:
     entry_id: bytes
     sender: str
     sequence: int
-    answer: Future[object]
+    answer: Future[FilteredQuery]
 
 
 class QueryReceiver:
     """The queries that reach the leader: checked, heard once each, and only then acknowledged."""
 
-    def __init__(self, stream: QueryStream, codec: QueryCodec, served: ServedWeights, observe: Observe) -> None:
-        self.counts: Counter[str] = Counter()  # of queries
-        self._stream = stream
-        self._codec = codec
-        self._served = served
-        self._observe = observe
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._store, self._counts = replica.store, replica.queries
         self._offsets: dict[str, int] = {}  # by sender, the last sequence number that was handed to the learner
         self._waiting: deque[_Handed] = deque()
 
     def take_over(self) -> None:
         """This replica leads from now on. Raises StoreLost."""
         self._waiting.clear()
-        for sender, offset in self._stream.take_over().items():
+        for sender, offset in self._store.take_over().items():
             self._offsets[sender] = max(offset, self._offsets.get(sender, offset))
 
     def step(self) -> None:
         """Hand over what has arrived, and be done with what was heard. Raises StoreLost."""
         self._conclude()
         room = _MESSAGES_AT_ONCE - len(self._waiting)
-        for entry in self._stream.receive(room) if room else ():
+        for entry in self._store.receive(room) if room else ():
             self._take(*entry)
 
     def _conclude(self) -> None:
@@ -74,8 +68,8 @@ class QueryReceiver:
                 break
             heard.append(waiting)
         if heard:
-            self._stream.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
-            self.counts["heard"] += len(heard)
+            self._store.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
+            self._counts["heard"] += len(heard)
         for _ in heard:
             self._waiting.popleft()
 
@@ -83,9 +77,9 @@ class QueryReceiver:
         try:
             if message is None:
                 raise Refused("misfit", "an entry of the stream that is no query")
-            header, feedback = self._codec.decode(message)
+            header, feedback = self._replica.codec.decode(message)
         except Refused as refusal:
-            if not self.counts[refusal.reason]:  # the others are counted: whoever sends one sends more
+            if not self._counts[refusal.reason]:  # the others are counted: whoever sends one sends more
                 logger.warning("a query of another replica is not heard: %s", refusal)
             self._drop(entry_id, refusal.reason)
             return
@@ -93,12 +87,13 @@ class QueryReceiver:
             self._drop(entry_id, "duplicate")
             return
         self._remember(header.sender, header.sequence)
-        answer = self._observe(self._with_versions(header, feedback))
+        learner, told = self._replica.learner, self._with_versions(header, feedback)
+        answer = self._replica.worker.ask(lambda: learner.observe(told))
         self._waiting.append(_Handed(entry_id, header.sender, header.sequence, answer))
 
     def _drop(self, entry_id: bytes, outcome: str) -> None:
-        self.counts[outcome] += 1
-        self._stream.acknowledge([entry_id], {})
+        self._counts[outcome] += 1
+        self._store.acknowledge([entry_id], {})
 
     def _remember(self, sender: str, sequence: int) -> None:
         """Senders that were not heard for the longest time are forgotten first."""
@@ -109,27 +104,26 @@ class QueryReceiver:
 
     def _with_versions(self, header: QueryHeader, feedback: QueryFeedback) -> QueryFeedback:
         """In the numbers by which this process counts."""
-        first, last = self._served.version_of(header.first_weights), self._served.version_of(header.weights)
+        version_of = self._replica.served.version_of
+        first, last = version_of(header.first_weights), version_of(header.weights)
         return replace(feedback, query=replace(feedback.query, first_version=first, version=last))
 
 
 class Leader:
     """Announces under a lease; what the leader before has published comes first."""
 
-    def __init__(self, follower: Follower, receiver: QueryReceiver, *, name: str) -> None:
-        self.num_announced = 0
+    def __init__(self, replica: Replica, follower: Follower) -> None:
+        self._replica = replica
         self._follower = follower
-        self._receiver = receiver
-        self._versions, self._state = follower.versions, follower.state
-        self._served, self._learner, self._worker = follower.served, follower.learner, follower.worker
-        self._name = name
+        self._receiver = QueryReceiver(replica)
+        self._store, self._state, self._served = replica.store, replica.state, replica.served
         self._epoch = 0  # that was begun
         self._sharing: Future[dict[str, JsonValue]] | None = None
         self._share_at = 0.0
 
     def step(self, epoch: int) -> None:
         """One round of everything, under a lease of this epoch. Raises StoreLost."""
-        raw = self._versions.current()
+        raw = self._store.current()
         if epoch != self._epoch:
             if not self._follower.settled(raw):
                 return
@@ -142,7 +136,7 @@ class Leader:
 
     def _begin(self, epoch: int) -> None:
         self._receiver.take_over()
-        shared = self._versions.shared()
+        shared = self._store.shared()
         if shared is not None:
             self._inherit(shared)
         self._epoch = epoch
@@ -155,7 +149,7 @@ class Leader:
             logger.warning("the shared state is not taken over: %s", refusal)
             return
         if content.get("fingerprint") == self._state.fingerprint:
-            self._worker.ask(lambda: self._learner.inherit(content))
+            self._replica.worker.ask(lambda: self._replica.learner.inherit(content))
 
     def _is_announced(self, raw: bytes | None, served: ServedVersion) -> bool:
         """Under this lease, to the bit, with its weights: a store may forget, and others may write to it."""
@@ -163,17 +157,16 @@ class Leader:
         return (
             (record.epoch, record.sha256) == (self._epoch, served.sha256)
             and raw == self._state.raw
-            and self._versions.has(record.sha256, record.num_bytes)
+            and self._store.has(record.sha256, record.num_bytes)
         )
 
     def _announce(self, epoch: int, served: ServedVersion) -> None:
         before = self._state.record.sha256 or served.sha256
         record = self._next_record(epoch, served)
-        if not self._versions.has(served.sha256, len(served.data)):
-            self._versions.put(served.sha256, served.data)
+        self._store.put(served.sha256, served.data)
         self._state.accept(record, record.encode(self._state.secret))
-        if self._versions.announce(epoch, self._state.raw, served.sha256, before):
-            self.num_announced += 1
+        if self._store.announce(epoch, self._state.raw, served.sha256, before):
+            self._replica.versions["announced"] += 1
             logger.info("announced version %s, weights %s", record.order, served.sha256[:16])
 
     def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
@@ -188,18 +181,18 @@ class Leader:
             parent=known.sha256,
             num_bytes=len(served.data),
             fingerprint=self._state.fingerprint,
-            leader=self._name,
+            leader=self._replica.name,
             date=now(),
         )
 
     def _share(self, epoch: int) -> None:
         """What the policy knows, now and then, for whoever leads after this one."""
         if self._sharing is None and time.monotonic() >= self._share_at:
-            self._sharing = self._worker.ask(self._learner.shared)
+            self._sharing = self._replica.worker.ask(self._replica.learner.shared)
         if self._sharing is None or not self._sharing.done():
             return
         sharing, self._sharing = self._sharing, None
         self._share_at = time.monotonic() + _SHARE_SECONDS
         if not sharing.cancelled() and sharing.exception() is None:
             content = {**sharing.result(), "fingerprint": self._state.fingerprint}
-            self._versions.share(epoch, sign("state", content, self._state.secret))
+            self._store.share(epoch, sign("state", content, self._state.secret))

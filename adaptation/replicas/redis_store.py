@@ -7,6 +7,7 @@ time or raises StoreLost; waiting and trying again is up to the one thread that 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from adaptation.records import Refused, StoreLost, StoreRefused
@@ -20,7 +21,10 @@ _GROUP: Final = "learner"
 _FIRST: Final = "0-0"
 _RAW_REPLIES: Final = 2  # the version of the protocol whose answers are plain lists
 
-# Scripts: several commands between which no other client's come.
+# Scripts: several commands between which no other client's come. KEYS begin with lease and epoch if needed.
+_UNLESS_LEADING: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+"""
 _ACQUIRE: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
@@ -29,10 +33,7 @@ redis.call('SET', KEYS[2], string.format('%d', epoch))
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return epoch
 """
-_RENEW: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[3] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
-"""
+_RENEW: Final = f"{_UNLESS_LEADING} return redis.call('PEXPIRE', KEYS[1], ARGV[3])"
 _RELEASE: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
@@ -41,8 +42,7 @@ _RAISE_EPOCH: Final = """
 if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 return 1
 """
-_ANNOUNCE: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+_ANNOUNCE: Final = f"""{_UNLESS_LEADING}
 if redis.call('EXISTS', KEYS[4]) == 0 then return 0 end
 if KEYS[5] ~= KEYS[4] then redis.call('EXPIRE', KEYS[5], ARGV[4]) end
 redis.call('PERSIST', KEYS[4])
@@ -55,8 +55,7 @@ redis.call('PERSIST', KEYS[2])
 redis.call('SET', KEYS[1], ARGV[1])
 return 1
 """
-_SHARE: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+_SHARE: Final = f"""{_UNLESS_LEADING}
 redis.call('SET', KEYS[3], ARGV[3])
 return 1
 """
@@ -71,152 +70,6 @@ return 1
 """
 
 Part = bytes | str | int | float
-
-
-class RedisStore:
-    """One connection, one command at a time."""
-
-    def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        """Connects at the first command. Raises ValueError for a URL that is none, or without the package."""
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{error}: install it with `pip install 'adaptree[redis]'`") from error
-        self._errors = redis.exceptions
-        self._client = redis.Redis.from_url(
-            url,
-            protocol=_RAW_REPLIES,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(NoBackoff(), 0),  # a second try would double the time that a command may take
-        )
-
-    def command(self, *parts: Part) -> Any:
-        """Raises StoreLost, and then it may or may not have been carried out; StoreRefused: it was not."""
-        try:
-            return self._client.execute_command(*parts)  # type: ignore[no-untyped-call]
-        except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
-            raise StoreLost(f"{parts[0]!s}: {type(error).__name__}: {error}") from error
-        except self._errors.RedisError as error:
-            raise StoreRefused(f"{parts[0]!s}: {error}") from error
-
-    def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
-        return self.command("EVAL", text, len(keys), *keys, *arguments)
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class Lease:
-    """Who leads: one replica at a time, each under a higher epoch than the one before."""
-
-    def __init__(
-        self,
-        store: RedisStore,
-        prefix: str,
-        *,
-        name: str,
-        seconds: float = LEASE_SECONDS,
-        eligible: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`eligible`: whether this replica would lead."""
-        self.epoch = 0  # of the lease that is held; 0: none is
-        self._store = store
-        self._lease_key, self._epoch_key = _lease_keys(prefix)
-        self._name = name
-        self._clock = clock
-        self._seconds = seconds
-        self._eligible = eligible
-        self._ask_at = float("-inf")
-
-    def hold(self, known_epoch: int) -> bool:
-        """Acquire or renew it, if due; to be called often. # -> whether it is held"""
-        now = self._clock()
-        if not self._eligible or now < self._ask_at:
-            return self.epoch > 0
-        keys, milliseconds = (self._lease_key, self._epoch_key), round(self._seconds * 1000)
-        if self.epoch and not self._store.script(_RENEW, keys, [self._name, milliseconds, self.epoch]):
-            self.epoch = 0
-        if not self.epoch:
-            self.epoch = int(self._store.script(_ACQUIRE, keys, [self._name, milliseconds, known_epoch]))
-        self._ask_at = now + self._seconds / _RENEWALS  # and at once, where the store was lost meanwhile
-        return self.epoch > 0
-
-    def raise_epoch(self, known_epoch: int) -> None:
-        """Leaders to come shall have a higher epoch than this one."""
-        self._store.script(_RAISE_EPOCH, [self._epoch_key], [known_epoch])
-
-    def release(self) -> None:
-        """Let another one lead at once."""
-        if self._eligible:
-            self.epoch = 0
-            self._store.script(_RELEASE, [self._lease_key], [self._name])
-
-
-class VersionStore:
-    """The version that all shall serve, its weights in pieces, and the state that leaders share.
-
-    Only the holder of the lease can write, which the store checks in the same command: a leader that was away too long
-    cannot overwrite what its successor has announced.
-    """
-
-    def __init__(self, store: RedisStore, prefix: str, *, name: str) -> None:
-        self._store = store
-        self._name = name
-        self._lease_keys = _lease_keys(prefix)
-        self._version = f"{prefix}:version"
-        self._state = f"{prefix}:state"
-        self._weights = f"{prefix}:weights:"
-
-    def current(self) -> bytes | None:
-        """What is announced."""
-        found: bytes | None = self._store.command("GET", self._version)
-        return found
-
-    def announce(self, epoch: int, raw: bytes, sha256: str, before: str) -> bool:
-        """Replace what is announced; its weights must be there already. # -> False: another one leads"""
-        keys = [*self._lease_keys, self._version, self._weights + sha256, self._weights + before]
-        return bool(self._store.script(_ANNOUNCE, keys, [self._name, epoch, raw, _KEPT_SECONDS]))
-
-    def reinstate(self, raw: bytes, sha256: str) -> bool:
-        """Announce again what an emptied store has forgotten; anybody may, and the first does."""
-        return bool(self._store.script(_REINSTATE, [self._version, self._weights + sha256], [raw]))
-
-    def put(self, sha256: str, data: bytes) -> None:
-        """Weights, for a while only: until they are announced."""
-        key = self._weights + sha256
-        for start in range(0, len(data), CHUNK_BYTES):
-            self._store.command("HSET", key, start // CHUNK_BYTES, data[start : start + CHUNK_BYTES])
-            self._store.command("EXPIRE", key, _KEPT_SECONDS)
-
-    def has(self, sha256: str, num_bytes: int) -> bool:
-        """Whether all pieces are there, whatever is in them."""
-        return bool(self._store.command("HLEN", self._weights + sha256) == -(-num_bytes // CHUNK_BYTES))
-
-    def get(self, sha256: str, num_bytes: int) -> bytes:
-        """Raises Refused if a piece is missing."""
-        pieces: list[bytes] = []
-        for number in range(-(-num_bytes // CHUNK_BYTES)):
-            piece: bytes | None = self._store.command("HGET", self._weights + sha256, number)
-            if piece is None:
-                raise Refused("torn", f"piece {number} of weights {sha256[:16]} is missing")
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    def remove(self, sha256: str) -> None:
-        """Weights that are not what they should be: the leader sees that they are gone, and puts them there again."""
-        self._store.command("DEL", self._weights + sha256)
-
-    def share(self, epoch: int, raw: bytes) -> bool:
-        """Replace the shared state. # -> False: another one leads"""
-        return bool(self._store.script(_SHARE, [*self._lease_keys, self._state], [self._name, epoch, raw]))
-
-    def shared(self) -> bytes | None:
-        found: bytes | None = self._store.command("GET", self._state)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,62 +88,182 @@ Entry = tuple[bytes, QueryMessage | None]
 """A message behind the id by which the store knows it; None: it is no message."""
 
 
-class QueryStream:
-    """Queries to whoever leads: each delivered at least once, the oldest make room.
+class RedisStore:
+    """One connection of one replica, one command at a time.
 
-    A consumer group keeps what was delivered until it is acknowledged, and an offset per sender says how far it was
-    heard, for the leader after this one.
+    Only the holder of the lease can announce and share, which the store checks in the same command: a leader that was
+    away too long cannot overwrite what its successor has announced. Queries are delivered at least once: a consumer
+    group keeps what was delivered until it is acknowledged, and an offset per sender says how far it was heard, for the
+    leader after this one.
     """
 
-    def __init__(self, store: RedisStore, prefix: str, *, name: str, max_queries: int = MAX_QUERIES) -> None:
-        """`max_queries`: kept in the store, or a few more where that costs nothing."""
-        self._store = store
-        self._key = f"{prefix}:queries"
-        self._offsets = f"{prefix}:heard"
-        self._name = name
+    def __init__(
+        self, url: str, prefix: str, *, name: str, timeout_seconds: float, max_queries: int = MAX_QUERIES
+    ) -> None:
+        """Connects at the first command; `max_queries`: kept in the store, or a few more where that costs nothing.
+        Raises ValueError for a URL that is none, or without the package."""
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error}: install it with `pip install 'adaptree[redis]'`") from error
+        self.name = name
+        self.lease_keys = f"{prefix}:lease", f"{prefix}:epoch"
+        self._version, self._state, self._weights = f"{prefix}:version", f"{prefix}:state", f"{prefix}:weights:"
+        self._queries, self._heard = f"{prefix}:queries", f"{prefix}:heard"
         self._max_queries = max_queries
         self._claim_from = b""
+        self._errors = redis.exceptions
+        self._client = redis.Redis.from_url(
+            url,
+            protocol=_RAW_REPLIES,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            retry=Retry(NoBackoff(), 0),  # a second try would double the time that a command may take
+        )
+
+    def command(self, *parts: Part) -> Any:
+        """Raises StoreLost, and then it may or may not have been carried out; StoreRefused: it was not."""
+        try:
+            return self._client.execute_command(*parts)  # type: ignore[no-untyped-call]
+        except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
+            raise StoreLost(f"{parts[0]!s}: {type(error).__name__}: {error}") from error
+        except self._errors.RedisError as error:
+            raise StoreRefused(f"{parts[0]!s}: {error}") from error
+
+    def script(self, text: str, keys: Sequence[str], *arguments: Part) -> int:
+        return int(self.command("EVAL", text, len(keys), *keys, *arguments))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def current(self) -> bytes | None:
+        """The version that is announced."""
+        found: bytes | None = self.command("GET", self._version)
+        return found
+
+    def announce(self, epoch: int, raw: bytes, sha256: str, before: str) -> bool:
+        """Replace what is announced; its weights must be there already. # -> False: another one leads"""
+        keys = [*self.lease_keys, self._version, self._weights + sha256, self._weights + before]
+        return bool(self.script(_ANNOUNCE, keys, self.name, epoch, raw, _KEPT_SECONDS))
+
+    def reinstate(self, raw: bytes, sha256: str) -> bool:
+        """Announce again what an emptied store has forgotten; anybody may, and the first does."""
+        return bool(self.script(_REINSTATE, [self._version, self._weights + sha256], raw))
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Weights, unless they are there, for a while only: until they are announced."""
+        if self.has(sha256, len(data)):
+            return
+        key = self._weights + sha256
+        for start in range(0, len(data), CHUNK_BYTES):
+            self.command("HSET", key, start // CHUNK_BYTES, data[start : start + CHUNK_BYTES])
+            self.command("EXPIRE", key, _KEPT_SECONDS)
+
+    def has(self, sha256: str, num_bytes: int) -> bool:
+        """Whether all pieces are there, whatever is in them."""
+        return bool(self.command("HLEN", self._weights + sha256) == -(-num_bytes // CHUNK_BYTES))
+
+    def get(self, sha256: str, num_bytes: int) -> bytes:
+        """Raises Refused if a piece is missing."""
+        pieces: list[bytes] = []
+        for number in range(-(-num_bytes // CHUNK_BYTES)):
+            piece: bytes | None = self.command("HGET", self._weights + sha256, number)
+            if piece is None:
+                raise Refused("torn", f"piece {number} of weights {sha256[:16]} is missing")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def remove(self, sha256: str) -> None:
+        """Weights that are not what they should be: the leader sees that they are gone, and puts them there again."""
+        self.command("DEL", self._weights + sha256)
+
+    def share(self, epoch: int, raw: bytes) -> bool:
+        """Replace the state that leaders share. # -> False: another one leads"""
+        return bool(self.script(_SHARE, [*self.lease_keys, self._state], self.name, epoch, raw))
+
+    def shared(self) -> bytes | None:
+        found: bytes | None = self.command("GET", self._state)
+        return found
 
     def join(self) -> None:
-        """See that there is a group to read in."""
+        """See that there is a group to read queries in."""
         try:
-            self._store.command("XGROUP", "CREATE", self._key, _GROUP, _FIRST, "MKSTREAM")
+            self.command("XGROUP", "CREATE", self._queries, _GROUP, _FIRST, "MKSTREAM")
         except StoreRefused as error:
             if "BUSYGROUP" not in str(error):
                 raise
 
     def send(self, message: QueryMessage) -> None:
-        """Raises StoreRefused for a message that the store has no room for."""
+        """To whoever leads; the oldest make room. Raises StoreRefused for a message that the store has no room for."""
         fields = ("header", message.header, "tensors", message.tensors)
-        self._store.command("XADD", self._key, "MAXLEN", "~", self._max_queries, "*", *fields)
+        self.command("XADD", self._queries, "MAXLEN", "~", self._max_queries, "*", *fields)
 
     def take_over(self) -> dict[str, int]:
         """Begin with what the leader before has left undone. # -> how far each sender was heard"""
         self._claim_from = _FIRST.encode()
-        found: Mapping[bytes, bytes] = self._store.command("HGETALL", self._offsets)
+        found: Mapping[bytes, bytes] = self.command("HGETALL", self._heard)
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
     def receive(self, most: int) -> list[Entry]:
         """The next messages: what a leader before has left, then new ones."""
         if self._claim_from:
-            claim = ("XAUTOCLAIM", self._key, _GROUP, self._name, 0, self._claim_from, "COUNT", most)
-            answer = self._store.command(*claim)
+            claim = ("XAUTOCLAIM", self._queries, _GROUP, self.name, 0, self._claim_from, "COUNT", most)
+            answer = self.command(*claim)
             self._claim_from = b"" if answer[0] == _FIRST.encode() else answer[0]
             return [_entry(*entry) for entry in answer[1]]
-        reading = ("XREADGROUP", "GROUP", _GROUP, self._name, "COUNT", most, "STREAMS", self._key, ">")
-        streams = self._store.command(*reading) or []
+        reading = ("XREADGROUP", "GROUP", _GROUP, self.name, "COUNT", most, "STREAMS", self._queries, ">")
+        streams = self.command(*reading) or []
         return [_entry(*entry) for _, entries in streams for entry in entries]
 
     def acknowledge(self, entry_ids: Sequence[bytes], offsets: Mapping[str, int]) -> None:
         """These need not be delivered again."""
-        arguments: list[Part] = [_GROUP, len(entry_ids), *entry_ids]
-        for sender, offset in offsets.items():
-            arguments += [sender, offset]
-        self._store.script(_ACKNOWLEDGE, [self._key, self._offsets], arguments)
+        pairs: chain[Part] = chain.from_iterable(offsets.items())
+        self.script(_ACKNOWLEDGE, [self._queries, self._heard], _GROUP, len(entry_ids), *entry_ids, *pairs)
 
 
-def _lease_keys(prefix: str) -> tuple[str, str]:
-    return f"{prefix}:lease", f"{prefix}:epoch"
+class Lease:
+    """Who leads: one replica at a time, each under a higher epoch than the one before."""
+
+    def __init__(
+        self,
+        store: RedisStore,
+        *,
+        seconds: float = LEASE_SECONDS,
+        eligible: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`eligible`: whether this replica would lead."""
+        self.seconds = seconds
+        self.epoch = 0  # of the lease that is held; 0: none is
+        self._store = store
+        self._clock = clock
+        self._eligible = eligible
+        self._ask_at = float("-inf")
+
+    def hold(self, known_epoch: int) -> bool:
+        """Acquire or renew it, if due; to be called often. # -> whether it is held"""
+        now = self._clock()
+        if not self._eligible or now < self._ask_at:
+            return self.epoch > 0
+        keys, name, milliseconds = self._store.lease_keys, self._store.name, round(self.seconds * 1000)
+        if self.epoch and not self._store.script(_RENEW, keys, name, self.epoch, milliseconds):
+            self.epoch = 0
+        if not self.epoch:
+            self.epoch = self._store.script(_ACQUIRE, keys, name, milliseconds, known_epoch)
+        self._ask_at = now + self.seconds / _RENEWALS  # and at once, where the store was lost meanwhile
+        return self.epoch > 0
+
+    def raise_epoch(self, known_epoch: int) -> None:
+        """Leaders to come shall have a higher epoch than this one."""
+        self._store.script(_RAISE_EPOCH, self._store.lease_keys[1:], known_epoch)
+
+    def release(self) -> None:
+        """Let another one lead at once."""
+        if self._eligible:
+            self.epoch = 0
+            self._store.script(_RELEASE, self._store.lease_keys[:1], self._store.name)
 
 
 def _entry(entry_id: bytes, fields: Any) -> Entry:

@@ -163,7 +163,7 @@ class QueryCodec:
 
     def __init__(self, fingerprint: str, shape: QueryShape, secret: Secret) -> None:
         self._fingerprint = fingerprint
-        self._shape = shape
+        self.shape = shape
         self._secret = secret
 
     def encode(
@@ -195,8 +195,7 @@ class QueryCodec:
             tensors = safetensors.torch.load(message.tensors)
         except safetensors.SafetensorError as error:
             raise Refused("torn", f"a query that holds no tensors: {error}") from error
-        _check_layout(tensors, header.prompt, self._shape)
-        _check_numbers(tensors, header.prompt, self._shape)
+        _check(tensors, header.prompt, self.shape)
         return header, _feedback(header, tensors)
 
     def _header(self, message: QueryMessage) -> QueryHeader:
@@ -227,52 +226,39 @@ def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in named.items()}
 
 
-def _check_layout(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
-    """Names, shapes and types are the ones there must be."""
+def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
+    """Names, shapes and types are the ones there must be, ids are ids of something, and numbers are numbers."""
     length = tensors["tokens"].numel() if "tokens" in tensors else 0
     labels = tensors["labels.positions"].numel() if "labels.positions" in tensors else 0
     if not (2 <= length <= shape.most_tokens and prompt <= length and labels <= length - prompt):
         raise Refused("misfit", f"a query of {length} tokens, {prompt} of them a prompt, and {labels} labels")
-    answer = length - prompt
-    expected = {
-        "tokens": ((length,), torch.int32),
-        "features": ((length - 1, shape.width), shape.dtype),
-        "top_ids": ((answer, shape.top), torch.int32),
-        "top_logprobs": ((answer, shape.top), torch.float16),
-        "labels.positions": ((labels,), torch.int64),
-        "labels.states": ((labels, shape.hidden), shape.dtype),
-        "labels.tokens": ((labels,), torch.int64),
-        "labels.chances": ((labels,), torch.float32),
-        "labels.rejected": ((labels,), torch.bool),
-        "labels.top_ids": ((labels, shape.top), torch.int32),
-        "labels.top_logprobs": ((labels, shape.top), torch.float16),
+    answer, top, ids, number = length - prompt, shape.top, range(shape.vocab), None
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype, range | None]] = {
+        "tokens": ((length,), torch.int32, ids),
+        "features": ((length - 1, shape.width), shape.dtype, number),
+        "top_ids": ((answer, top), torch.int32, ids),
+        "top_logprobs": ((answer, top), torch.float16, number),
+        "labels.positions": ((labels,), torch.int64, range(prompt, length)),
+        "labels.states": ((labels, shape.hidden), shape.dtype, number),
+        "labels.tokens": ((labels,), torch.int64, ids),
+        "labels.chances": ((labels,), torch.float32, number),
+        "labels.rejected": ((labels,), torch.bool, range(2)),
+        "labels.top_ids": ((labels, top), torch.int32, ids),
+        "labels.top_logprobs": ((labels, top), torch.float16, number),
     }
-    found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    if wrong:
-        raise Refused("misfit", f"a query's {wrong[0]} is {found.get(wrong[0])}, not {expected.get(wrong[0])}")
-
-
-def _check_numbers(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
-    """Ids are ids of something, and numbers are numbers."""
-    length = tensors["tokens"].numel()
-    bounds = {
-        "tokens": (0, shape.vocab),
-        "top_ids": (0, shape.vocab),
-        "labels.top_ids": (0, shape.vocab),
-        "labels.tokens": (0, shape.vocab),
-        "labels.positions": (prompt, length),
-    }
-    for name, (lowest, end) in bounds.items():
-        if not bool(((tensors[name] >= lowest) & (tensors[name] < end)).all()):
-            raise Refused("misfit", f"a query's {name} are not all from {lowest} to {end - 1}")
+    for name in sorted({*tensors, *expected}):
+        found = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
+        if name not in expected or found != expected[name][:2]:
+            raise Refused("misfit", f"a query's {name} is {found}, not {expected.get(name, (None,))[:2]}")
+    for name, (_, _, allowed) in expected.items():
+        value = tensors[name]
+        if allowed is not None and not bool(((value >= allowed.start) & (value < allowed.stop)).all()):
+            raise Refused("misfit", f"a query's {name} are not all from {allowed.start} to {allowed.stop - 1}")
+        not_finite = torch.isnan if name.endswith("logprobs") else lambda value: ~torch.isfinite(value)
+        if bool(not_finite(value).any()):
+            raise Refused("not_finite", f"a query's {name}")
     if not bool((tensors["labels.positions"].diff() > 0).all()):
         raise Refused("misfit", "a query's draft labels are not in the order of its text")
-    for name in ("features", "labels.states", "labels.chances"):
-        if not bool(torch.isfinite(tensors[name]).all()):
-            raise Refused("not_finite", f"a query's {name}")
-    if any(bool(torch.isnan(tensors[name]).any()) for name in ("top_logprobs", "labels.top_logprobs")):
-        raise Refused("not_finite", "a query's log-probabilities")
 
 
 def _feedback(header: QueryHeader, tensors: dict[str, Tensor]) -> QueryFeedback:

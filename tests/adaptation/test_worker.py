@@ -213,6 +213,27 @@ def test_an_update_under_way_is_told_to_end(made: Made) -> None:
     assert time.monotonic() - stopped_at < 1.0
 
 
+def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def update(interrupted: Callable[[], bool]) -> None:
+        begun.set()
+        wait_until(interrupted)
+        ended.set()
+
+    worker = made(Scripted(on_update=update))
+    worker.trains = False
+    worker.start()
+    worker.offer(FEEDBACK)
+    assert worker.settle(10)
+    assert not begun.is_set()
+    worker.trains = True
+    worker.offer(FEEDBACK)
+    assert begun.wait(10)
+    worker.trains = False
+    assert ended.wait(10)
+
+
 def test_training_takes_no_more_than_its_share(made: Made) -> None:
     spent: list[float] = []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaptation.records import ReplicaStatus, StoreLost
-from adaptation.replicas.exchange import Exchange, LearnsByRole, LocalOnly, Role
+from adaptation.replicas.exchange import Exchange, LocalOnly, Role
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
@@ -142,7 +142,7 @@ def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
 ) -> None:
     follower.end(2)
     follower.exchange.step()
-    taken = leader.exchange._stream.receive(2)
+    taken = leader.exchange._store.receive(2)
     assert len(taken) == 2
     leader.exchange._lease.release()
     until([follower], lambda: follower.status.queries.get("heard") == 2)
@@ -254,26 +254,11 @@ def test_replicas_of_other_models_share_a_server_and_nothing_else(
 
 
 @pytest.mark.parametrize(("role", "learns"), [("leading", True), ("following", False), ("alone", True)])
-def test_who_learns(tmp_path: Path, role: Role, learns: bool) -> None:
-    loop = LearnsByRole(bench(tmp_path).learner)
-    loop.role = role
-    assert loop.learns is learns
-
-
-def test_an_update_waits_for_its_turn_and_is_broken_off_with_it(tmp_path: Path) -> None:
-    loop = LearnsByRole(bench(tmp_path, head_queries=2).learner)
-    for seed in range(12):
-        loop.observe(feedback(seed))
-    assert loop.update(lambda: False) is None
-    loop.role = "leading"
-
-    def lost() -> bool:
-        loop.role = "following"
-        return False
-
-    broken = loop.update(lost)
-    assert broken is not None
-    assert broken.outcome == "interrupted"
+def test_who_learns(follower: Member, role: Role, learns: bool) -> None:
+    follower.exchange._enter(role)
+    assert follower.worker.trains is learns
+    follower.end(1)
+    assert len(follower.exchange._sender._waiting) == (not learns)
 
 
 def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def both(server: RedisServer, tmp_path: Path) -> Iterator[tuple[Member, Member]]
 
 def announced(server: RedisServer, both: tuple[Member, Member], data: bytes, secret: Secret, **changes: Any) -> None:
     """Somebody puts weights into the store, and a version that names them."""
-    known = both[0].exchange._state.record
+    known = both[0].exchange._replica.state.record
     version = replace(known, number=2, parent=known.sha256, sha256=hashlib.sha256(data).hexdigest())
     version = replace(version, num_bytes=len(data), leader="somebody")
     _put(server, replace(version, **changes), data, secret)

@@ -8,15 +8,25 @@ from contextlib import closing
 import pytest
 
 from adaptation.records import Refused, StoreLost, StoreRefused
-from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, QueryStream, RedisStore, VersionStore
+from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore
 from tests.adaptation.worlds import Clock
 from tests.redis_server import RedisServer
 
 
 @pytest.fixture
 def store(server: RedisServer) -> Iterator[RedisStore]:
-    with closing(RedisStore(server.url, timeout_seconds=5.0)) as made:
+    with closing(connected(server.url)) as made:
         yield made
+
+
+@pytest.fixture
+def other(server: RedisServer) -> Iterator[RedisStore]:
+    with closing(connected(server.url, "two")) as made:
+        yield made
+
+
+def connected(url: str, name: str = "one", *, timeout_seconds: float = 5.0, max_queries: int = 100) -> RedisStore:
+    return RedisStore(url, "here", name=name, timeout_seconds=timeout_seconds, max_queries=max_queries)
 
 
 def test_bytes_come_back_as_they_went(store: RedisStore) -> None:
@@ -27,7 +37,7 @@ def test_bytes_come_back_as_they_went(store: RedisStore) -> None:
 
 
 def test_a_script_is_one_command(store: RedisStore) -> None:
-    assert store.script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[2] + 1", ["key"], [b"\x00", 4]) == 5
+    assert store.script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[2] + 1", ["key"], b"\x00", 4) == 5
     assert store.command("GET", "key") == b"\x00"
 
 
@@ -48,7 +58,7 @@ def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, sto
 
 
 def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer) -> None:
-    store = RedisStore(server.url, timeout_seconds=0.3)
+    store = connected(server.url, timeout_seconds=0.3)
     store.command("SET", "key", "value")
     server.freeze()
     began = time.monotonic()
@@ -63,32 +73,32 @@ def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer) -> No
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", ""])
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
-        RedisStore(url, timeout_seconds=1.0)
+        connected(url)
 
 
 LONG = 1000.0
 
 
-def lease(store: RedisStore, name: str, clock: Clock, seconds: float = LONG) -> Lease:
-    return Lease(store, "here", name=name, seconds=seconds, clock=clock)
+def lease(store: RedisStore, clock: Clock, seconds: float = LONG) -> Lease:
+    return Lease(store, seconds=seconds, clock=clock)
 
 
 def later(clock: Clock) -> None:
     clock.now += LONG
 
 
-def test_the_first_holds_it_and_the_second_does_not(store: RedisStore) -> None:
+def test_the_first_holds_it_and_the_second_does_not(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
-    one, two = lease(store, "one", clock), lease(store, "two", clock)
+    one, two = lease(store, clock), lease(other, clock)
     assert (one.hold(0), two.hold(0)) == (True, False)
     later(clock)
     assert (two.hold(0), one.hold(0)) == (False, True)
     assert (one.epoch, two.epoch) == (1, 0)
 
 
-def test_whoever_comes_next_has_a_higher_epoch(store: RedisStore) -> None:
+def test_whoever_comes_next_has_a_higher_epoch(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
-    one, two = lease(store, "one", clock), lease(store, "two", clock)
+    one, two = lease(store, clock), lease(other, clock)
     one.hold(0)
     one.release()
     assert two.hold(0)
@@ -97,9 +107,9 @@ def test_whoever_comes_next_has_a_higher_epoch(store: RedisStore) -> None:
     assert not one.hold(0)
 
 
-def test_a_lease_that_is_not_kept_runs_out(store: RedisStore) -> None:
+def test_a_lease_that_is_not_kept_runs_out(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
-    one, two = lease(store, "one", clock, seconds=0.05), lease(store, "two", clock)
+    one, two = lease(store, clock, seconds=0.05), lease(other, clock)
     assert one.hold(0)
     while not two.hold(0):
         later(clock)
@@ -110,7 +120,7 @@ def test_a_lease_that_is_not_kept_runs_out(store: RedisStore) -> None:
 
 def test_what_is_known_is_always_exceeded(server: RedisServer, store: RedisStore) -> None:
     clock = Clock()
-    one = lease(store, "one", clock)
+    one = lease(store, clock)
     assert one.hold(41)
     assert one.epoch == 42
     server.client.flushall()
@@ -119,21 +129,21 @@ def test_what_is_known_is_always_exceeded(server: RedisServer, store: RedisStore
     assert one.epoch == 43
 
 
-def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore) -> None:
+def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
-    one, other = lease(store, "one", clock), Lease(store, "here", name="two", clock=clock, eligible=False)
+    one, follows = lease(store, clock), Lease(other, clock=clock, eligible=False)
     one.hold(0)
-    other.raise_epoch(7)
-    other.raise_epoch(3)
+    follows.raise_epoch(7)
+    follows.raise_epoch(3)
     later(clock)
     assert one.hold(0)
     assert one.epoch == 8
-    assert not other.hold(0)
+    assert not follows.hold(0)
 
 
 def test_between_turns_nothing_is_asked(server: RedisServer, store: RedisStore) -> None:
     clock = Clock()
-    one = lease(store, "one", clock)
+    one = lease(store, clock)
     one.hold(0)
     asked = server.client.info("commandstats")["cmdstat_eval"]["calls"]
     for _ in range(10):
@@ -141,10 +151,10 @@ def test_between_turns_nothing_is_asked(server: RedisServer, store: RedisStore) 
     assert server.client.info("commandstats")["cmdstat_eval"]["calls"] == asked
 
 
-def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: RedisStore) -> None:
+def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
     """Another one may lead by now."""
     clock = Clock()
-    one, two = lease(store, "one", clock), lease(store, "two", clock)
+    one, two = lease(store, clock), lease(other, clock)
     one.hold(0)
     later(clock)
     server.kill()
@@ -155,10 +165,10 @@ def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: Redi
     assert not one.hold(0)
 
 
-def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore) -> None:
+def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
     """Two that hold, give up, lose and forget at random: never two with one epoch, never a lower one later."""
     clock, rng = Clock(), random.Random(0)
-    both = [lease(store, name, clock) for name in ("one", "two")]
+    both = [lease(one, clock) for one in (store, other)]
     known, seen = 0, dict[int, str]()
     for _ in range(300):
         one = rng.choice(both)
@@ -176,101 +186,93 @@ def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore) ->
             assert one.epoch > known
             known = one.epoch
         if one.epoch:
-            assert seen.setdefault(one.epoch, one._name) == one._name
+            assert seen.setdefault(one.epoch, one._store.name) == one._store.name
 
 
 DATA = bytes(range(256)) * 10_000  # three pieces
 
 
-@pytest.fixture
-def versions(store: RedisStore) -> VersionStore:
-    return VersionStore(store, "here", name="one")
-
-
-def leads(store: RedisStore, name: str = "one") -> int:
+def leads(store: RedisStore) -> int:
     """# -> the epoch"""
-    held = lease(store, name, Clock())
+    held = lease(store, Clock())
     held.hold(0)
     return held.epoch
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, len(DATA)])
-def test_weights_come_back_whole(versions: VersionStore, size: int) -> None:
-    versions.put("a", DATA[:size])
-    assert versions.has("a", size)
-    assert versions.get("a", size) == DATA[:size]
+def test_weights_come_back_whole(store: RedisStore, size: int) -> None:
+    store.put("a", DATA[:size])
+    assert store.has("a", size)
+    assert store.get("a", size) == DATA[:size]
 
 
-def test_a_missing_piece_is_seen(server: RedisServer, versions: VersionStore) -> None:
-    versions.put("a", DATA)
+def test_a_missing_piece_is_seen(server: RedisServer, store: RedisStore) -> None:
+    store.put("a", DATA)
     server.client.hdel("here:weights:a", "1")
-    assert not versions.has("a", len(DATA))
+    assert not store.has("a", len(DATA))
     with pytest.raises(Refused, match="piece 1") as refused:
-        versions.get("a", len(DATA))
+        store.get("a", len(DATA))
     assert refused.value.reason == "torn"
 
 
-def test_the_leader_announces_and_what_it_announced_stays(
-    server: RedisServer, store: RedisStore, versions: VersionStore
-) -> None:
+def test_the_leader_announces_and_what_it_announced_stays(server: RedisServer, store: RedisStore) -> None:
     epoch = leads(store)
     for name, before in (("a", "a"), ("b", "a")):
-        versions.put(name, DATA)
-        assert versions.announce(epoch, name.encode(), name, before)
-        assert versions.current() == name.encode()
+        store.put(name, DATA)
+        assert store.announce(epoch, name.encode(), name, before)
+        assert store.current() == name.encode()
     assert server.client.ttl("here:weights:b") == -1
     assert 0 < server.client.ttl("here:weights:a") <= 600  # for whoever is still reading it
 
 
-def test_nobody_else_does(store: RedisStore, versions: VersionStore) -> None:
-    versions.put("a", DATA)
-    assert not versions.announce(1, b"raw", "a", "a")  # nobody leads
-    epoch = leads(store, "two")
-    assert not versions.announce(epoch, b"raw", "a", "a")  # another one leads
-    assert not versions.share(epoch, b"state")
-    assert (versions.current(), versions.shared()) == (None, None)
+def test_nobody_else_does(store: RedisStore, other: RedisStore) -> None:
+    store.put("a", DATA)
+    assert not store.announce(1, b"raw", "a", "a")  # nobody leads
+    epoch = leads(other)
+    assert not store.announce(epoch, b"raw", "a", "a")  # another one leads
+    assert not store.share(epoch, b"state")
+    assert (store.current(), store.shared()) == (None, None)
 
 
-def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: RedisStore, versions: VersionStore) -> None:
+def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: RedisStore) -> None:
     old = leads(store)
     server.client.delete("here:lease")
     new = leads(store)
-    versions.put("a", DATA)
-    assert not versions.announce(old, b"old", "a", "a")
-    assert not versions.share(old, b"old")
-    assert versions.announce(new, b"new", "a", "a")
-    assert versions.share(new, b"new")
-    assert (versions.current(), versions.shared()) == (b"new", b"new")
+    store.put("a", DATA)
+    assert not store.announce(old, b"old", "a", "a")
+    assert not store.share(old, b"old")
+    assert store.announce(new, b"new", "a", "a")
+    assert store.share(new, b"new")
+    assert (store.current(), store.shared()) == (b"new", b"new")
 
 
-def test_weights_that_are_not_there_are_not_announced(store: RedisStore, versions: VersionStore) -> None:
-    assert not versions.announce(leads(store), b"raw", "a", "a")
+def test_weights_that_are_not_there_are_not_announced(store: RedisStore) -> None:
+    assert not store.announce(leads(store), b"raw", "a", "a")
 
 
-def test_what_was_forgotten_is_reinstated_once(versions: VersionStore) -> None:
-    assert not versions.reinstate(b"raw", "a")  # its weights first
-    versions.put("a", DATA)
-    assert versions.reinstate(b"raw", "a")
-    assert not versions.reinstate(b"other", "a")
-    assert versions.current() == b"raw"
+def test_what_was_forgotten_is_reinstated_once(store: RedisStore) -> None:
+    assert not store.reinstate(b"raw", "a")  # its weights first
+    store.put("a", DATA)
+    assert store.reinstate(b"raw", "a")
+    assert not store.reinstate(b"other", "a")
+    assert store.current() == b"raw"
 
 
-def stream(store: RedisStore, name: str = "one", max_queries: int = 100) -> QueryStream:
-    made = QueryStream(store, "here", name=name, max_queries=max_queries)
-    made.join()
-    return made
+def joined(store: RedisStore) -> RedisStore:
+    store.join()
+    return store
 
 
 def message(number: int, size: int = 10) -> QueryMessage:
     return QueryMessage(b"%d" % number, bytes(size))
 
 
-def received(stream: QueryStream, most: int = 10) -> list[QueryMessage | None]:
-    return [message for _, message in stream.receive(most)]
+def received(store: RedisStore, most: int = 10) -> list[QueryMessage | None]:
+    return [message for _, message in store.receive(most)]
 
 
 def test_letters_arrive_in_order_and_once(store: RedisStore) -> None:
-    one = stream(store)
+    one = joined(store)
     for number in range(5):
         one.send(message(number))
     assert received(one, 3) == [message(0), message(1), message(2)]
@@ -279,14 +281,16 @@ def test_letters_arrive_in_order_and_once(store: RedisStore) -> None:
 
 
 def test_joining_again_changes_nothing(store: RedisStore) -> None:
-    one = stream(store)
+    one = joined(store)
     one.send(message(0))
     one.join()
     assert received(one) == [message(0)]
 
 
-def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, store: RedisStore) -> None:
-    one, two = stream(store), stream(store, "two")
+def test_what_was_not_done_is_handed_to_the_next_leader(
+    server: RedisServer, store: RedisStore, other: RedisStore
+) -> None:
+    one, two = joined(store), joined(other)
     for number in range(5):
         one.send(message(number))
     (first, _), *_ = one.receive(3)
@@ -301,18 +305,18 @@ def test_what_was_not_done_is_handed_to_the_next_leader(server: RedisServer, sto
     assert server.client.xlen("here:queries") == 4
 
 
-def test_what_is_done_is_gone(server: RedisServer, store: RedisStore) -> None:
-    one = stream(store)
+def test_what_is_done_is_gone(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
+    one = joined(store)
     for number in range(3):
         one.send(message(number))
     one.acknowledge([entry_id for entry_id, _ in one.receive(3)], {"a": 3, "b": 4})
     assert server.client.xlen("here:queries") == 0
     assert server.client.xpending("here:queries", "learner")["pending"] == 0
-    assert stream(store, "two").take_over() == {"a": 3, "b": 4}
+    assert other.take_over() == {"a": 3, "b": 4}
 
 
 def test_of_too_many_the_oldest_go(server: RedisServer, store: RedisStore) -> None:
-    one = stream(store, max_queries=5)
+    one = joined(connected(server.url, max_queries=5))
     for number in range(50):
         one.send(message(number, size=10_000))
     assert server.client.xlen("here:queries") <= 7
@@ -320,20 +324,20 @@ def test_of_too_many_the_oldest_go(server: RedisServer, store: RedisStore) -> No
 
 
 def test_what_is_no_letter_is_delivered_as_none(server: RedisServer, store: RedisStore) -> None:
-    one = stream(store)
+    one = joined(store)
     server.client.xadd("here:queries", {"something": "else"})
     assert received(one) == [None]
 
 
 def test_a_full_server_refuses(server: RedisServer, store: RedisStore) -> None:
-    one = stream(store)
+    one = joined(store)
     server.client.config_set("maxmemory", "1mb")
     with pytest.raises(StoreRefused, match="maxmemory"):
         one.send(message(0, size=10_000_000))
 
 
 def test_without_the_group_the_store_counts_as_lost(server: RedisServer, store: RedisStore) -> None:
-    one = stream(store)
+    one = joined(store)
     server.client.flushall()
     with pytest.raises(StoreLost):
         one.receive(1)
