@@ -275,11 +275,5 @@ def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
     if len(sources) == 1:
         return sources[0]
     cheap, costly = sources
-    return MergedDrafter(
-        cheap,
-        costly,
-        max_nodes=assembly.limits.max_budget,
-        max_sequences=assembly.limits.max_sequences,
-        device=assembly.target.device,
-        gate=DrafterGate(clock=lambda: 0.0),
-    )
+    sizes = build.drafting_sizes(assembly.target, assembly.limits)
+    return MergedDrafter(cheap, costly, sizes, gate=DrafterGate(clock=lambda: 0.0))

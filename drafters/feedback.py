@@ -8,7 +8,6 @@ top = likeliest tokens of the target that are kept, labels = positions of which 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,9 @@ from drafters.readback import reached
 from drafters.tree import MAX_DEPTH
 
 _BEHIND = MAX_DEPTH + 1  # positions a step may commit behind the end of an answer
-_NOWHERE = -1
+NOWHERE = -1
+"""Position of a label that is none."""
 _BLOCK = 32  # scores whose maximum is looked at first
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTops:
-    """The target's likeliest tokens behind each position."""
-
-    ids: Tensor  # [positions, top] int64
-    logprobs: Tensor  # [positions, top] float32, unprocessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +37,14 @@ class DraftLabels:
 
     def take(self, lines: Tensor) -> "DraftLabels":
         """Some of them. # lines [labels] bool or [picked] int64"""
-        return DraftLabels(*(getattr(self, name)[lines] for name in self.__slots__))
+        return DraftLabels(*(value[lines] for value in self.fields))
 
     def to(self, device: torch.device | str) -> "DraftLabels":
-        return DraftLabels(*(getattr(self, name).to(device) for name in self.__slots__))
+        return DraftLabels(*(value.to(device) for value in self.fields))
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
 
     @property
     def count(self) -> int:
@@ -114,24 +110,6 @@ class QueryFeedback:
         return sum(self.query.accepted) + self.query.num_steps
 
 
-class Permanent(NamedTuple):
-    """What steps made permanent, position by position, in any order: root and accepted nodes, and what came of them."""
-
-    rows: Tensor  # [positions] int64
-    roots: Tensor  # [positions] int64, absolute; the token stands one further
-    features: Tensor  # [positions, taps * hidden]
-    tokens: Tensor  # [positions] int64, the target's own
-    rejected: Tensor  # [positions] bool, the tree had nodes there, and none was right
-
-
-class Predicted(NamedTuple):
-    """What the drafter's blocks had said of the same positions."""
-
-    known: Tensor  # [positions] bool, some block had a state for the position
-    states: Tensor  # [positions, hidden]
-    chances: Tensor  # [positions] float32
-
-
 class FeedbackRecorder:
     """Collects the feedback of running sequences. All calls come from the engine thread."""
 
@@ -146,18 +124,23 @@ class FeedbackRecorder:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.dtype = dtype
+        self.max_sequences, self.hidden, self.top, self.dtype = max_sequences, hidden, top, dtype
         self._window = window_tokens
         self._places = window_tokens + _BEHIND
-        table = (max_sequences, self._places)
-        self._features = torch.zeros(*table, width, dtype=dtype, device=device)
-        self._top_ids = torch.zeros(*table, top, dtype=torch.int32, device=device)
-        self._top_logprobs = torch.zeros(*table, top, dtype=torch.float16, device=device)
-        self._marked = torch.full(table, _NOWHERE, dtype=torch.int64, device=device)  # absolute position of the label
-        self._states = torch.zeros(*table, hidden, dtype=dtype, device=device)
-        self._tokens = torch.full(table, -1, dtype=torch.int64, device=device)
-        self._chances = torch.zeros(table, device=device)
-        self._rejected = torch.zeros(table, dtype=torch.bool, device=device)
+
+        def table(*shape: int, fill: float = 0, dtype: torch.dtype) -> Tensor:
+            return torch.full((max_sequences, self._places, *shape), fill, dtype=dtype, device=device)
+
+        self._features = table(width, dtype=dtype)
+        self._labels = DraftLabels(
+            positions=table(fill=NOWHERE, dtype=torch.int64),
+            states=table(hidden, dtype=dtype),
+            tokens=table(fill=-1, dtype=torch.int64),
+            chances=table(dtype=torch.float32),
+            rejected=table(dtype=torch.bool),
+            top_ids=table(top, dtype=torch.int32),
+            top_logprobs=table(top, dtype=torch.float16),
+        )
         self._first: dict[int, int] = {}
         self._prompt: dict[int, int] = {}
 
@@ -167,7 +150,7 @@ class FeedbackRecorder:
         for context in contexts:
             self._prompt[context.row] = len(context.tokens)
             self._first[context.row] = len(context.tokens) - 1
-            self._marked[context.row] = _NOWHERE
+            self._labels.positions[context.row] = NOWHERE
 
     def forget(self, rows: Sequence[int]) -> None:
         """Nothing is kept of the sequences that have these rows now."""
@@ -181,22 +164,21 @@ class FeedbackRecorder:
         self._first[read.row] = min(self._first[read.row], read.start)
         count = min(read.features.shape[0], self._window)
         start = read.start + read.features.shape[0] - count
-        places = (start + torch.arange(count, device=self._marked.device)) % self._places
+        places = (start + torch.arange(count, device=self._features.device)) % self._places
         self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     @torch.inference_mode()
-    def commit(self, permanent: Permanent, predicted: Predicted, tops: TargetTops) -> None:
-        """Keep all of it; of one sequence not more positions at once than a step may commit beside a whole window."""
-        rows, labelled = permanent.rows, permanent.roots + 1
-        self._features[rows, permanent.roots % self._places] = permanent.features.to(self._features.dtype)
-        places = labelled % self._places
-        self._top_ids[rows, places] = tops.ids.to(torch.int32)
-        self._top_logprobs[rows, places] = tops.logprobs.to(torch.float16)
-        self._marked[rows, places] = labelled.where(predicted.known, _NOWHERE)
-        self._states[rows, places] = predicted.states.to(self._states.dtype)
-        self._tokens[rows, places] = permanent.tokens
-        self._chances[rows, places] = predicted.chances.float()
-        self._rejected[rows, places] = permanent.rejected
+    def commit(self, rows: Tensor, roots: Tensor, features: Tensor, labels: DraftLabels) -> None:
+        """Keep what steps made permanent, in any order: root and accepted nodes, and the token behind each.
+
+        Of one sequence not more positions at once than a step may commit beside a whole window. `labels` has a line for
+        each, with position NOWHERE where no block had a state.
+        """
+        # rows, roots [positions] int64, roots absolute; features [positions, taps * hidden]
+        self._features[rows, roots % self._places] = features.to(self._features.dtype)
+        places = (roots + 1) % self._places
+        for table, values in zip(self._labels.fields, labels.fields, strict=True):
+            table[rows, places] = values.to(table.dtype)
 
     @torch.inference_mode(False)
     def finish(self, query: Query) -> QueryFeedback:
@@ -206,43 +188,31 @@ class FeedbackRecorder:
         prompt = max(self._prompt.pop(row, length), length - self._window)
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
+        kept = DraftLabels(*(table[row, labels] for table in self._labels.fields))
+        # An earlier lap may have marked others.
+        marked = kept.positions == prompt + torch.arange(labels.shape[0], device=labels.device)
         return QueryFeedback(
             query=query,
             prompt=prompt,
             first=first,
             features=self._features[row, features],
-            top_ids=self._top_ids[row, labels],
-            top_logprobs=self._top_logprobs[row, labels],
-            draft_labels=self._draft_labels(row, labels, prompt),
-            ready=reached(self._marked),
+            top_ids=kept.top_ids,
+            top_logprobs=kept.top_logprobs,
+            draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: their number, once per query
+            ready=reached(self._features),
         )
-
-    def _draft_labels(self, row: int, labels: Tensor, prompt: int) -> DraftLabels:
-        """Of the answer's positions those that are marked, and not by an earlier lap. # labels [positions] places"""
-        expected = prompt + torch.arange(labels.shape[0], device=labels.device)
-        positions = self._marked[row, labels]
-        every = DraftLabels(
-            positions=positions,
-            states=self._states[row, labels],
-            tokens=self._tokens[row, labels],
-            chances=self._chances[row, labels],
-            rejected=self._rejected[row, labels],
-            top_ids=self._top_ids[row, labels],
-            top_logprobs=self._top_logprobs[row, labels],
-        )
-        return every.take((positions == expected).nonzero()[:, 0])  # planned transfer: their number, once per query
 
     def _range(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, max(start, end), device=self._marked.device) % self._places
+        return torch.arange(start, max(start, end), device=self._features.device) % self._places
 
 
-def target_tops(scores: Tensor, top: int) -> TargetTops:
-    """Ids and log-probabilities, likeliest first. # scores [positions, vocab], any float type"""
+def target_tops(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities, likeliest first. # scores [positions, vocab], any float -> two [positions, top]"""
     scores = scores.to(torch.float32, copy=True)
     best, ids = likeliest(scores, top)
     highest = best[:, :1]
     # Half the time of `log_softmax`, which writes what is not kept and converts bf16 number by number.
-    return TargetTops(ids, best - highest - scores.sub_(highest).exp_().sum(-1, keepdim=True).log_())
+    return ids, (best - highest - scores.sub_(highest).exp_().sum(-1, keepdim=True).log_())
 
 
 def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -14,26 +14,18 @@ from torch import Tensor
 from drafters import readback
 from drafters.gating import DrafterGate, FollowGate
 from drafters.proposals import Field, ProposalLog
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
 from drafters.tree import NO_HASH, Candidates, joined_trees, merge_trees, node_hashes, prefix_hashes
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """Asks a cheap drafter and a costly one, and merges what they propose."""
 
     def __init__(
-        self,
-        cheap: Drafter,
-        costly: Drafter,
-        *,
-        max_nodes: int,
-        max_sequences: int,
-        device: torch.device | str,
-        gate: DrafterGate | None = None,
+        self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes, *, gate: DrafterGate | None = None
     ) -> None:
-        self.name = f"{cheap.name}+{costly.name}"
-        self._cheap = cheap
-        self._costly = costly
+        device, max_nodes = sizes.device, sizes.max_nodes
+        self._cheap, self._costly = cheap, costly
         self._max_nodes = max_nodes
         self._gate = gate or DrafterGate(readback.clock_of(device))
         self._version = costly.version
@@ -42,9 +34,13 @@ class MergedDrafter:
         self._following = FollowGate()
         self._has_grown = self._asked = False
         fields = {"hashes": Field((2, 2 * max_nodes), NO_HASH, forgotten=True)}
-        self._proposals = ProposalLog(max_sequences, fields, device)  # [rows, cheap and costly, nodes]
+        self._proposals = ProposalLog(sizes, fields)  # [rows, cheap and costly, nodes]
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._known_credits = {cheap.name: 0, costly.name: 0}
+
+    @property
+    def name(self) -> str:
+        return f"{self._cheap.name}+{self._costly.name}"
 
     @property
     def version(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import RankCalibration
+from drafters.protocol import DraftingSizes
 from drafters.tree import NO_HASH, ROOT, Candidates, came_true, node_hashes
 
 
@@ -28,9 +29,9 @@ class ProposalLog:
     They stay where they are: captured computations read and write them there.
     """
 
-    def __init__(self, max_sequences: int, fields: Mapping[str, Field], device: torch.device | str) -> None:
+    def __init__(self, sizes: DraftingSizes, fields: Mapping[str, Field]) -> None:
         self._tables = {
-            name: torch.full((max_sequences + 1, *field.shape), field.fill, device=device)
+            name: torch.full((sizes.max_sequences + 1, *field.shape), field.fill, device=sizes.device)
             for name, field in fields.items()
         }
         self._fills = {name: field.fill for name, field in fields.items() if field.forgotten}
@@ -55,11 +56,9 @@ class ProposalLog:
 class TreeLog:
     """The merged trees of a network, from which its `calibration` learns."""
 
-    def __init__(
-        self, calibration: RankCalibration, *, max_sequences: int, max_nodes: int, device: torch.device | str
-    ) -> None:
-        self._calibration = calibration
-        nodes = (max_nodes,)
+    def __init__(self, calibration: RankCalibration, sizes: DraftingSizes) -> None:
+        self.calibration = calibration
+        nodes = (sizes.max_nodes,)
         fields = {
             "hashes": Field(nodes, NO_HASH, forgotten=True),
             "parents": Field(nodes, ROOT),
@@ -67,7 +66,7 @@ class TreeLog:
             "predicted": Field(nodes, 0.0),
             "buckets": Field(nodes, 0),
         }
-        self._log = ProposalLog(max_sequences, fields, device)
+        self._log = ProposalLog(sizes, fields)
         self.forget = self._log.forget
 
     def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
@@ -86,7 +85,7 @@ class TreeLog:
         hashes, parents, buckets = (self._log[name][rows] for name in ("hashes", "parents", "buckets"))
         true = came_true(hashes, tokens, counts)
         tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)
-        self._calibration.observe(buckets, self._log["predicted"][rows], true, tried)
-        further = (buckets >= self._calibration.first_further) & (self._log["depths"][rows] < counts[:, None])
+        self.calibration.observe(buckets, self._log["predicted"][rows], true, tried)
+        further = (buckets >= self.calibration.first_further) & (self._log["depths"][rows] < counts[:, None])
         self.forget(rows)
         return torch.stack([(true & tried & further).sum(), counts.sum()])

@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter. Adding a kind of drafter means implementing this and touching nothing else."""
+"""What the engine asks of a drafter. A new kind is a file that implements this, and a line in the registry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,29 +95,45 @@ class RankOutcomes:
     right: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingSizes:
+    """Room that a drafter needs."""
+
+    max_sequences: int
+    max_length: int
+    max_nodes: int
+    vocab_size: int = 0
+    num_slots: int = 0
+    device: torch.device | str = "cpu"
+
+
 class Drafter(Protocol):
-    """Proposes draft trees and observes what became of them. All calls come from the engine thread."""
+    """Proposes draft trees and observes what became of them. All calls come from the engine thread.
+
+    What is answered here suits a drafter without a network, which reads texts from `start` alone.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        return 0
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs `commit` wants as features; empty when it wants none."""
-        ...
+        return ()
 
     @property
     def wants_scores(self) -> bool:
         """Whether `commit` wants the target's logits behind root and accepted nodes."""
-        ...
+        return False
 
     @property
     def num_blocks(self) -> int:
         """Blocks drafted so far, by a drafter that drafts in blocks."""
-        ...
+        return 0
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Begin (or begin again) drafting for these sequences."""
@@ -129,7 +145,7 @@ class Drafter(Protocol):
 
     def read(self, read: Read) -> None:
         """Take in a piece of a prompt; called only where `tap_layers` asks for features."""
-        ...
+        return
 
     def commit(self, committed: Committed) -> None:
         """Extend the state by what was committed, and learn how far the proposals were right."""
@@ -137,36 +153,12 @@ class Drafter(Protocol):
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""
-        ...
-
-    def credits(self) -> Mapping[str, int]:
-        """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
-        ...
-
-    def rank_outcomes(self) -> RankOutcomes:
-        """How its rank head has done lately; waits for the device. Empty without such a head."""
-        ...
-
-
-class UntrainedDrafter:
-    """What drafters answer that have no network and read texts from `start` alone."""
-
-    version = 0
-    wants_scores = False
-    num_blocks = 0
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
-    def read(self, read: Read) -> None:
-        """Prompts are known from `start`."""
-
-    def finish(self, rows: Sequence[int]) -> list[int]:
         return [0] * len(rows)
 
     def credits(self) -> Mapping[str, int]:
+        """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
         return {}
 
     def rank_outcomes(self) -> RankOutcomes:
+        """How its rank head has done lately; waits for the device. Empty without such a head."""
         return RankOutcomes()

@@ -9,34 +9,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Noise, UntrainedDrafter
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, ancestor_matrix
 
 _STRIDE = 2_147_483_647  # a prime above any vocabulary, hence coprime to its size: multiples of it never collide early
 
 
-class RandomTreeDrafter(UntrainedDrafter):
+class RandomTreeDrafter(Drafter):
     """Random topology; under each parent one child carries the answer's token with probability `hit_rate`."""
 
     name = "random"
 
-    def __init__(
-        self,
-        seed: int,
-        vocab_size: int,
-        max_nodes: int,
-        hit_rate: float,
-        *,
-        max_sequences: int,
-        max_length: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self._vocab_size = vocab_size
-        self._max_nodes = max_nodes
+    def __init__(self, sizes: DraftingSizes, *, seed: int = 0, hit_rate: float = 0.7) -> None:
+        self._generator = torch.Generator(sizes.device).manual_seed(seed)
+        self._vocab_size = sizes.vocab_size
+        self._max_nodes = sizes.max_nodes
         self._hit_rate = hit_rate
-        self._answers = torch.full((max_sequences, max_length + MAX_DEPTH), -1, device=device)
-        self._generated = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._answers = torch.full((sizes.max_sequences, sizes.max_length + MAX_DEPTH), -1, device=sizes.device)
+        self._generated = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=sizes.device)
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:

@@ -24,39 +24,28 @@ class Timestamp(Protocol):
 Clock = Callable[[], Timestamp]
 
 
-class Readback(Protocol):
-    """Numbers that somebody is to be told, one request per step."""
+class Readback:
+    """Numbers that somebody is to be told, one request per step.
 
-    def read(self, values: Tensor, observe: Observe) -> None:
-        """Have `observe` told these values, now or at the next request. # values [count]"""
-        ...
+    Of a CPU at once. Of a device what the request before asked for: a step waits for its tokens, so by then it is here.
+    """
 
-
-class ImmediateReadback:
-    """Of a CPU, where nothing needs to be waited for."""
-
-    def read(self, values: Tensor, observe: Observe) -> None:
-        observe(values.tolist())  # planned transfer: none, it is here
-
-
-class AsyncReadback:
-    """Tells what the request before asked for: a step waits for its tokens, so by then it has arrived."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool) -> None:
+        self._late = late
         self._asked: tuple[Tensor, torch.cuda.Event | None, Observe] | None = None
 
     def read(self, values: Tensor, observe: Observe) -> None:
-        self._tell()
+        """Have `observe` told these values, now or at the next request. # values [count]"""
+        if not self._late:
+            observe(values.tolist())  # planned transfer: none, it is here
+            return
+        if self._asked is not None:
+            before, arrived, observe_before = self._asked
+            if arrived is not None:
+                arrived.synchronize()  # planned transfer: has arrived long since
+            observe_before(before.tolist())  # planned transfer: none, it is here
         on_the_way = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
         self._asked = on_the_way, reached(values), observe
-
-    def _tell(self) -> None:
-        if self._asked is None:
-            return
-        values, arrived, observe = self._asked
-        if arrived is not None:
-            arrived.synchronize()  # planned transfer: has arrived long since
-        observe(values.tolist())  # planned transfer: none, it is here
 
 
 class DeviceTimestamp:
@@ -73,7 +62,7 @@ class DeviceTimestamp:
 
 def readback_of(device: torch.device | str) -> Readback:
     """Readback of tensors on this device."""
-    return ImmediateReadback() if torch.device(device).type == "cpu" else AsyncReadback()
+    return Readback(late=torch.device(device).type != "cpu")
 
 
 def clock_of(device: torch.device | str) -> Clock:

@@ -162,13 +162,13 @@ def node_hashes(tree: Candidates) -> Tensor:
 
 
 def prefix_hashes(tokens: Tensor) -> Tensor:
-    """The same sums for the beginnings of a text after the root, as far as trees reach.
+    """The same sums for the beginnings of texts after the root, as far as trees reach.
 
-    tokens [batch, count] -> [batch, at most MAX_DEPTH] int64
+    tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64
     """
     tokens = tokens[:, :MAX_DEPTH]
     factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
-    return ((tokens + 1) * factors).cumsum(1)
+    return ((tokens + 1) * factors.view(-1, *[1] * (tokens.ndim - 2))).cumsum(1)
 
 
 def came_true(hashes: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
@@ -206,12 +206,13 @@ def merge_trees(raw: Candidates, max_nodes: int) -> tuple[Candidates, Tensor]:
     representative = _first_with_equal_hash(hashes, order)
     is_kept = (representative == torch.arange(raw.width, device=order.device)) & (raw.survival > 0)
     kept_survival = raw.survival * is_kept
+    leaders = pad(representative, (1, 0), value=ROOT)
     best = kept_survival.sort(dim=1, descending=True, stable=True)
     survival, chosen = best.values[:, :max_nodes], best.indices[:, :max_nodes]
     exists = survival > 0
     tree = DraftTree(
         tokens=raw.tokens.gather(1, chosen) * exists,
-        parents=_renumbered_parents(raw.parents, representative, chosen).masked_fill(~exists, ROOT),
+        parents=renumbered(leaders.gather(1, raw.parents + 1), chosen).masked_fill(~exists, ROOT),
         depths=raw.depths.gather(1, chosen) * exists,
         survival=survival,
         num_nodes=exists.sum(1),
@@ -231,10 +232,66 @@ def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(members).scatter_(1, members, leaders)
 
 
-def _renumbered_parents(parents: Tensor, representative: Tensor, chosen: Tensor) -> Tensor:
-    """Parents of the chosen nodes in the new numbers. # -> [batch, chosen]"""
+def renumbered(parents: Tensor, chosen: Tensor) -> Tensor:
+    """Parents of the chosen nodes in the new numbers. # parents [batch, nodes], chosen [batch, width] -> like chosen"""
     places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
-    numbers = torch.full_like(parents, ROOT).scatter_(1, chosen, places)  # old -> new
-    old = parents.gather(1, chosen)
-    leader = representative.gather(1, old.clamp(min=0))
-    return torch.where(old < 0, ROOT, numbers.gather(1, leader))
+    numbers = parents.new_full((parents.shape[0], parents.shape[1] + 1), ROOT)  # old + 1 -> new
+    numbers.scatter_(1, chosen + 1, places)
+    return numbers.gather(1, parents.gather(1, chosen) + 1)
+
+
+def select_nodes(candidates: Candidates, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
+    """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
+    padding mean nothing.
+
+    Survival never rises along a path and parents stand before children, so a stable sort by falling survival puts
+    every parent before its children and any prefix of that order is a valid tree.
+    num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64
+    """
+    width = min(width, candidates.width)
+    if width == 0:
+        tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
+        return tree, tree.parents
+    num_nodes = torch.minimum(num_keep, candidates.num_nodes)
+    order = _topological(candidates, num_nodes)  # [batch, nodes]
+    kept = order[:, :width]
+    valid = torch.arange(width, device=order.device) < num_nodes[:, None]
+    tree = DraftTree(
+        tokens=candidates.tokens.gather(1, kept) * valid,
+        parents=renumbered(candidates.parents, kept).masked_fill(~valid, ROOT),
+        depths=candidates.depths.gather(1, kept) * valid,
+        survival=candidates.survival.gather(1, kept) * valid,
+        num_nodes=num_nodes,
+    )
+    return tree, kept
+
+
+def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b.
+
+    limits [batch] -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; the entries beyond
+    those that exist have survival 0 and owner -1. With weights [batch], what one token of each sequence counts,
+    survival is multiplied by them.
+    """
+    nodes = candidates.tokens.shape[1]
+    survival = _falling(candidates).values  # [batch, nodes]
+    if weights is not None:
+        survival = survival * weights[:, None]
+    ranks = torch.arange(nodes, device=survival.device)
+    allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
+    together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)
+    exists = together.values >= 0
+    owners = torch.where(exists, together.indices // max(nodes, 1), -1)
+    return together.values * exists, owners
+
+
+def _falling(candidates: Candidates) -> torch.return_types.sort:
+    return candidates.survival.masked_fill(~candidates.valid, -1.0).sort(dim=1, descending=True, stable=True)
+
+
+def _topological(candidates: Candidates, num_nodes: Tensor) -> Tensor:
+    by_survival = _falling(candidates).indices
+    ranks = torch.arange(by_survival.shape[1], device=by_survival.device)
+    last = torch.iinfo(candidates.depths.dtype).max
+    depths = candidates.depths.gather(1, by_survival).masked_fill(ranks >= num_nodes[:, None], last)
+    return by_survival.gather(1, depths.sort(dim=1, stable=True).indices)

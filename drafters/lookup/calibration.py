@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.calibration import HitTable
 from drafters.lookup.matching import CONTEXT, NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
-from drafters.tree import MAX_DEPTH
+from drafters.tree import MAX_DEPTH, ROOT, prefix_hashes
 
 # A match weighs twice as much for each equal token, and 0.8 times for each match before it.
 _RANK_FACTOR = 0.8
@@ -55,23 +55,17 @@ class MergedTree:
 
     first: Tensor  # int64, the match whose node this is: the first with the same beginning
     absent: Tensor  # bool, no node: an earlier match runs through it, or the continuation has ended
-    parents: Tensor  # int64, 1 + flat (depth, match) index of the parent, 0 below the root
+    parents: Tensor  # int64, flat (depth, match) index of the parent, ROOT below the root
     share: Tensor  # float32, part of the parent's weight that goes on through this node
     votes: Tensor  # float32, how many matches run through this node
 
 
 class Merger:
-    """Merges equal beginnings, found by a 64-bit sum of tokens times random odd numbers.
-
-    A collision would only draft a wrong token, and has probability 2^-64.
-    """
+    """Merges equal beginnings, found by their hashes."""
 
     def __init__(self, max_matches: int, *, device: torch.device | str) -> None:
-        generator = torch.Generator().manual_seed(1)
-        odd = torch.randint(-(2**62), 2**62, (MAX_DEPTH, 1), generator=generator) | 1
-        self._factors = odd.to(device)  # [depth, 1]
         self._order = torch.arange(max_matches, device=device)
-        self._row_above = torch.arange(MAX_DEPTH - 1, device=device)[:, None] * max_matches + 1
+        self._row_above = torch.arange(MAX_DEPTH - 1, device=device)[:, None] * max_matches
         self._strength_weights = _strength_weights().to(device)
         # One column of weights to fill in, one that counts.
         self._rank_weights = torch.stack([_RANK_FACTOR**self._order, torch.ones(max_matches, device=device)], dim=1)
@@ -79,7 +73,7 @@ class Merger:
     def merge(self, matches: Matches) -> MergedTree:
         """The tree of these matches' continuations."""
         continuations = matches.continuations[:, :-1]
-        beginnings = (continuations * self._factors).cumsum(1)
+        beginnings = prefix_hashes(continuations)
         same = beginnings[:, :, :, None] == beginnings[:, :, None]  # [batch, depth, matches, other matches]
         first = same.view(torch.uint8).argmax(3)  # [batch, depth, matches]
         weights = self._strength_weights[matches.strengths] * self._rank_weights  # [batch, matches, 2]
@@ -94,7 +88,7 @@ class Merger:
         )
 
     def _parents(self, first: Tensor) -> Tensor:
-        parents = torch.zeros_like(first)
+        parents = torch.full_like(first, ROOT)
         torch.add(first[:, :-1], self._row_above, out=parents[:, 1:])
         return parents
 

@@ -7,7 +7,7 @@ only lowers the survival.
 Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from drafters.lookup.calibration import ABSENT, LookupCalibration, Merger
 from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher, Matches
 from drafters.proposals import Field, ProposalLog
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, renumbered
 
 _MAX_MATCHES = 12
 _SURE = 3
@@ -26,20 +26,18 @@ _MIN_SURVIVAL = 0.02
 """Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
 
-class LookupDrafter:
-    """Drafts by copying; keeps the texts and the last proposals of `max_sequences` rows on the device."""
+class LookupDrafter(Drafter):
+    """Drafts by copying; keeps the texts and the last proposals of all rows on the device."""
 
     name = "lookup"
-    version = 0
-    wants_scores = False
-    num_blocks = 0
 
-    def __init__(self, *, max_sequences: int, max_length: int, max_nodes: int, device: torch.device | str) -> None:
-        self._history = History(max_sequences, max_length, device)
+    def __init__(self, sizes: DraftingSizes) -> None:
+        device = sizes.device
+        self._history = History(sizes.max_sequences, sizes.max_length, device)
         self._matcher = Matcher(self._history, _MAX_MATCHES, device=device)
         self._merger = Merger(_MAX_MATCHES, device=device)
         self._calibration = LookupCalibration(device=device)
-        self._ranks = torch.arange(min(max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
+        self._ranks = torch.arange(min(sizes.max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
         self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
         self._depth_of = (self._ahead[:-1] + 1).expand(-1, _MAX_MATCHES).flatten()
         fields = {
@@ -47,13 +45,9 @@ class LookupDrafter:
             "buckets": Field((MAX_DEPTH, _MAX_MATCHES), ABSENT, forgotten=True),
             "strengths": Field((_MAX_MATCHES,), 0, forgotten=True),
         }
-        self._proposals = ProposalLog(max_sequences, fields, device)
-        self._predicted = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._proposals = ProposalLog(sizes, fields)
+        self._predicted = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)
@@ -75,9 +69,6 @@ class LookupDrafter:
         self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
         return self._likeliest(matches.continuations[:, :-1], tree.parents, survival)
 
-    def read(self, read: Read) -> None:
-        """Prompts are known from `start`."""
-
     def commit(self, committed: Committed) -> None:
         if self._has_proposed:
             self._learn(committed)
@@ -88,12 +79,6 @@ class LookupDrafter:
         self._history.finish(rows)
         predicted: list[int] = self._predicted[list(rows)].tolist()  # planned transfer
         return predicted
-
-    def credits(self) -> Mapping[str, int]:
-        return {}
-
-    def rank_outcomes(self) -> RankOutcomes:
-        return RankOutcomes()
 
     def _follow_prediction(self, rows: Tensor, matches: Matches) -> None:
         sure = matches.strengths[:, 0] >= PREDICTED + _SURE
@@ -127,14 +112,8 @@ class LookupDrafter:
         padding = self._ranks >= num_nodes[:, None]
         return DraftTree(
             tokens=tokens.flatten(1).gather(1, chosen).masked_fill_(padding, 0),
-            parents=self._renumbered(parents.flatten(1), chosen).masked_fill_(padding, ROOT),
+            parents=renumbered(parents.flatten(1), chosen).masked_fill_(padding, ROOT),
             depths=self._depth_of[chosen].masked_fill_(padding, 0),
             survival=survival.masked_fill_(padding, 0.0),
             num_nodes=num_nodes,
         )
-
-    def _renumbered(self, parents: Tensor, chosen: Tensor) -> Tensor:
-        """Parents of the chosen nodes in the new numbers. # parents [batch, depth * matches], chosen [batch, nodes]"""
-        numbers = parents.new_full((parents.shape[0], parents.shape[1] + 1), ROOT)
-        numbers.scatter_(1, chosen + 1, self._ranks.expand_as(chosen))
-        return numbers.gather(1, parents.gather(1, chosen))

@@ -5,23 +5,23 @@ Legend: batch, rows = sequences of the engine's table, starts, block = K, rank =
 starts * block * rank, live as in serving.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.calibration import RankCalibration
 from drafters.proposals import TreeLog
 from drafters.protocol import Noise
-from drafters.specblock.growth import Lattice, Origin, Picked, Policy
+from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
-from drafters.specblock.recording import Recorder
+from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward, Reach, Window
-from drafters.tree import Candidates, DraftTree, merge_trees
+from drafters.tree import DraftTree, merge_trees
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
 
@@ -34,12 +34,18 @@ _MIN_SURVIVAL = 0.02
 """Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
 
-class TreeShape(NamedTuple):
-    """How large trees may grow."""
+@dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """A trained drafter network, the target's embedding it reads tokens with, and how its trees grow."""
 
-    max_nodes: int
+    model: SpecBlock
+    embed: Embed
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks begun at once after the first forward
+    policy: str = "best_first"  # of POLICIES
+    recorder: BlockRecorder | None = None  # of what may be learnt
+    version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
+    capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
 
 
 class Sizes(NamedTuple):
@@ -98,33 +104,19 @@ class Blocks:
     """Grows blocks from committed entries, and makes one tree of them."""
 
     def __init__(
-        self,
-        model: SpecBlock,
-        embed: Embed,
-        *,
-        pool: EntryPool,
-        state: EntryState,
-        calibration: RankCalibration,
-        proposals: TreeLog,
-        recorder: Recorder,
-        policy: Policy,
-        shape: TreeShape,
+        self, weights: TrainedWeights, *, pool: EntryPool, state: EntryState, log: TreeLog, max_nodes: int
     ) -> None:
-        self.shape = shape
-        self._model, self._embed = model, embed
+        self._weights = weights
+        self._model = weights.model
+        self._policy = POLICIES[weights.policy]
         self._pool, self._state = pool, state
-        self._calibration, self._proposals = calibration, proposals
-        self._recorder = recorder
-        self._policy = policy
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.d2t.device
+        self._log, self._calibration = log, log.calibration
+        self._max_nodes = max_nodes
 
     def ingest(self, rows: Tensor, waiting: Waiting, width: int) -> None:
         """Run entries without drafting."""
         self._pool.hold(waiting.slots)
-        BlockForward(self._model, self._embed, self._pool, self._window(rows, width)).ingest(waiting)
+        self._forward(self._window(rows, width)).ingest(waiting)
 
     def begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
@@ -133,22 +125,23 @@ class Blocks:
         self._pool.hold(waiting.slots)
         window = self._window(keys.rows, sizes.width)
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
-        config = self._model.config
-        tree_noise = TreeNoise.of(noise, self.shape.blocks * config.block_size, self._model.d2t)
+        tree_noise = TreeNoise.of(noise, self._weights.blocks * self._model.config.block_size, self._model.d2t)
         ground = Ground(keys, anchored, window, tree_noise)
-        forward = BlockForward(self._model, self._embed, self._pool, window)
+        forward = self._forward(window)
         states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
         reach = Reach.of_first(waiting.positions[:, -1], self._pool.entries)
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
         block, logprobs = self._block(states, root, reach, ground, [], forward.live)
-        self._recorder.grown(keys.rows, keys.roots.where(anchored, NOWHERE), states[:, 0], logprobs[:, 0])
+        if self._weights.recorder is not None:
+            roots = keys.roots.where(anchored, NOWHERE)
+            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
         return ground, block
 
     def follow(self, ground: Ground, before: Sequence[Block]) -> Block:
         """Run the blocks that start at nodes of the last one."""
         picked, states, reach, live = before[-1].further[0]
         reach = reach.onward(picked, self._model.config.block_size)
-        forward = BlockForward(self._model, self._embed, self._pool, ground.window, live)
+        forward = self._forward(ground.window, live)
         states = forward.next(states, picked, reach, ground.keys.roots)
         return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
 
@@ -158,9 +151,9 @@ class Blocks:
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= _MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
-        tree, chosen = merge_trees(raw, self.shape.max_nodes)
+        tree, chosen = merge_trees(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self._proposals.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        self._log.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(
@@ -180,12 +173,10 @@ class Blocks:
         corrected = self._calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
-        raw = lattice.candidates()
-        nodes = Nodes(raw.tokens, raw.parents, raw.depths, raw.survival, predicted.flatten(1))
-        if number + 1 == self.shape.blocks:
+        nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
+        if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logprobs
-        picked = lattice.pick(self.shape.starts)
-        further = Further(picked, states, reach, tuple(live))
+        further = Further(lattice.pick(self._weights.starts), states, reach, tuple(live))
         return Block(nodes, (further,)), proposal.logprobs
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
@@ -193,6 +184,9 @@ class Blocks:
         buckets = self._calibration.buckets(number).flatten()
         batch, width = nodes.tokens.shape
         return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
+
+    def _forward(self, window: Window, live: Sequence[Tensor] = ()) -> BlockForward:
+        return BlockForward(self._model, self._weights.embed, self._pool, window, live)
 
     def _window(self, rows: Tensor, width: int) -> Window:
         """Entries at the newest positions, of those that can be read by now."""
@@ -205,12 +199,12 @@ class TreeRunners:
     """Each function of `Blocks`, eager or captured in a few shapes, whose batches are padded with rows of nobody's and
     whose waiting entries and windows with what nobody sees."""
 
-    def __init__(self, blocks: Blocks, capture: Capture | None, *, max_batch: int, window: int, nobody: int) -> None:
+    def __init__(self, blocks: Blocks, weights: TrainedWeights, *, max_batch: int, window: int, nobody: int) -> None:
         """`window` is the widest there is, `nobody` the row that pads batches."""
-        self.num_blocks = blocks.shape.blocks
+        capture = weights.capture
         batches = batches_up_to(max_batch) if capture else []
         widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
-        none = torch.zeros(max_batch, dtype=torch.int64, device=blocks.device)
+        none = torch.zeros(max_batch, dtype=torch.int64, device=weights.model.d2t.device)
         keys = Keys(none + nobody, none, none.float(), none)
         shapes = [
             (batch, Sizes(count, width, warm))
@@ -224,7 +218,7 @@ class TreeRunners:
             (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
         ]
         self.follow: list[GraphRunner[Block]] = []
-        for _ in range(1, self.num_blocks):
+        for _ in range(1, weights.blocks):
             runner = GraphRunner(blocks.follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
             grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
@@ -233,35 +227,12 @@ class TreeRunners:
             blocks.tree,
             capture,
             (
-                ((), _of_tree(ground, blocks[:number]))
-                for number, (ground, blocks) in product(range(self.num_blocks, 0, -1), by_batch)
+                ((), of_tree(ground, blocks[:number]))
+                for number, (ground, blocks) in product(range(weights.blocks, 0, -1), by_batch)
             ),
         )
 
 
-class GrowingTrees:
-    """A batch of trees while they grow; those that grow next may overwrite them."""
-
-    def __init__(self, runners: TreeRunners, keys: Keys, sizes: Sizes) -> None:
-        self._runners = runners
-        self._batch = keys.rows.shape[0]
-        self._ground, first = runners.begin((keys, sizes))
-        self._grown: tuple[Block, ...] = (first,)
-
-    @property
-    def expected(self) -> Tensor:
-        """Survival of the nodes where the next blocks would start. # [batch, starts]"""
-        return self._grown[-1].further[0].picked.origin.survival[: self._batch]
-
-    def grow(self) -> None:
-        """One block further."""
-        follow = self._runners.follow[len(self._grown) - 1]
-        self._grown = (*self._grown, follow((), (self._ground, self._grown)))
-
-    def candidates(self) -> Candidates:
-        return DraftTree(*self._runners.tree((), _of_tree(self._ground, self._grown))).first(self._batch)
-
-
-def _of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:
+def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:
     """What `Blocks.tree` asks for."""
     return ground.keys.rows, ground.anchored, tuple(block.nodes for block in grown)

@@ -3,7 +3,7 @@
 Legend: batch, rows = sequences of the engine's table, depth = longest accepted path.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,96 +13,71 @@ from drafters import readback
 from drafters.calibration import RankCalibration
 from drafters.gating import BlockGate
 from drafters.proposals import TreeLog
-from drafters.protocol import Committed, DraftContext, HostMetadata, Noise, RankOutcomes, Read
-from drafters.specblock.blocks import Blocks, GrowingTrees, Keys, Sizes, TreeRunners, TreeShape
-from drafters.specblock.growth import Policy
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting
-from drafters.specblock.recording import Recorder
-from drafters.tree import Candidates
-from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
-from kernels.tree_attention import NULL_SLOT
+from drafters.protocol import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftingSizes,
+    HostMetadata,
+    Noise,
+    RankOutcomes,
+    Read,
+)
+from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, TreeRunners, of_tree
+from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting, taken_slots
+from drafters.tree import Candidates, DraftTree
+from kernels.graph_runner import GraphRunner, batches_up_to, leading
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
 
 
-class SpecBlockDrafter:
+class SpecBlockDrafter(Drafter):
     """Drafts blocks of dependent positions from the target's own features."""
 
     name = "specblock"
+    tap_layers: tuple[int, ...] = ()
     num_blocks = 0
 
-    def __init__(
-        self,
-        model: SpecBlock,
-        embed: Callable[[Tensor], Tensor],
-        *,
-        shape: TreeShape,
-        policy: Policy,
-        num_slots: int,
-        max_sequences: int,
-        max_length: int,
-        device: torch.device | str,
-        recorder: Recorder | None = None,
-        version: Callable[[], int] = lambda: 0,
-        capture: Capture | None = None,
-    ) -> None:
-        """`version` says which weights `model` holds now; `recorder` keeps what may be learnt; with `capture` trees
-        grow by CUDA graphs."""
-        config = model.config
+    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
+        model, config, device = weights.model, weights.model.config, sizes.device
         self.tap_layers = config.tap_layers
-        self._recorder = recorder or Recorder()
-        self._version = version
-        self._model = model
+        self._weights = weights
+        self._recorder = weights.recorder
         self._window = config.trained_length
-        self._pool = _entry_pool(model, num_slots, device)
-        self._state = EntryState(
-            max_sequences=max_sequences,
-            max_length=max_length,
-            width=len(config.tap_layers) * config.hidden_size,
-            dtype=model.dtype,
-            device=device,
-        )
-        self._calibration = RankCalibration(config.block_size, device=device)
-        self._log = TreeLog(self._calibration, max_sequences=max_sequences, max_nodes=shape.max_nodes, device=device)
-        self._blocks = Blocks(
-            model,
-            embed,
-            pool=self._pool,
-            state=self._state,
-            calibration=self._calibration,
-            proposals=self._log,
-            recorder=self._recorder,
-            policy=policy,
-            shape=shape,
-        )
+        self._pool = EntryPool(model, sizes.num_slots, device)
+        self._state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, model.dtype)
+        self._log = TreeLog(RankCalibration(config.block_size, device=device), sizes)
+        self._blocks = Blocks(weights, pool=self._pool, state=self._state, log=self._log, max_nodes=sizes.max_nodes)
         self._runners = TreeRunners(
             self._blocks,
-            capture,
-            max_batch=max_sequences,
+            weights,
+            max_batch=sizes.max_sequences,
             window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
             nobody=self._state.nobody,
         )
-        self._take_in = self._entry_runner(capture, max_sequences)
+        padding = self._state.padding(sizes.max_sequences)
+        shapes = ((leading(padding, batch), ()) for batch in batches_up_to(sizes.max_sequences))
+        self._take_in = GraphRunner(self._learn_and_wait, weights.capture, shapes)
         self._block_gate = BlockGate(readback.clock_of(device))
-        further = range(1, shape.blocks)
+        further = range(1, weights.blocks)
         self._survivals = [readback.readback_of(device) for _ in further]
         self._expected = [1.0 for _ in further]  # per sequence by the starts of each further block, as last read back
         self._outcomes = readback.readback_of(device)
-        self._backlog = Backlog(max_sequences)
+        self._backlog = Backlog(sizes.max_sequences)
         self._has_grown = False  # since the last commit
-        self._useful_from = [0] * max_sequences
+        self._useful_from = [0] * sizes.max_sequences
 
     @property
     def version(self) -> int:
-        return self._version()
+        return self._weights.version()
 
     @property
     def wants_scores(self) -> bool:
-        return self._recorder.wants_scores
+        return self._recorder is not None and self._recorder.wants_scores
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        self._recorder.start(contexts)
+        if self._recorder is not None:
+            self._recorder.start(contexts)
         rows = [context.row for context in contexts]
         self._state.start(rows)
         self._backlog.clear(rows)
@@ -115,7 +90,8 @@ class SpecBlockDrafter:
     @torch.inference_mode()
     def read(self, read: Read) -> None:
         """Run the entries of prompt positions that later blocks can see; those that are not run are never seen."""
-        self._recorder.read(read)
+        if self._recorder is not None:
+            self._recorder.read(read)
         self._pool.forget(read.slots)
         if not read.follow:
             return
@@ -136,22 +112,25 @@ class SpecBlockDrafter:
         self._block_gate.begin(rows.shape[0])
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
-        growing = GrowingTrees(self._runners, Keys(rows, noise.seeds, noise.temperatures, noise.positions), sizes)
-        self.num_blocks += rows.shape[0]
-        for number in range(self._blocks.shape.blocks - 1):
-            expected = growing.expected
-            self._survivals[number].read(expected.sum()[None] / rows.shape[0], partial(self._observe, number))
-            if not self._block_gate.further(self._expected[number] * rows.shape[0]):
+        keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
+        ground, first = self._runners.begin((keys, sizes))
+        grown: tuple[Block, ...] = (first,)  # the next trees may overwrite them
+        self.num_blocks += len(rows)
+        for number, follow in enumerate(self._runners.follow):
+            expected = grown[-1].further[0].picked.origin.survival[: len(rows)]  # [batch, starts]
+            self._survivals[number].read(expected.sum()[None] / len(rows), partial(self._observe, number))
+            if not self._block_gate.further(self._expected[number] * len(rows)):
                 break
-            growing.grow()
+            grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
             self._block_gate.drafted()
-        return growing.candidates()
+        return DraftTree(*self._runners.tree((), of_tree(ground, grown))).first(len(rows))
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         assert committed.features is not None, "the target taps no features for this drafter"
-        self._recorder.commit(committed, grown=self._has_grown)
+        if self._recorder is not None:
+            self._recorder.commit(committed, grown=self._has_grown)
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
         if committed.follow:
             host = committed.host or HostMetadata.of(rows, positions)
@@ -159,31 +138,24 @@ class SpecBlockDrafter:
             self._backlog.add(host, slots.shape[1])
             came = self._take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
-            self._pool.forget(_taken(slots, counts))
+            self._pool.forget(taken_slots(slots, counts))
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
             came = self._log.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
-        if self._blocks.shape.blocks > 1:
+        if self._runners.follow:
             self._outcomes.read(came, self._block_gate.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._log.forget(rows)
-        self._recorder.finish(rows)
+        if self._recorder is not None:
+            self._recorder.finish(rows)
         return [0] * len(rows)
 
-    def credits(self) -> Mapping[str, int]:
-        return {}
-
     def rank_outcomes(self) -> RankOutcomes:
-        return self._calibration.outcomes()
+        return self._log.calibration.outcomes()
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
-
-    def _entry_runner(self, capture: Capture | None, max_sequences: int) -> GraphRunner[Tensor]:
-        padding = self._state.padding(max_sequences)
-        shapes = ((leading(padding, batch), ()) for batch in batches_up_to(max_sequences))
-        return GraphRunner(self._learn_and_wait, capture, shapes)
 
     def _learn_and_wait(self, *entries: Tensor) -> Tensor:
         """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `TreeLog.learn`"""
@@ -204,20 +176,3 @@ class SpecBlockDrafter:
             rows = torch.tensor(crowded.rows, device=device)
             waiting = self._state.take(rows, self._backlog.take(crowded))
             self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
-
-
-def _taken(slots: Tensor, counts: Tensor) -> Tensor:
-    """Those that hold a position, NULL_SLOT for the others. # slots [batch, depth + 1], counts [batch] -> like slots"""
-    return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
-
-
-def _entry_pool(model: SpecBlock, num_slots: int, device: torch.device | str) -> EntryPool:
-    return EntryPool(
-        num_layers=model.config.num_layers,
-        num_slots=num_slots,
-        entries=model.config.entries,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT
 from kernels.rank_features import TOP
 
 _CEILING = 0.98
@@ -70,44 +70,30 @@ class Lattice:
         fits = (self.depths <= MAX_DEPTH)[..., None]
         self.survival = above[..., None] * conditional * fits  # [batch, starts, block, rank]
         self.continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
-        self._first_number = first_number
+        self._numbers = torch.arange(tokens[0].numel(), device=tokens.device) + first_number
 
-    @property
-    def num_nodes(self) -> int:
-        return self.tokens[0].numel()
-
-    def numbers(self) -> Tensor:
-        """# -> [starts, block, rank]"""
-        return (torch.arange(self.num_nodes, device=self.tokens.device) + self._first_number).view(
-            self.tokens.shape[1:]
-        )
-
-    def candidates(self) -> Candidates:
-        """All nodes, raw: survival 0 = absent; parents by number."""
-        spine = self.numbers()[..., 0].expand(self.tokens.shape[:3])  # [batch, starts, block]
-        parents = torch.cat([self.origin.node[..., None], spine[..., :-1]], dim=-1)
+    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, parents by number, depths and survival of all nodes; survival 0 = absent. # four [batch, nodes]"""
         wide = self.tokens.shape
+        spine = self._numbers.view(wide[1:])[..., 0].expand(wide[:3])  # [batch, starts, block]
+        parents = torch.cat([self.origin.node[..., None], spine[..., :-1]], dim=-1)
         depths = self.depths.clamp(max=MAX_DEPTH)
-        return DraftTree(
-            tokens=self.tokens.flatten(1),
-            parents=parents[..., None].expand(wide).flatten(1),
-            depths=depths[..., None].expand(wide).flatten(1),
-            survival=self.survival.flatten(1),
-            num_nodes=(self.survival > 0).flatten(1).sum(1),
-        )
+        by_node = (self.tokens, parents[..., None].expand(wide), depths[..., None].expand(wide), self.survival)
+        tokens, parents, depths, survival = (value.flatten(1) for value in by_node)
+        return tokens, parents, depths, survival
 
     def pick(self, number: int) -> Picked:
         """The nodes most worth another block: likely to be reached, and not continued by this one."""
         gain = self.survival.clone()
         gain[..., 0] *= 1.0 - self.continued
-        best = gain.flatten(1).topk(min(number, self.num_nodes), dim=1).indices  # [batch, starts]
+        best = gain.flatten(1).topk(min(number, len(self._numbers)), dim=1).indices  # [batch, starts]
         ranks, block = self.tokens.shape[3], self.tokens.shape[2]
         position = best // ranks % block
         start = best // (ranks * block)
         depth = self.origin.depth.gather(1, start) + 1 + position
         survival = self.survival.flatten(1).gather(1, best)
         return Picked(
-            origin=Origin(best + self._first_number, depth, survival),
+            origin=Origin(self._numbers[best], depth, survival),
             tokens=self.tokens.flatten(1).gather(1, best),
             start=start,
             position=position,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.protocol import HostMetadata
+from drafters.protocol import DraftingSizes, HostMetadata
+from drafters.specblock.model import SpecBlock
 from drafters.tree import MAX_DEPTH
 from kernels.tree_attention import NULL_SLOT
 
@@ -30,21 +31,10 @@ class EntryPool:
     A slot can come with a text that another sequence has left, and what this drafter never ran there must not be read.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        entries: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.num_layers = num_layers
-        self.entries = entries
-        shape = (num_layers, 2, num_slots * entries, kv_heads, head_dim)
-        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, model: SpecBlock, num_slots: int, device: torch.device | str) -> None:
+        self.num_layers, self.entries = model.config.num_layers, model.config.entries
+        shape = (self.num_layers, 2, num_slots * self.entries, model.kv_heads, model.head_dim)
+        self.storage = torch.zeros(shape, dtype=model.dtype, device=device)
         self._held = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def forget(self, slots: Tensor) -> None:
@@ -96,6 +86,11 @@ class Entries(NamedTuple):
     tokens: Tensor  # [batch, count] int64, the token after each position
 
 
+def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:
+    """Those that hold a position, NULL_SLOT for the others. # slots [batch, count], counts [batch] -> like slots"""
+    return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
+
+
 class EntryState:
     """Per row: slots and number of known positions, and the entries that wait for the next forward.
 
@@ -103,10 +98,10 @@ class EntryState:
     columns of a row stands one that takes what is written by padding and is never read.
     """
 
-    def __init__(
-        self, *, max_sequences: int, max_length: int, width: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.nobody, rows = max_sequences, max_sequences + 1
+    def __init__(self, sizes: DraftingSizes, width: int, dtype: torch.dtype) -> None:
+        """`width` is that of features."""
+        self.nobody, rows = sizes.max_sequences, sizes.max_sequences + 1
+        max_length, device = sizes.max_length, sizes.device
         self._slots = torch.full((rows, max_length + 1), NULL_SLOT, dtype=torch.int64, device=device)
         self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
         self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
@@ -140,10 +135,9 @@ class EntryState:
         """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding. Fields as of
         `Entries`. # -> [batch, count] int64"""
         offsets = torch.arange(slots.shape[1], device=rows.device)
-        is_taken = offsets < counts[:, None]
-        taken = slots.where(is_taken, NULL_SLOT)
-        unread = self._slots.shape[1] - 1
-        self._slots[rows[:, None], (start[:, None] + offsets).where(is_taken, unread)] = taken
+        places = (start[:, None] + offsets).where(offsets < counts[:, None], self._slots.shape[1] - 1)
+        taken = taken_slots(slots, counts)
+        self._slots[rows[:, None], places] = taken
         follows = self._end[rows] == start  # otherwise nothing is known of what stands before
         self._first.index_copy_(0, rows, self._first[rows].where(follows, start))
         self._waiting.index_copy_(0, rows, self._waiting[rows] * follows)

@@ -8,13 +8,13 @@ positions = those that steps made permanent.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Permanent, Predicted, target_tops
-from drafters.protocol import Committed, DraftContext, Read, Scores
+from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, target_tops
+from drafters.protocol import Committed, DraftContext, Read
 
 _NEVER = -1
 _TOGETHER = 16
@@ -22,31 +22,21 @@ _TOGETHER = 16
 than the shortest window, so that no two of a sequence have the same place in the tables."""
 
 
-class Recorder:
-    """Observes what a drafter observes, and what it said. This one keeps nothing, and asks nothing of the target."""
+class _Committed(NamedTuple):
+    """What one step made permanent of recorded sequences and others; of each field [positions, ...]."""
 
-    @property
-    def wants_scores(self) -> bool:
-        return False
-
-    def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin these sequences."""
-
-    def read(self, read: Read) -> None:
-        """A piece of a prompt."""
-
-    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
-        """The first block of a tree. # rows, roots [batch]; states [batch, block, hidden];
-        logprobs [batch, block, draft_vocab]"""
-
-    def commit(self, committed: Committed, *, grown: bool) -> None:
-        """`grown` says whether blocks were drafted since the last call."""
-
-    def finish(self, rows: Sequence[int]) -> None:
-        """These sequences have ended."""
+    rows: Tensor
+    roots: Tensor  # int64, absolute; the token stands one further
+    features: Tensor
+    known: Tensor  # bool, some block had a state for the position
+    states: Tensor
+    tokens: Tensor
+    chances: Tensor
+    rejected: Tensor
+    logits: Tensor
 
 
-class BlockRecorder(Recorder):
+class BlockRecorder:
     """Keeps each row's last first block until the next step says what became of its positions.
 
     Steps without a sequence that is recorded cost next to nothing. Behind the rows of sequences stands one of nobody's,
@@ -54,31 +44,19 @@ class BlockRecorder(Recorder):
     """
 
     def __init__(
-        self,
-        tables: FeedbackRecorder,
-        *,
-        t2d: Tensor,
-        max_sequences: int,
-        block_size: int,
-        hidden: int,
-        target_top: int,
-        wanted: Callable[[], bool],
+        self, tables: FeedbackRecorder, t2d: Tensor, *, block_size: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """`t2d` [target_vocab] int64, draft id of a target token, -1 where it cannot be drafted; `wanted` says of each
-        sequence that begins, and may be stored, whether it is recorded"""
-        self._target_top = target_top
+        sequence that begins, and may be stored, whether it is recorded."""
+        self._tables = tables
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
-        self._waiting: list[tuple[_Step, Predicted]] = []
-        self._tables = tables
+        self._waiting: list[_Committed] = []
         self._t2d = t2d
-        shape = (max_sequences + 1, block_size)
-        draft_vocab = int(t2d.max()) + 1
-        self._roots = torch.full(shape[:1], _NEVER, dtype=torch.int64, device=t2d.device)
-        self._states = torch.zeros(*shape, hidden, dtype=tables.dtype, device=t2d.device)
-        self._logprobs = torch.zeros(*shape, draft_vocab, device=t2d.device)
-        known = torch.zeros(1, dtype=torch.bool, device=t2d.device)
-        self._unpredicted = Predicted(known, self._states.new_zeros(1, hidden), self._logprobs.new_zeros(1))
+        rows, device = tables.max_sequences + 1, t2d.device
+        self._roots = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
+        self._states = torch.zeros(rows, block_size, tables.hidden, dtype=tables.dtype, device=device)
+        self._logprobs = torch.zeros(rows, block_size, int(t2d.max()) + 1, device=device)
 
     @property
     def wants_scores(self) -> bool:
@@ -98,19 +76,47 @@ class BlockRecorder(Recorder):
             self._tables.read(read)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
+        """The first block of a tree. # rows, roots [batch]; states [batch, block, hidden];
+        logprobs [batch, block, draft_vocab]"""
         self._roots.index_copy_(0, rows, roots)
         self._states.index_copy_(0, rows, states.to(self._states.dtype))
         self._logprobs.index_copy_(0, rows, logprobs)
 
     @torch.inference_mode()
     def commit(self, committed: Committed, *, grown: bool) -> None:
+        """`grown` says whether blocks were drafted since the last call."""
         if not self._recorded:
             return
-        assert committed.scores is not None, "the engine was not asked for the target's scores"
-        step = _Step(committed, committed.scores)
-        predicted = self._predicted(step) if grown else _all_alike(self._unpredicted, step.num_positions)
-        self._waiting.append((step, predicted))
-        if sum(step.num_positions for step, _ in self._waiting) >= _TOGETHER:
+        scores, features = committed.scores, committed.features
+        assert scores is not None, "the engine was not asked for the target's scores"
+        assert features is not None, "the target taps no features to learn from"
+        width = committed.tokens.shape[1]
+        line, depth = scores.places // width, scores.places % width  # whose, and how far behind the root
+        rows, roots = committed.rows[line], committed.positions[line]
+        tokens = committed.tokens.flatten()[scores.places]
+        if grown:  # before the blocks of other steps take the places of this one's
+            block = self._states.shape[1]
+            entry, drafted = depth.clamp(max=block - 1), self._t2d[tokens]
+            known = (self._roots[rows] == roots) & (depth < block)
+            states = self._states[rows, entry]
+            chances = self._logprobs[rows, entry, drafted.clamp(min=0)].exp() * (drafted >= 0)
+        else:
+            known = torch.zeros_like(tokens, dtype=torch.bool)
+            states, chances = self._states.new_zeros(1, 1).expand(len(tokens), self._states.shape[2]), known.float()
+        self._waiting.append(
+            _Committed(
+                rows=rows,
+                roots=roots + depth,
+                features=features.flatten(0, 1)[scores.places],
+                known=known,
+                states=states,
+                tokens=tokens,
+                chances=chances,
+                rejected=(depth == committed.counts[line] - 1) & (committed.tree.num_nodes[line] > 0),
+                logits=scores.logits,
+            )
+        )
+        if sum(len(step.rows) for step in self._waiting) >= _TOGETHER:
             self._work_up()
 
     @torch.inference_mode()
@@ -122,61 +128,10 @@ class BlockRecorder(Recorder):
 
     def _work_up(self) -> None:
         """Put what waits into the tables."""
-        steps = [step for step, _ in self._waiting]
-        permanent = Permanent(*map(torch.cat, zip(*(step.permanent() for step in steps), strict=True)))
-        predicted = Predicted(*map(torch.cat, zip(*(predicted for _, predicted in self._waiting), strict=True)))
-        tops = target_tops(torch.cat([step.scores.logits for step in steps]), self._target_top)
+        of = _Committed(*map(torch.cat, zip(*self._waiting, strict=True)))
         self._waiting = []
-        self._tables.commit(permanent, predicted, tops)
-
-    def _predicted(self, step: "_Step") -> Predicted:
-        """What the blocks of this very step said, before others take their places."""
-        line, ahead = step.lines_and_depths()
-        rows, tokens = step.committed.rows[line], step.tokens()
-        fresh = self._roots[rows] == step.committed.positions[line]
-        block_size = self._states.shape[1]
-        entry = ahead.clamp(max=block_size - 1)
-        drafted = self._t2d[tokens]
-        return Predicted(
-            known=fresh & (ahead < block_size),
-            states=self._states[rows, entry],
-            chances=self._logprobs[rows, entry, drafted.clamp(min=0)].exp() * (drafted >= 0),
+        positions = (of.roots + 1).where(of.known, NOWHERE)
+        labels = DraftLabels(
+            positions, of.states, of.tokens, of.chances, of.rejected, *target_tops(of.logits, self._tables.top)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What one step made permanent, as it lies in the step's own tensors."""
-
-    committed: Committed
-    scores: Scores
-
-    @property
-    def num_positions(self) -> int:
-        return self.scores.places.shape[0]
-
-    def lines_and_depths(self) -> tuple[Tensor, Tensor]:
-        """Whose positions these are, and how far behind the root. # -> two [positions] int64"""
-        width = self.committed.tokens.shape[1]
-        return self.scores.places // width, self.scores.places % width
-
-    def tokens(self) -> Tensor:
-        """# -> [positions] int64"""
-        return self.committed.tokens.flatten()[self.scores.places]
-
-    def permanent(self) -> Permanent:
-        committed, features = self.committed, self.committed.features
-        assert features is not None, "the target taps no features to learn from"
-        line, depth = self.lines_and_depths()
-        return Permanent(
-            rows=committed.rows[line],
-            roots=committed.positions[line] + depth,
-            features=features.flatten(0, 1)[self.scores.places],
-            tokens=self.tokens(),
-            rejected=(depth == committed.counts[line] - 1) & (committed.tree.num_nodes[line] > 0),
-        )
-
-
-def _all_alike(one: Predicted, count: int) -> Predicted:
-    """The same of so many positions. # one [1, ...]"""
-    return Predicted(*(part.expand(count, *part.shape[1:]) for part in one))
+        self._tables.commit(of.rows, of.roots, of.features, labels)

@@ -46,7 +46,6 @@ class PoolAttention:
         pool: EntryPool,
         window: Window,
         stored: Tensor,
-        *,
         limits: Tensor,
         live_mask: Tensor,
         before: Sequence[Tensor],
@@ -65,7 +64,8 @@ class PoolAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         stored = self._stored.shape[1]
         if stored:
-            self._store(layer, key[:, :, :stored], value[:, :, :stored])
+            keys, values = (rows[:, :, :stored].transpose(1, 2).flatten(0, 1) for rows in (key, value))
+            self._pool.write(layer, self._stored.flatten(), keys, values)
         if self._stores_only and layer == self._pool.num_layers - 1:
             raise _AllStored
         for rows in (key, value):
@@ -82,11 +82,6 @@ class PoolAttention:
         scores[..., seen:].masked_fill_(self._live_unseen[:, None, None], _HIDDEN)
         out: Tensor = scores.softmax(-1) @ values[:, :, None]
         return out.flatten(1, 2).to(query.dtype)
-
-    def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self._pool.write(
-            layer, self._stored.flatten(), keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1)
-        )
 
 
 class Reach(NamedTuple):
@@ -132,9 +127,7 @@ class BlockForward:
 
     def first(self, waiting: Waiting) -> Tensor:
         """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
-        entries = self._pool.entries
-        states = self._run(waiting, own=self._size - entries)
-        return states[:, -self._size :]
+        return self._run(waiting, own=self._size - self._pool.entries)[:, -self._size :]
 
     def ingest(self, waiting: Waiting) -> None:
         """Run entries only, without drafting."""
@@ -161,13 +154,9 @@ class BlockForward:
             positions=(tokens_at[:, :, None] + ahead).flatten(1),
             previous=(numbers - (numbers % self._size > 0).long()).expand(batch, -1),
         )
-        attention = self._attention(
-            roots.new_zeros(batch, 0),
-            limits=reach.limits.repeat_interleave(self._size, dim=1),
-            live_mask=torch.cat([reach.path.repeat_interleave(self._size, dim=1), own], dim=2),
-        )
-        onward: Tensor = self._model(rows, attention)
-        self.live = attention.live
+        limits = reach.limits.repeat_interleave(self._size, dim=1)
+        live_mask = torch.cat([reach.path.repeat_interleave(self._size, dim=1), own], dim=2)
+        onward = self._forward(rows, roots.new_zeros(batch, 0), limits, live_mask)
         return onward.view(batch, number, self._size, -1)
 
     def _run(self, waiting: Waiting, own: int, *, stores_only: bool = False) -> Tensor:
@@ -175,7 +164,9 @@ class BlockForward:
         layer = self._model.input_layer
         context, embedded = layer.condition(waiting.features), self._embed(waiting.tokens)
         inputs = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
-        positions, order = self._committed_order(waiting)
+        entry = torch.arange(entries, device=waiting.positions.device)
+        positions = (waiting.positions.clamp(min=0)[:, :, None] + 1 + entry).flatten(1)  # [batch, count * entries]
+        order = (waiting.positions[:, :, None] * entries + entry).flatten(1)
         committed = count * entries
         numbers = torch.arange(committed + own, device=positions.device)
         previous = numbers - (numbers % entries > 0).long()
@@ -188,27 +179,13 @@ class BlockForward:
             positions, order = torch.cat([positions, ahead], dim=1), torch.cat([order, newest], dim=1)
         live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
         stored = self._pool.places(waiting.slots).flatten(1)
-        attention = self._attention(stored, limits=order, live_mask=live_mask, stores_only=stores_only)
-        states: Tensor = self._model(BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1)), attention)
+        rows = BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1))
+        return self._forward(rows, stored, order, live_mask, stores_only=stores_only)
+
+    def _forward(
+        self, rows: BlockRows, stored: Tensor, limits: Tensor, live_mask: Tensor, *, stores_only: bool = False
+    ) -> Tensor:
+        attention = PoolAttention(self._pool, self._window, stored, limits, live_mask, self.live, stores_only)
+        states: Tensor = self._model(rows, attention)
         self.live = attention.live
         return states
-
-    def _committed_order(self, waiting: Waiting) -> tuple[Tensor, Tensor]:
-        """Position ids and order of the waiting entries. # -> two [batch, count * entries]"""
-        entry = torch.arange(self._pool.entries, device=waiting.positions.device)
-        positions = waiting.positions.clamp(min=0)[:, :, None] + 1 + entry
-        order = waiting.positions[:, :, None] * self._pool.entries + entry
-        return positions.flatten(1), order.flatten(1)
-
-    def _attention(
-        self, stored: Tensor, *, limits: Tensor, live_mask: Tensor, stores_only: bool = False
-    ) -> PoolAttention:
-        return PoolAttention(
-            self._pool,
-            self._window,
-            stored,
-            limits=limits,
-            live_mask=live_mask,
-            before=self.live,
-            stores_only=stores_only,
-        )

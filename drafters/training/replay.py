@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.specblock.blocks import TreeShape
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
+from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.growth import best_first
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
@@ -106,16 +105,14 @@ def _behind(batch: Batch, example: Example, anchors: Tensor, count: int) -> Tens
 def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *, max_nodes: int) -> Replayed:
     """The serving drafter with best-first trees of so many nodes, at temperature 0."""
     longest = max(example.length for example in examples)
-    drafter = SpecBlockDrafter(
-        model,
-        embed,
-        shape=TreeShape(max_nodes),
-        policy=best_first,
-        num_slots=len(examples) * longest + 1,
+    sizes = DraftingSizes(
         max_sequences=len(examples),
         max_length=longest,
+        max_nodes=max_nodes,
+        num_slots=len(examples) * longest + 1,
         device=model.d2t.device,
     )
+    drafter = SpecBlockDrafter(sizes, TrainedWeights(model, embed))
     texts = _Texts(examples, model.d2t.device)
     texts.read_prompts(drafter)
     done = Replayed()

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, UntrainedDrafter
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.random_tree import RandomTreeDrafter, random_depths, random_parents, random_tokens, sibling_ranks
 from drafters.registry import NoDrafter
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
@@ -38,6 +38,7 @@ from service.bench.experiment import (
 from service.bench.report import Column, table_of
 from service.bench.shift_play import mixed
 from service.config import ServiceConfig
+from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine
@@ -115,7 +116,7 @@ class Replay:
         self._generated[committed.rows] += committed.counts
 
 
-class ScriptedDrafter(UntrainedDrafter):
+class ScriptedDrafter(Drafter):
     """Proposes what its script says. Needs no features and has no weights."""
 
     def __init__(self, name: str, script: Script) -> None:
@@ -290,7 +291,7 @@ def engines_of(assembly: Assembly, limits: EngineLimits, seed: int) -> dict[str,
     """A new engine for every player, all on the assembly's target. Raises StartupError where nothing was measured."""
     if assembly.costs is None:
         raise StartupError("drafters are compared behind a budget by cost: set budget_policy to cost")
-    drafters = _drafters(limits, seed, assembly.target.vocab_size, assembly.target.device)
+    drafters = _drafters(build.drafting_sizes(assembly.target, limits), seed)
     return {
         PLAIN: assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits),
         **{name: assembly.engine(drafter=drafter, limits=limits) for name, drafter in drafters.items()},
@@ -328,14 +329,17 @@ def told(requests: Sequence[GenerationRequest], answered: Run) -> list[Generatio
     return [replace(request, prediction=answer.token_ids) for request, answer in pairs]
 
 
-def _drafters(limits: EngineLimits, seed: int, vocab_size: int, device: torch.device) -> dict[str, Drafter]:
-    nodes, sequences, length = limits.max_budget, limits.max_sequences, limits.max_model_len
+def _drafters(sizes: DraftingSizes, seed: int) -> dict[str, Drafter]:
+    replay = Replay(
+        sizes.max_nodes,
+        max_sequences=sizes.max_sequences,
+        max_length=sizes.max_length,
+        device=torch.device(sizes.device),
+    )
     return {
-        RANDOM: RandomTreeDrafter(
-            seed, vocab_size, nodes, hit_rate=0.0, max_sequences=sequences, max_length=length, device=device
-        ),
-        LIAR: ScriptedDrafter(LIAR, Lies(seed, vocab_size, nodes, device)),
-        PERFECT: ScriptedDrafter(PERFECT, Replay(nodes, max_sequences=sequences, max_length=length, device=device)),
+        RANDOM: RandomTreeDrafter(sizes, seed=seed, hit_rate=0.0),
+        LIAR: ScriptedDrafter(LIAR, Lies(seed, sizes.vocab_size, sizes.max_nodes, torch.device(sizes.device))),
+        PERFECT: ScriptedDrafter(PERFECT, replay),
     }
 
 

@@ -356,15 +356,7 @@ def _engine(assembly: Assembly, way: Way, limits: EngineLimits, costs: Costs, *,
 def _drafter(assembly: Assembly, way: Way, limits: EngineLimits, seed: int) -> Drafter:
     if way.drafter != "random":
         return assembly.drafter(way.drafter, limits)
-    return RandomTreeDrafter(
-        seed,
-        assembly.target.vocab_size,
-        limits.max_budget,
-        _HIT_RATE,
-        max_sequences=limits.max_sequences,
-        max_length=limits.max_model_len,
-        device=assembly.target.device,
-    )
+    return RandomTreeDrafter(build.drafting_sizes(assembly.target, limits), seed=seed, hit_rate=_HIT_RATE)
 
 
 def _preempting(engine: Engine) -> Callable[[int], None]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from drafters.gating import LedgersBySize
-from drafters.select import survival_order
-from drafters.tree import Candidates
+from drafters.tree import Candidates, survival_order
 from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.protocol import Drafter
-from drafters.registry import DraftingSizes, TrainedWeights, build_drafter
+from drafters.protocol import Drafter, DraftingSizes
+from drafters.registry import TrainedWeights, build_drafter
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import Learning, PlainSeconds, plain_seconds, seconds_as_they_are
@@ -85,16 +85,21 @@ def build_engine(
     )
 
 
-def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:
-    """The drafter of that name, sized for the engine."""
-    sizes = DraftingSizes(
+def drafting_sizes(target: Target, limits: EngineLimits) -> DraftingSizes:
+    """Room that a drafter needs in this engine."""
+    return DraftingSizes(
         max_sequences=limits.max_sequences,
         max_length=limits.max_model_len,
         vocab_size=target.vocab_size,
         num_slots=target.pool.num_slots,
         max_nodes=limits.max_budget,
+        device=target.device,
     )
-    return build_drafter(name, sizes, device=target.device, weights=weights)
+
+
+def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:
+    """The drafter of that name, sized for the engine."""
+    return build_drafter(name, drafting_sizes(target, limits), weights)
 
 
 def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:

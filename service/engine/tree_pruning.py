@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import Claims, SurvivalCalibration
-from drafters.select import select_nodes
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, select_nodes
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from service.engine.budget import allocate_nodes
 

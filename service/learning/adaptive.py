@@ -257,26 +257,16 @@ def _recorders(
     tuning: Tuning, network: SpecBlock, limits: EngineLimits, sampler: RecordingSampler
 ) -> tuple[FeedbackRecorder, BlockRecorder]:
     shape = network.config
-    top = min(tuning.target_top, shape.target_vocab_size)
     tables = FeedbackRecorder(
         max_sequences=limits.max_sequences,
         window_tokens=tuning.window_tokens,
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
-        top=top,
+        top=min(tuning.target_top, shape.target_vocab_size),
         dtype=network.dtype,
         device=network.d2t.device,
     )
-    recorder = BlockRecorder(
-        tables,
-        t2d=network.t2d,
-        max_sequences=limits.max_sequences,
-        block_size=shape.block_size,
-        hidden=shape.hidden_size,
-        target_top=top,
-        wanted=sampler.draws,
-    )
-    return tables, recorder
+    return tables, BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=sampler.draws)
 
 
 def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:

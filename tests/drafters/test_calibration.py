@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.calibration import Claims, HitTable, RankCalibration, SurvivalCalibration, tried_and_accepted
-from drafters.select import select_nodes
 from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import ROOT, DraftTree, select_nodes
 from kernels.rank_features import TOP
 from tests.drafters.trees import draft_trees
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import FeedbackRecorder, Permanent, Predicted, Query, QueryFeedback, TargetTops
+from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, Query, QueryFeedback
 from drafters.protocol import DraftContext, Read
 
 torch.set_num_threads(1)
@@ -50,16 +50,23 @@ def telling(row: int, positions: Tensor, width: int) -> Tensor:
 
 def step(
     rows: list[int], roots: list[int], counts: list[int], *, drafts: bool = True
-) -> tuple[Permanent, Predicted, TargetTops]:
+) -> tuple[Tensor, Tensor, Tensor, DraftLabels]:
     """A step in which everything kept at a position tells row and position; every other one was predicted."""
     line = torch.tensor([line for line, count in enumerate(counts) for _ in range(count)])
     ahead = torch.tensor([place for count in counts for place in range(count)])
     row, here = torch.tensor(rows)[line], torch.tensor(roots)[line] + ahead
     features, number = 1000.0 * row + here, 1000.0 * row + here + 1
     last = ahead == torch.tensor(counts)[line] - 1
-    permanent = Permanent(row, here, features[:, None].expand(-1, WIDTH), number.long(), last & drafts)
-    tops = TargetTops(number[:, None].expand(-1, TOP).long(), -number[:, None].expand(-1, TOP) / 10000)
-    return permanent, Predicted(ahead % 2 == 0, number[:, None].expand(-1, HIDDEN), number / 10000), tops
+    labels = DraftLabels(
+        positions=(here + 1).where(ahead % 2 == 0, NOWHERE),
+        states=number[:, None].expand(-1, HIDDEN),
+        tokens=number.long(),
+        chances=number / 10000,
+        rejected=last & drafts,
+        top_ids=number[:, None].expand(-1, TOP).long(),
+        top_logprobs=-number[:, None].expand(-1, TOP) / 10000,
+    )
+    return row, here, features[:, None].expand(-1, WIDTH), labels
 
 
 def drive(tables: FeedbackRecorder, row: int, prompt: int, read_from: int, counts: list[int]) -> QueryFeedback:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drafters.gating import DrafterGate
 from drafters.merged import MergedDrafter
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 
 ROW = torch.tensor([1])
@@ -56,7 +56,7 @@ class Chain:
 
 
 def merged(cheap: Chain, costly: Chain, gate: DrafterGate | None = None) -> MergedDrafter:
-    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=2, device="cpu", gate=gate)
+    return MergedDrafter(cheap, costly, DraftingSizes(max_sequences=2, max_length=0, max_nodes=8), gate=gate)
 
 
 def committed(accepted: list[int], bonus: int) -> Committed:

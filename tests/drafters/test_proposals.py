@@ -4,6 +4,7 @@ import torch
 
 from drafters.calibration import RankCalibration
 from drafters.proposals import TreeLog
+from drafters.protocol import DraftingSizes
 from drafters.tree import DraftTree
 
 ROWS = torch.tensor([1])
@@ -12,7 +13,7 @@ ROWS = torch.tensor([1])
 def grown() -> tuple[TreeLog, RankCalibration]:
     """Row 1 has heard of the chain 5, 6, 7, whose last node is of a later block, and of 9 beside it."""
     calibration = RankCalibration(2, device="cpu")
-    log = TreeLog(calibration, max_sequences=2, max_nodes=6, device="cpu")
+    log = TreeLog(calibration, DraftingSizes(max_sequences=2, max_length=0, max_nodes=6))
     tree = DraftTree.of(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 1, -1]]))
     buckets = torch.tensor([[0, 0, calibration.first_further, 1]])
     log.keep(ROWS, tree, torch.full((1, 4), 0.5), buckets)

@@ -1,6 +1,6 @@
 import torch
 
-from drafters.protocol import Committed, DraftContext, Noise
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.tree import ROOT, DraftTree, VerifyResult
 from tests.drafters.trees import assert_valid_tree
@@ -11,7 +11,11 @@ NOISE = Noise(torch.zeros(2), torch.zeros(2), torch.zeros(2))
 
 
 def drafter(hit_rate: float, seed: int = 7, vocab_size: int = 50) -> RandomTreeDrafter:
-    return RandomTreeDrafter(seed, vocab_size, NODES, hit_rate, max_sequences=3, max_length=64)
+    return RandomTreeDrafter(
+        DraftingSizes(max_sequences=3, max_length=64, max_nodes=NODES, vocab_size=vocab_size),
+        seed=seed,
+        hit_rate=hit_rate,
+    )
 
 
 def emit(counts: list[int]) -> Committed:

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from drafters.protocol import Drafter, Noise
-from drafters.registry import DraftingSizes, NoDrafter, build_drafter
+from drafters.protocol import Drafter, DraftingSizes, Noise
+from drafters.registry import NoDrafter, build_drafter
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 
 
 def build(name: str) -> Drafter:
-    return build_drafter(name, SIZES, device="cpu")
+    return build_drafter(name, SIZES)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

@@ -2,8 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.select import select_nodes, survival_order
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, select_nodes, survival_order
 from tests.drafters.trees import draft_trees, path_to
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drafters.lookup.calibration import ABSENT, LookupCalibration, MergedTree, Merger
 from drafters.lookup.matching import NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
-from drafters.tree import MAX_DEPTH
+from drafters.tree import MAX_DEPTH, ROOT
 
 MATCHES = 6
 
@@ -34,7 +34,7 @@ def test_merging_agrees_with_comparing_beginnings(case: tuple[list[list[int]], l
             behind_parent = [j for j in range(MATCHES) if texts[j][:d] == text[:d]]
             assert bool(tree.absent[0, d, i]) == (behind[0] != i or text[d] == SEPARATOR)
             assert tree.votes[0, d, i] == len(behind)
-            assert tree.parents[0, d, i] == (0 if d == 0 else 1 + (d - 1) * MATCHES + behind_parent[0])
+            assert tree.parents[0, d, i] == (ROOT if d == 0 else (d - 1) * MATCHES + behind_parent[0])
             share = sum(weights[j] for j in behind) / sum(weights[j] for j in behind_parent)
             assert abs(float(tree.share[0, d, i]) - share) < 1e-5
 

@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.lookup.drafter import LookupDrafter
-from drafters.protocol import Committed, DraftContext, Noise
-from drafters.select import select_nodes
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult, select_nodes
 from tests.drafters.trees import assert_valid_tree, path_to
 
 PROMPT = list(range(100, 120))
 
 
 def drafter(max_length: int = 256) -> LookupDrafter:
-    return LookupDrafter(max_sequences=4, max_length=max_length, max_nodes=64, device="cpu")
+    return LookupDrafter(DraftingSizes(max_sequences=4, max_length=max_length, max_nodes=64))
 
 
 def grow(lookup: LookupDrafter, rows: Sequence[int]) -> Candidates:

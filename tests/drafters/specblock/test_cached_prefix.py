@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.specblock.blocks import TreeShape
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
+from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.growth import best_first
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
 
@@ -28,16 +27,8 @@ class Texts:
         self.tokens: list[int] = torch.randint(0, 320, (LENGTH,), generator=generator).tolist()
         self.features = torch.randn(LENGTH, width, generator=generator)
         self.slots = torch.randperm(LENGTH, generator=generator) + 1
-        self.drafter = SpecBlockDrafter(
-            model,
-            tiny_embedding(model.config.hidden_size),
-            shape=TreeShape(12),
-            policy=best_first,
-            num_slots=LENGTH + 1,
-            max_sequences=2,
-            max_length=LENGTH,
-            device="cpu",
-        )
+        sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=12, num_slots=LENGTH + 1)
+        self.drafter = SpecBlockDrafter(sizes, TrainedWeights(model, tiny_embedding(model.config.hidden_size)))
         self.scrawl()
 
     def scrawl(self) -> None:

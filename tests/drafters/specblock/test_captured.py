@@ -4,35 +4,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Noise, Read
-from drafters.specblock.blocks import TreeShape
+from drafters.feedback import FeedbackRecorder
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
+from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.growth import best_first
-from drafters.specblock.recording import Recorder
+from drafters.specblock.recording import BlockRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
-from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
 from tests.kernels.tensor_program import record
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
 LENGTH, TEXTS = 150, 3
 TOLERANCE = 1e-5
-
-
-class Said(Recorder):
-    """Keeps each row's last first block, and that of nobody's row."""
-
-    def __init__(self, block: int, hidden: int) -> None:
-        self.roots = torch.zeros(TEXTS + 1, dtype=torch.int64)
-        self.states = torch.zeros(TEXTS + 1, block, hidden)
-        self.logprobs = torch.zeros(TEXTS + 1, block, DRAFT_VOCAB)
-
-    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
-        for table, values in ((self.roots, roots), (self.states, states), (self.logprobs, logprobs)):
-            table.index_copy_(0, rows, values)
 
 
 class Texts:
@@ -46,19 +32,16 @@ class Texts:
         self.tokens = torch.randint(VOCAB_SIZE, (TEXTS, LENGTH + 1), generator=generator)
         self.features = torch.randn(TEXTS, LENGTH, width, generator=generator)
         self.slots = torch.randperm(TEXTS * LENGTH, generator=generator).view(TEXTS, LENGTH) + 1
-        self.said = Said(4, model.config.hidden_size)
-        self.drafter = SpecBlockDrafter(
-            model,
-            tiny_embedding(model.config.hidden_size),
-            shape=TreeShape(24, blocks=blocks, starts=3),
-            policy=best_first,
-            num_slots=TEXTS * LENGTH + 1,
-            max_sequences=TEXTS,
-            max_length=LENGTH,
-            device="cpu",
-            recorder=self.said,
-            capture=capture,
+        hidden = model.config.hidden_size
+        tables = FeedbackRecorder(
+            max_sequences=TEXTS, window_tokens=8, width=width, hidden=hidden, top=2, dtype=torch.float32, device="cpu"
         )
+        self.said = BlockRecorder(tables, model.t2d, block_size=4, wanted=lambda: False)
+        sizes = DraftingSizes(max_sequences=TEXTS, max_length=LENGTH, max_nodes=24, num_slots=TEXTS * LENGTH + 1)
+        weights = TrainedWeights(
+            model, tiny_embedding(hidden), blocks=blocks, starts=3, recorder=self.said, capture=capture
+        )
+        self.drafter = SpecBlockDrafter(sizes, weights)
 
     def read(self, row: int, length: int) -> None:
         text: list[int] = self.tokens[row, : length + 1].tolist()
@@ -124,7 +107,7 @@ def test_the_same_trees(blocks: int) -> None:
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
-    assert captured.said.roots[:TEXTS].tolist() == [24, 98, 64]
+    assert captured.said._roots[:TEXTS].tolist() == [24, 98, 64]
     for name in ("states", "logprobs"):
-        said, captured_said = (getattr(texts.said, name)[:TEXTS] for texts in (eager, captured))
+        said, captured_said = (getattr(texts.said, f"_{name}")[:TEXTS] for texts in (eager, captured))
         torch.testing.assert_close(said, captured_said, atol=1e-4, rtol=0)

@@ -15,26 +15,26 @@ def lattice(conditional: list[list[float]], origin: Origin | None = None, first_
 
 
 def test_the_first_ranks_are_the_spine_and_the_others_its_leaves() -> None:
-    tree = lattice([[0.5, 0.25], [0.5, 0.1]]).candidates()
-    assert tree.tokens.tolist() == [[0, 1, 10, 11]]
-    assert tree.parents.tolist() == [[ROOT, ROOT, 0, 0]]
-    assert tree.depths.tolist() == [[1, 1, 2, 2]]
-    assert tree.survival.tolist() == [[0.5, 0.25, 0.25, torch.tensor(0.5 * 0.1).item()]]
+    tokens, parents, depths, survival = lattice([[0.5, 0.25], [0.5, 0.1]]).nodes()
+    assert tokens.tolist() == [[0, 1, 10, 11]]
+    assert parents.tolist() == [[ROOT, ROOT, 0, 0]]
+    assert depths.tolist() == [[1, 1, 2, 2]]
+    assert survival.tolist() == [[0.5, 0.25, 0.25, torch.tensor(0.5 * 0.1).item()]]
 
 
 def test_a_later_block_hangs_below_its_start() -> None:
     origin = Origin(torch.tensor([[7]]), torch.tensor([[3]]), torch.tensor([[0.5]]))
-    tree = lattice([[0.5, 0.25], [0.5, 0.1]], origin, first_number=20).candidates()
-    assert tree.parents.tolist() == [[7, 7, 20, 20]]
-    assert tree.depths.tolist() == [[4, 4, 5, 5]]
-    assert tree.survival[0, 0] == 0.25
+    _, parents, depths, survival = lattice([[0.5, 0.25], [0.5, 0.1]], origin, first_number=20).nodes()
+    assert parents.tolist() == [[7, 7, 20, 20]]
+    assert depths.tolist() == [[4, 4, 5, 5]]
+    assert survival[0, 0] == 0.25
 
 
 def test_nothing_grows_deeper_than_trees_may_be() -> None:
     origin = Origin(torch.tensor([[0]]), torch.tensor([[MAX_DEPTH - 1]]), torch.tensor([[1.0]]))
-    tree = lattice([[0.5, 0.25], [0.5, 0.1]], origin).candidates()
-    assert (tree.survival > 0).tolist() == [[True, True, False, False]]
-    assert tree.depths.max() <= MAX_DEPTH
+    _, _, depths, survival = lattice([[0.5, 0.25], [0.5, 0.1]], origin).nodes()
+    assert (survival > 0).tolist() == [[True, True, False, False]]
+    assert depths.max() <= MAX_DEPTH
 
 
 def test_blocks_start_where_they_are_likely_to_be_reached_and_nobody_went_on() -> None:

@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from drafters.protocol import HostMetadata
+from drafters.protocol import DraftingSizes, HostMetadata
 from drafters.specblock.pool import WAITING, Backlog, EntryPool, EntryState
 from kernels.tree_attention import NULL_SLOT
+from tests.drafters.specblock.parts import tiny_drafter
 
 WIDTH = 3
 
 
 def state() -> EntryState:
-    return EntryState(max_sequences=3, max_length=64, width=WIDTH, dtype=torch.float32, device="cpu")
+    return EntryState(DraftingSizes(max_sequences=3, max_length=64, max_nodes=0), WIDTH, torch.float32)
 
 
 def commit(entries: EntryState, row: int, start: int, count: int) -> None:
@@ -89,10 +90,11 @@ def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
 
 
 def test_entries_of_a_slot_lie_side_by_side() -> None:
-    pool = EntryPool(num_layers=2, num_slots=5, entries=3, kv_heads=2, head_dim=4, dtype=torch.float32, device="cpu")
+    model = tiny_drafter(block_size=3, prefix_entries="all")
+    pool = EntryPool(model, 5, "cpu")
     places = pool.places(torch.tensor([[4, 1]]))
     assert places.tolist() == [[[12, 13, 14], [3, 4, 5]]]
-    keys, values = torch.randn(6, 2, 4), torch.randn(6, 2, 4)
+    keys, values = torch.randn(2, 6, model.kv_heads, model.head_dim)
     pool.write(1, places.flatten(), keys, values)
     read_keys, read_values = pool.read(1, places.flatten(1))
     assert read_keys.equal(keys.transpose(0, 1)[None])

@@ -6,7 +6,7 @@ import torch
 
 from drafters.feedback import FeedbackRecorder, QueryFeedback
 from drafters.protocol import Committed, DraftContext, Read, Scores
-from drafters.specblock.recording import BlockRecorder, Recorder
+from drafters.specblock.recording import BlockRecorder
 from drafters.tree import DraftTree, VerifyResult
 from tests.drafters.test_feedback import query
 
@@ -24,8 +24,7 @@ def recorder(wanted: Callable[[], bool] = lambda: True) -> tuple[BlockRecorder, 
         dtype=torch.float32,
         device="cpu",
     )
-    shape = {"max_sequences": ROWS, "block_size": BLOCK, "hidden": HIDDEN, "target_top": TOP}
-    return BlockRecorder(tables, t2d=T2D, wanted=wanted, **shape), tables
+    return BlockRecorder(tables, T2D, block_size=BLOCK, wanted=wanted), tables
 
 
 def block(seed: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,12 +119,12 @@ def test_rows_do_not_hear_each_other() -> None:
 
 def test_nobody_who_learns_wants_nothing() -> None:
     recording = recorder()[0]
-    wanted = [Recorder().wants_scores, recording.wants_scores]
+    wanted = [recording.wants_scores]
     recording.start([DraftContext(1, [1, 2, 3])])
     wanted.append(recording.wants_scores)
     recording.finish([1])
     wanted.append(recording.wants_scores)
-    assert wanted == [False, False, True, False]
+    assert wanted == [False, True, False]
 
 
 def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.protocol import DraftingSizes
 from drafters.specblock.growth import Origin, Picked
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
@@ -40,18 +41,9 @@ class Serving:
 
     def __init__(self, model: SpecBlock, text: Text) -> None:
         self.model, self.text = model, text
-        config = model.config
-        self.pool = EntryPool(
-            num_layers=config.num_layers,
-            num_slots=2 * LENGTH + 1,
-            entries=config.entries,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            dtype=torch.float32,
-            device="cpu",
-        )
-        width = text.features.shape[2]
-        self.state = EntryState(max_sequences=2, max_length=LENGTH, width=width, dtype=torch.float32, device="cpu")
+        self.pool = EntryPool(model, 2 * LENGTH + 1, "cpu")
+        sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=0)
+        self.state = EntryState(sizes, text.features.shape[2], torch.float32)
         self.end = torch.zeros(2, dtype=torch.int64)
 
     def commit(self, counts: list[int]) -> None:

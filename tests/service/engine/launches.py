@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.readback import AsyncReadback
+from drafters.readback import Readback
 from kernels.graph_runner import rerun
 from kernels.ops import REFERENCE
 
@@ -51,7 +51,7 @@ class Launches(TorchDispatchMode):
         ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
         table = replace(REFERENCE, **ops)
         monkeypatch.setattr("kernels.ops._table", lambda device_type: table)
-        monkeypatch.setattr("drafters.readback.readback_of", lambda device: AsyncReadback())
+        monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
 
     @contextmanager
     def _hush(self) -> Iterator[None]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from drafters.merged import MergedDrafter
-from drafters.protocol import Drafter
+from drafters.protocol import Drafter, DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
-from drafters.readback import AsyncReadback
+from drafters.readback import Readback
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs.model import CostTable
 from service.engine.engine import Engine
@@ -68,18 +68,18 @@ def test_a_step_with_trees_waits_for_their_sizes_too() -> None:
 
 
 def two_drafters() -> Drafter:
-    cheap, costly = (
-        RandomTreeDrafter(seed, VOCAB_SIZE, 8, 0.5, max_sequences=LIMITS.max_sequences, max_length=LIMITS.max_model_len)
-        for seed in range(2)
+    sizes = DraftingSizes(
+        max_sequences=LIMITS.max_sequences, max_length=LIMITS.max_model_len, max_nodes=8, vocab_size=VOCAB_SIZE
     )
-    return MergedDrafter(cheap, costly, max_nodes=8, max_sequences=LIMITS.max_sequences, device="cpu")
+    cheap, costly = (RandomTreeDrafter(sizes, seed=seed, hit_rate=0.5) for seed in range(2))
+    return MergedDrafter(cheap, costly, sizes)
 
 
 @pytest.mark.parametrize("num_drafters", [1, 2])
 def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     num_drafters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafters.readback.readback_of", lambda device: AsyncReadback())
+    monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
     free = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=np.array([1.0, 99.0]), seconds=np.ones((1, 1, 2)))
     budget = CostBudget(free)
     monkeypatch.setattr(budget, "refusal", lambda load: None)

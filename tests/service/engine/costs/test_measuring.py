@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafters.lookup.drafter import LookupDrafter
-from drafters.protocol import Drafter
+from drafters.protocol import Drafter, DraftingSizes
 from service.engine.costs import measuring
 from service.engine.costs.measuring import (
     CostKey,
@@ -129,7 +129,7 @@ def test_noise_at_the_last_point_is_not_extended_below_zero(clock: list[float]) 
 
 
 def lookup() -> Drafter:
-    return LookupDrafter(max_sequences=4, max_length=256, max_nodes=8, device="cpu")
+    return LookupDrafter(DraftingSizes(max_sequences=4, max_length=256, max_nodes=8))
 
 
 def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "lookup") -> Costs:
