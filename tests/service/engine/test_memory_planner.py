@@ -105,7 +105,7 @@ def _num_head_weights(model: torch.nn.Module) -> int:
 def test_feedback_tables_are_as_large_as_foreseen() -> None:
     sizes = {"width": 24, "hidden": 8, "top": 5}
     tables = FeedbackRecorder(max_sequences=3, window_tokens=40, **sizes, dtype=torch.bfloat16, device="cpu")
-    held = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
+    held = [tables._features, *tables._labels.fields]
     places = tables._places
     assert total_bytes(held) == feedback_bytes(max_sequences=3, places=places, itemsize=2, **sizes)
 
