@@ -1,77 +1,77 @@
-"""Which numbers are exported, under which names, with which labels and buckets: tables that `metrics` turns into a
-registry.
+"""Which numbers are exported, under which names, with which labels and buckets: tables that `metrics` adds up.
 
 Names come without prefix, counters without their `_total`. Names and units are vLLM's wherever it has a metric of that
 meaning. Label sets are written out, because they must be closed and the modules that produce their values need torch.
 """
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, TypeVar
 
 from adaptation.records import AdaptationStatus, Event, EventKind
 from service.engine.stats import FinishStats, LoadStats, StepStats
 
 Record = TypeVar("Record", contravariant=True)
-Kind = Literal["gauge", "counter"]
 
 
 # No slots: calling a generic alias of a frozen class with slots fails on Python 3.11.
 @dataclass(frozen=True)
-class Series(Generic[Record]):
-    """A gauge or a counter, and how its values are read from a record, by key; a gauge not read keeps its value.
+class Row(Generic[Record]):
+    """A metric `name{label}`, and what a record says of it: one number, or numbers by key; None leaves it as it was.
 
-    A key holds the values of the labels, with `:` between several; `keys` are all there are.
+    A key is a value of the label, with `:` between those of two labels; `keys` are all there are.
     """
 
-    kind: Kind
-    name: str
+    signature: str
     text: str
-    read: Callable[[Record], Mapping[str, float]]
-    labels: tuple[str, ...] = ()
+    read: Callable[[Record], float | Mapping[str, float] | None]
     keys: tuple[str, ...] = ("",)
 
+    @property
+    def name(self) -> str:
+        return self.signature.partition("{")[0]
 
-@dataclass(frozen=True)
-class Distribution(Generic[Record]):
-    """A histogram; a record brings any number of observations."""
+    @property
+    def labels(self) -> tuple[str, ...]:
+        _, _, labels = self.signature.rstrip("}").partition("{")
+        return tuple(labels.split(",")) if labels else ()
 
-    name: str
-    text: str
-    buckets: tuple[float, ...]
-    read: Callable[[Record], Iterable[float]]
-
-
-Table = Sequence[Series[Record] | Distribution[Record]]
-
-
-def _plain(kind: Kind, name: str, text: str, read: Callable[[Record], float | None]) -> Series[Record]:
-    def values(record: Record) -> dict[str, float]:
-        value = read(record)
-        return {} if value is None else {"": value}
-
-    return Series(kind, name, text, values)
+    def values(self, record: Record) -> Mapping[str, float]:
+        found = self.read(record)
+        return found if isinstance(found, Mapping) else {} if found is None else {"": found}
 
 
-def _counter(name: str, text: str, read: Callable[[Record], float]) -> Series[Record]:
-    return _plain("counter", name, text, read)
+class Gauge(Row[Record]):
+    """Follows what was read last."""
 
 
-def _gauge(name: str, text: str, read: Callable[[Record], float | None]) -> Series[Record]:
-    return _plain("gauge", name, text, read)
+class Counter(Row[Record]):
+    """Adds up what was read."""
 
 
-def _counters(
-    name: str, text: str, read: Callable[[Record], Mapping[str, float]], label: str, keys: tuple[str, ...]
-) -> Series[Record]:
-    return Series("counter", name, text, read, (label,), keys)
+class Histogram(Row[Record]):
+    """Keys are the upper bounds of its buckets, each counted for itself, and the sum of what was observed."""
 
 
-def _gauges(
-    name: str, text: str, read: Callable[[Record], Mapping[str, float]], label: str, keys: tuple[str, ...]
-) -> Series[Record]:
-    return Series("gauge", name, text, read, (label,), keys)
+Table = Sequence[Row[Record]]
+
+
+def _histogram(
+    name: str, text: str, buckets: Sequence[float], read: Callable[[Record], Iterable[float]]
+) -> Histogram[Record]:
+    bounds = (*(str(float(bound)) for bound in buckets), "+Inf")
+
+    def counts(record: Record) -> Mapping[str, float]:
+        found: defaultdict[str, float] = defaultdict(float)
+        for value in read(record):
+            found[bounds[bisect_left(buckets, value)]] += 1
+            found["sum"] += value
+        return found
+
+    return Histogram(name, text, counts, (*bounds, "sum"))
 
 
 # Serving.
@@ -80,28 +80,6 @@ FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 PHASES: Final = ("draft", "verify", "other")
 RANKS: Final = ("1", "2-4", "5-10")
 """Classes of the rank head that hold candidates; the fourth, beyond, holds none."""
-
-VLLM_NAMES: Final = frozenset(
-    {
-        "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "prompt_tokens",
-        "generation_tokens",
-        "request_success",
-    }
-)
-"""Those that may be shown a second time as `vllm:...`."""
 
 _LATENCY: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -118,10 +96,21 @@ class ServerStatus:
     loop_lag_seconds: float
 
 
+SERVER: Final[Table[ServerStatus]] = (
+    Gauge("ready", "1 while requests are taken.", lambda s: s.ready),
+    Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
+    Counter("requests_refused", "Requests answered 429.", lambda s: s.requests_refused),
+    Gauge(
+        "event_loop_lag_seconds", "Longest delay of the event loop since the last scrape.", lambda s: s.loop_lag_seconds
+    ),
+)
+
+# All of vLLM's metrics stand in these three: LOAD, FINISH and `vllm_step_table`.
+
 LOAD: Final[Table[LoadStats]] = (
-    _gauge("num_requests_running", "Sequences being generated.", lambda s: s.num_running),
-    _gauge("num_requests_waiting", "Sequences in the waiting queue.", lambda s: s.num_waiting),
-    _gauge(
+    Gauge("num_requests_running", "Sequences being generated.", lambda s: s.num_running),
+    Gauge("num_requests_waiting", "Sequences in the waiting queue.", lambda s: s.num_waiting),
+    Gauge(
         "kv_cache_usage_perc",
         "Share of key/value slots in use, 0 to 1.",
         lambda s: s.slots_used / s.slots_total if s.slots_total else 0.0,
@@ -129,127 +118,101 @@ LOAD: Final[Table[LoadStats]] = (
 )
 
 FINISH: Final[Table[FinishStats]] = (
-    _counters(
-        "request_success",
+    Counter(
+        "request_success{finished_reason}",
         "Sequences finished, by reason.",
         lambda s: {s.finish_reason: 1},
-        "finished_reason",
         FINISH_REASONS,
     ),
-    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
-    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens),
-    Distribution(
+    Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
+    Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens),
+    _histogram(
         "time_to_first_token_seconds",
         "Time from arrival to the first token.",
         _LATENCY,
         lambda s: (s.first_token_seconds,) if s.output_tokens else (),
     ),
-    Distribution(
-        "e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY, lambda s: (s.total_seconds,)
-    ),
-    Distribution(
+    _histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY, lambda s: (s.total_seconds,)),
+    _histogram(
         "request_queue_time_seconds", "Time spent in the waiting queue.", _LATENCY, lambda s: (s.queue_seconds,)
     ),
 )
 
-SERVER: Final[Sequence[Series[ServerStatus]]] = (
-    _gauge("ready", "1 while requests are taken.", lambda s: s.ready),
-    _gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
-    _counter("requests_refused", "Requests answered 429.", lambda s: s.requests_refused),
-    _gauge(
-        "event_loop_lag_seconds", "Longest delay of the event loop since the last scrape.", lambda s: s.loop_lag_seconds
-    ),
-)
 
-
-def step_table(*, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> Table[StepStats]:
-    """One engine step."""
+def vllm_step_table(max_depth: int) -> Table[StepStats]:
+    """What vLLM has a name for in a step."""
     return (
-        _counter("engine_steps", "Engine steps.", lambda s: 1),
-        _counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
-        _counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
-        _counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
-        _counters(
-            "step_seconds",
-            "Time spent in engine steps.",
-            lambda s: dict(zip(PHASES, (s.draft_seconds, s.verify_seconds, s.other_seconds), strict=True)),
-            "phase",
-            PHASES,
-        ),
-        Distribution(
+        Counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
+        Counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
+        _histogram(
             "inter_token_latency_seconds",
             "Time between two emissions of a sequence.",
             _INTER_TOKEN,
             lambda s: s.itl_seconds,
         ),
-        *_draft_series(max_depth, sources),
-        *_budget_series(budget_reasons),
+        Counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
+        Counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
+        Counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted_tokens),
+        Counter(
+            "spec_decode_num_accepted_tokens_per_pos{position}",
+            "Drafts accepted at least up to this position.",
+            _accepted_per_position,
+            tuple(map(str, range(max_depth))),
+        ),
     )
 
 
-def _draft_series(max_depth: int, sources: Sequence[str]) -> Table[StepStats]:
-    """What was drafted and what became of it."""
+def step_table(max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> Table[StepStats]:
+    """The rest of a step: what was drafted, what became of it, how many nodes were verified and why."""
     return (
-        _counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
-        _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
-        _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted_tokens),
-        _counters(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted at least up to this position.",
-            _accepted_per_position,
-            "position",
-            tuple(map(str, range(max_depth))),
+        Counter("engine_steps", "Engine steps.", lambda s: 1),
+        Counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
+        Counter(
+            "step_seconds{phase}",
+            "Time spent in engine steps.",
+            lambda s: {"draft": s.draft_seconds, "verify": s.verify_seconds, "other": s.other_seconds},
+            PHASES,
         ),
-        _counters(
-            "accepted_tokens_by_source",
+        Counter(
+            "accepted_tokens_by_source{source}",
             "Draft tokens accepted, by the drafter that proposed them.",
             lambda s: s.accepted_by_source,
-            "source",
             tuple(sources),
         ),
-        Distribution(
+        _histogram(
             "accepted_length_tokens",
             "Draft tokens accepted per draft.",
-            tuple(range(max_depth + 1)),
+            range(max_depth + 1),
             lambda s: s.accepted_per_sequence,
         ),
-        _counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),
-        _counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
-        _counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
-        _gauge(
+        Counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),
+        Counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
+        Counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
+        Gauge(
             "survival_calibration_error",
             "Expected calibration error of the predicted survival, 0 to 1.",
             lambda s: s.survival_error,
         ),
-        _gauges(
-            "rank_head_foretold_tokens",
+        Gauge(
+            "rank_head_foretold_tokens{rank}",
             "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
             lambda s: s.rank_predicted,
-            "rank",
             RANKS,
         ),
-        _gauges(
-            "rank_head_right_tokens",
+        Gauge(
+            "rank_head_right_tokens{rank}",
             "Accepted tokens among recent candidates of this rank.",
             lambda s: s.rank_right,
-            "rank",
             RANKS,
         ),
-    )
-
-
-def _budget_series(reasons: Sequence[str]) -> Table[StepStats]:
-    """How many nodes were verified, why, and how well their cost was predicted."""
-    return (
-        _gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
-        _counters(
-            "budget_decisions",
+        Gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
+        Counter(
+            "budget_decisions{reason}",
             "Steps by the reason for their node budget.",
             lambda s: {s.budget_reason: 1},
-            "reason",
-            tuple(reasons),
+            tuple(budget_reasons),
         ),
-        Distribution(
+        _histogram(
             "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
         ),
     )
@@ -318,32 +281,28 @@ def _finite(event: Event, names: Mapping[str, str]) -> dict[str, float]:
 
 
 EVENTS: Final[Table[Event]] = (
-    Series(
-        "counter",
-        "adaptation_events",
+    Counter(
+        "adaptation_events{event,reason}",
         "Events of learning, by reason.",
         lambda event: {f"{event.kind}:{label_of(event.kind, event.reason)}": 1},
-        ("event", "reason"),
         tuple(f"{kind}:{word}" for kind, words in EVENT_REASONS.items() for word in words),
     ),
-    Distribution(
+    _histogram(
         "adaptation_update_seconds",
         "Seconds of an update, without its evaluation.",
         _UPDATE_SECONDS,
         lambda event: _finite(event, {"": "seconds"}).values() if event.kind in _UPDATE_ENDS else (),
     ),
-    _gauges(
-        "adaptation_update_loss",
+    Gauge(
+        "adaptation_update_loss{term}",
         "Loss at the end of the last update, by term.",
         lambda event: _finite(event, {term: f"{term}_loss" for term in _LOSSES}),
-        "term",
         _LOSSES,
     ),
-    _gauges(
-        "adaptation_replayed_tau",
+    Gauge(
+        "adaptation_replayed_tau{drafter}",
         "Mean acceptance length (tau) of drafters replayed on the validation set, at the last evaluation.",
         lambda event: _finite(event, {drafter: drafter for drafter in _EVALUATED}),
-        "drafter",
         _EVALUATED,
     ),
 )
@@ -356,58 +315,6 @@ DECISIONS: Final = (
     *(f"{arm}:{reason}" for arm in ARMS for reason in ("untried", "explore", "gain", "fixed")),
 )
 EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
-
-ADAPTATION: Final[Sequence[Series[AdaptationStatus]]] = (
-    _gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
-    _gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
-    _gauge(
-        "drafter_exchanged_tokens",
-        "Tokens in the draft vocabulary that were not in the deployed one.",
-        lambda s: s.exchanged_tokens,
-    ),
-    _gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
-    _gauge("adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
-    _gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
-    _gauge(
-        "adaptation_kl_to_anchor",
-        "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
-        lambda s: float("nan") if s.kl_to_anchor is None else s.kl_to_anchor,
-    ),
-    _gauges("adaptation_arm_value", "Gain of throughput per signal.", lambda s: s.values, "arm", ARMS),
-    _gauges("adaptation_waiting_lessons", "Training samples in a buffer.", lambda s: s.waiting, "arm", ARMS),
-    _counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_heard),
-    _counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
-    _counter("adaptation_lessons_dropped", "Training samples dropped from a full buffer.", lambda s: s.lessons_dropped),
-    _counters(
-        "adaptation_queries_excluded",
-        "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
-        "resting: nothing promised a gain, so that they were not recorded.",
-        lambda s: s.excluded,
-        "reason",
-        EXCLUDED,
-    ),
-    Series(
-        "counter",
-        "adaptation_decisions",
-        "Decisions of the policy per finished query, with their reason.",
-        lambda s: s.decisions,
-        ("choice", "reason"),
-        DECISIONS,
-    ),
-    _counters("adaptation_updates", "Updates computed to their end.", lambda s: s.updates, "arm", ARMS),
-    _counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
-    _counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
-    _counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
-    _counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
-    _counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
-    _counters(
-        "adaptation_failures", "Exceptions in the learning thread, by stage.", lambda s: s.failures, "stage", _STAGES
-    ),
-    _counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
-)
-
-# Replicas; all zero where there are no others.
-
 STANDINGS: Final = ("alone", "following", "leading")
 _REFUSALS: Final = ("torn", "forged", "foreign", "misfit", "not_finite")  # of whatever arrives
 QUERY_FATES: Final = (
@@ -423,33 +330,74 @@ QUERY_FATES: Final = (
 )
 VERSION_FATES: Final = ("announced", "followed", "not_served", "old", "fork", *_REFUSALS)
 
-REPLICAS: Final[Sequence[Series[AdaptationStatus]]] = (
-    _gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
-    _gauges(
-        "replica_standing",
+ADAPTATION: Final[Table[AdaptationStatus]] = (
+    Gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
+    Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
+    Gauge(
+        "drafter_exchanged_tokens",
+        "Tokens in the draft vocabulary that were not in the deployed one.",
+        lambda s: s.exchanged_tokens,
+    ),
+    Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
+    Gauge("adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
+    Gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
+    Gauge(
+        "adaptation_kl_to_anchor",
+        "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
+        lambda s: float("nan") if s.kl_to_anchor is None else s.kl_to_anchor,
+    ),
+    Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
+    Gauge("adaptation_waiting_lessons{arm}", "Training samples in a buffer.", lambda s: s.waiting, ARMS),
+    Counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_heard),
+    Counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
+    Counter("adaptation_lessons_dropped", "Training samples dropped from a full buffer.", lambda s: s.lessons_dropped),
+    Counter(
+        "adaptation_queries_excluded{reason}",
+        "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
+        "resting: nothing promised a gain, so that they were not recorded.",
+        lambda s: s.excluded,
+        EXCLUDED,
+    ),
+    Counter(
+        "adaptation_decisions{choice,reason}",
+        "Decisions of the policy per finished query, with their reason.",
+        lambda s: s.decisions,
+        DECISIONS,
+    ),
+    Counter("adaptation_updates{arm}", "Updates computed to their end.", lambda s: s.updates, ARMS),
+    Counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
+    Counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
+    Counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
+    Counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
+    Counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
+    Counter(
+        "adaptation_failures{stage}", "Exceptions in the learning thread, by stage.", lambda s: s.failures, _STAGES
+    ),
+    Counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
+    # Replicas; all zero where there are no others.
+    Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
+    Gauge(
+        "replica_standing{standing}",
         "1 for the role of this replica; alone: there are no others, or they cannot be reached.",
         lambda s: {s.replicas.standing: 1.0},
-        "standing",
         STANDINGS,
     ),
-    _gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
-    _counter(
+    Gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
+    Counter(
         "replica_connections_lost",
         "Connections to the store of the replicas that were lost.",
         lambda s: s.replicas.connections_lost,
     ),
-    _counters(
-        "replica_queries",
+    Counter(
+        "replica_queries{fate}",
         "Finished queries on their way to the leader, by outcome.",
         lambda s: s.replicas.queries,
-        "fate",
         QUERY_FATES,
     ),
-    _counters(
-        "replica_versions",
+    Counter(
+        "replica_versions{fate}",
         "Versions on their way to the replicas, by outcome.",
         lambda s: s.replicas.versions,
-        "fate",
         VERSION_FATES,
     ),
 )

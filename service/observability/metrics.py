@@ -1,23 +1,17 @@
-"""Prometheus metrics, written from plain records. The only module that imports prometheus_client.
+"""Prometheus metrics, added up from plain records by one collector. The only module that imports prometheus_client.
 
 All label sets are closed and every series exists from the start, so that a rate over a quiet hour is zero and not
 missing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Generic
+from itertools import accumulate
+from threading import Lock
+from typing import Any, Final
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
@@ -26,156 +20,102 @@ from service.observability.metric_tables import (
     EVENTS,
     FINISH,
     LOAD,
-    REPLICAS,
     SERVER,
-    VLLM_NAMES,
-    Distribution,
+    Gauge,
+    Histogram,
     Record,
-    Series,
+    Row,
     ServerStatus,
     Table,
     step_table,
+    vllm_step_table,
 )
 
 PREFIX: Final = "adaptree_"
 VLLM_PREFIX: Final = "vllm:"
-_SEPARATOR = ":"  # between the values of several labels in a key
-
-# One timestamp series beside each counter would double the page, and no tool here reads it.
-disable_created_metrics()
 
 
-class Metrics:
+class Metrics(Collector):
     """Everything the server exports, on a registry of its own. Safe to call from any thread."""
 
     def __init__(
-        self,
-        *,
-        max_depth: int,
-        budget_reasons: Sequence[str],
-        sources: Sequence[str],
-        vllm_model: str | None = None,
+        self, *, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str], vllm_model: str | None = None
     ) -> None:
         """`vllm_model`: the name of the model under which to show vLLM's metrics too; None: not at all."""
-        self._registry = CollectorRegistry()
-        steps = step_table(max_depth=max_depth, budget_reasons=budget_reasons, sources=sources)
-        self._load = _Observed(LOAD, self._registry)
-        self._step = _Observed(steps, self._registry)
-        self._finish = _Observed(FINISH, self._registry)
-        self._events = _Observed(EVENTS, self._registry)
-        self._server = _Collected(SERVER)
-        self._adaptation = _Collected((*ADAPTATION, *REPLICAS))
-        self._registry.register(self._server)
-        self._registry.register(self._adaptation)
+        shared = vllm_step_table(max_depth)
+        self._steps = (*shared, *step_table(max_depth, budget_reasons, sources))
+        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *SERVER, *ADAPTATION)
+        self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
+        self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
         if vllm_model is not None:
-            shown = self._load.exported + self._step.exported + self._finish.exported
-            self._registry.register(_Renamed(shown, {"model_name": vllm_model, "engine": "0"}))
+            labels = {"model_name": vllm_model, "engine": "0"}
+            theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
+            self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
+        self._lock = Lock()
+        self._server: Callable[[], ServerStatus] | None = None
 
     def observe_load(self, stats: LoadStats) -> None:
         """How busy the engine is, after a step or an abort."""
-        self._load.observe(stats)
+        self._add(LOAD, stats)
 
     def observe_step(self, stats: StepStats) -> None:
         """One engine step."""
-        self._step.observe(stats)
+        self._add(self._steps, stats)
 
     def observe_finish(self, stats: FinishStats) -> None:
         """One sequence that ended."""
-        self._finish.observe(stats)
+        self._add(FINISH, stats)
 
     def observe_event(self, event: Event) -> None:
         """One thing that learning did."""
-        self._events.observe(event)
+        self._add(EVENTS, event)
 
     def observe_adaptation(self, status: AdaptationStatus) -> None:
         """Learning as it is now; shown until the next one comes."""
-        self._adaptation.source = lambda: status
+        self._set(ADAPTATION, status)
 
     def watch_server(self, status: Callable[[], ServerStatus]) -> None:
         """Export what the server says of itself at each scrape."""
-        self._server.source = status
+        self._server = status
 
     def render(self) -> tuple[bytes, str]:
         """The metrics page and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-
-class _Observed(Generic[Record]):
-    """The metrics of one table, changed by each record that is observed."""
-
-    def __init__(self, table: Table[Record], registry: CollectorRegistry) -> None:
-        pairs = [_made(series, registry) for series in table]
-        self.exported = [metric for metric, _ in pairs]
-        self._changes = [change for _, change in pairs]
-
-    def observe(self, record: Record) -> None:
-        for change in self._changes:
-            change(record)
-
-
-def _made(
-    series: Series[Record] | Distribution[Record], registry: CollectorRegistry
-) -> tuple[Counter | Gauge | Histogram, Callable[[Record], None]]:
-    """A metric of the registry, and what a record does to it."""
-    name, text = PREFIX + series.name, series.text
-    if isinstance(series, Distribution):
-        histogram = Histogram(name, text, buckets=series.buckets, registry=registry)
-
-        def observe(record: Record) -> None:
-            for value in series.read(record):
-                histogram.observe(value)
-
-        return histogram, observe
-    metric = (Counter if series.kind == "counter" else Gauge)(name, text, series.labels, registry=registry)
-    children = {key: metric.labels(*key.split(_SEPARATOR)) if key else metric for key in series.keys}
-    changes = {key: child.inc if isinstance(child, Counter) else child.set for key, child in children.items()}
-
-    def change(record: Record) -> None:
-        for key, value in series.read(record).items():
-            changes[key](value)
-
-    return metric, change
-
-
-class _Collected(Generic[Record]):
-    """A collector of the metrics of one table, all read from one record per scrape; zeros while there is none."""
-
-    def __init__(self, table: Sequence[Series[Record]]) -> None:
-        self.source: Callable[[], Record | None] = lambda: None
-        self._table = table
+        if self._server is not None:
+            self._set(SERVER, self._server())
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        record = self.source()
-        for series in self._table:
-            yield _family(series, {} if record is None else series.read(record))
+        with self._lock:
+            return [_family(row, self._values[row.name], prefix, labels) for row, prefix, labels in self._shown]
+
+    def _add(self, table: Table[Record], record: Record) -> None:
+        """Counters and buckets grow, gauges follow. Raises KeyError for a label that there is not."""
+        with self._lock:
+            for row in table:
+                values = self._values[row.name]
+                for key, value in row.values(record).items():
+                    values[key] = value if isinstance(row, Gauge) else values[key] + value
+
+    def _set(self, table: Table[Record], record: Record) -> None:
+        """What the record holds in all; zero is what it does not name."""
+        with self._lock:
+            for row in table:
+                found = row.values(record)
+                self._values[row.name] = {key: found.get(key, 0.0) for key in row.keys}
 
 
-def _family(series: Series[Record], values: Mapping[str, float]) -> Metric:
-    kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
-    family = kind(PREFIX + series.name, series.text, labels=series.labels)
-    for key in series.keys:
-        family.add_metric(key.split(_SEPARATOR) if series.labels else (), values.get(key, 0))
+def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Mapping[str, str]) -> Metric:
+    """A metric with all its series, each with the `common` labels before its own."""
+    name, fixed = prefix + row.name, tuple(common.values())
+    if isinstance(row, Histogram):
+        *counts, total = values.values()
+        histogram = HistogramMetricFamily(name, row.text, labels=tuple(common))
+        histogram.add_metric(fixed, list(zip(row.keys[:-1], accumulate(counts), strict=True)), total)
+        return histogram
+    family_of = GaugeMetricFamily if isinstance(row, Gauge) else CounterMetricFamily
+    family = family_of(name, row.text, labels=(*common, *row.labels))
+    for key, value in values.items():
+        family.add_metric((*fixed, *key.split(":")) if row.labels else fixed, value)
     return family
-
-
-class _Renamed:
-    """A collector that shows existing metrics a second time, as vLLM would: under its prefix and with its labels."""
-
-    def __init__(self, metrics: Sequence[Counter | Gauge | Histogram], labels: Mapping[str, str]) -> None:
-        self._metrics = metrics
-        self._labels = labels
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._metrics:
-            for family in metric.collect():
-                if family.name.removeprefix(PREFIX) in VLLM_NAMES:
-                    renamed = Metric(_vllm_name(family.name), family.documentation, family.type)
-                    renamed.samples = [
-                        sample._replace(name=_vllm_name(sample.name), labels={**self._labels, **sample.labels})
-                        for sample in family.samples
-                    ]
-                    yield renamed
-
-
-def _vllm_name(name: str) -> str:
-    return VLLM_PREFIX + name.removeprefix(PREFIX)

@@ -16,12 +16,8 @@ from service.observability.metric_tables import (
     FINISH_REASONS,
     PHASES,
     RANKS,
-    VLLM_NAMES,
     ServerStatus,
-    step_table,
 )
-from service.observability.metric_tables import FINISH as FINISH_SERIES
-from service.observability.metric_tables import LOAD as LOAD_SERIES
 from service.observability.metrics import Metrics
 from service.serve import metrics_of
 from tests.service.scripted import STATUS
@@ -63,6 +59,12 @@ FINISH = FinishStats(
 )
 
 
+VLLM_NAMES = """
+    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens_per_pos time_to_first_token_seconds inter_token_latency_seconds
+    e2e_request_latency_seconds request_queue_time_seconds num_requests_running num_requests_waiting
+    kv_cache_usage_perc prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success
+"""
 SERVER = ServerStatus(ready=True, requests_in_flight=4, requests_refused=3, loop_lag_seconds=0.01)
 
 
@@ -311,8 +313,9 @@ def test_the_vllm_names_show_the_same_values_with_the_labels_of_vllm() -> None:
     metrics.observe_finish(FINISH)
     page, _ = metrics.render()
     families = {family.name: family for family in text_string_to_metric_families(page.decode())}
-    assert {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")} == VLLM_NAMES
-    for name in VLLM_NAMES:
+    shown = {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")}
+    assert shown == set(VLLM_NAMES.split())
+    for name in shown:
         ours, theirs = families[f"adaptree_{name}"], families[f"vllm:{name}"]
         assert (ours.type, ours.documentation) == (theirs.type, theirs.documentation)
         labels = {"model_name": "tiny", "engine": "0"}
@@ -322,11 +325,6 @@ def test_the_vllm_names_show_the_same_values_with_the_labels_of_vllm() -> None:
     names = {sample.name for family in families.values() for sample in family.samples}
     assert {"vllm:spec_decode_num_drafts_total", "vllm:time_to_first_token_seconds_bucket"} <= names
     assert {"vllm:num_requests_running", "vllm:request_success_total"} <= names
-
-
-def test_vllm_names_are_names_of_ours() -> None:
-    ours = [*LOAD_SERIES, *FINISH_SERIES, *step_table(max_depth=1, budget_reasons=REASONS, sources=SOURCES)]
-    assert {one.name for one in ours} >= VLLM_NAMES
 
 
 def test_the_classes_of_the_rank_head_are_those_of_the_drafter() -> None:
