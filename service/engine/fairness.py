@@ -1,13 +1,12 @@
-"""Whose turn it is: how much each client was served, in tokens, and the lines in which clients wait.
+"""Whose turn it is: how much each client was served, in tokens.
 
 Every client has an account. Who is served most waits for the others to catch up, so that one that sends most of the
 load slows the others no more than one that sends as much as they do ("virtual token counter", arXiv 2401.00588).
 Accounts of those who are not here are kept only as far as they still say something.
 """
 
-from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from service.engine.sequence import Sequence
 
@@ -65,44 +64,3 @@ class Accounts:
 def service_of(sequence: Sequence) -> float:
     """Tokens a sequence has had, those of its prompt at their share."""
     return PROMPT_SHARE * min(sequence.num_computed, sequence.num_prompt) + sequence.num_generated
-
-
-class WaitingLines:
-    """Whoever was preempted stands where it stood before: its place follows from priority and arrival alone."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, list[Sequence]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for line in self._lines.values() for sequence in line)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._lines.get(sequence.client, ())
-
-    @property
-    def clients(self) -> list[str]:
-        """Those whose line is not empty."""
-        return list(self._lines)
-
-    def line(self, client: str) -> list[Sequence]:
-        """A client's sequences, the first to start first."""
-        return self._lines[client]
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._lines.setdefault(sequence.client, []), sequence, key=_place)
-        self._count += 1
-
-    def remove(self, sequence: Sequence) -> None:
-        line = self._lines[sequence.client]
-        line.remove(sequence)
-        self._count -= 1
-        if not line:
-            del self._lines[sequence.client]
-
-
-def _place(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.number

@@ -6,6 +6,7 @@ gives back what was used least recently, then the cheapest sequence waits; what 
 the same bits.
 """
 
+from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from drafters.protocol import HostMetadata
 from kernels.tree_attention import MAX_NODES
-from service.engine.fairness import Accounts, WaitingLines
+from service.engine.fairness import Accounts
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.rows import ExtendRows
@@ -96,7 +97,8 @@ class Batch:
 
 
 class Scheduler:
-    """Owner of the waiting lines and of the set of running sequences, in the order in which they began to run."""
+    """Owner of the waiting sequences, in order of arrival, and of the running ones, in the order in which they began to
+    run."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Scheduler:
     ) -> None:
         """`released` hears of every sequence that stops running, finished or preempted, while it still has its row.
         Cached prefixes leave room for trees of `tree_nodes`."""
-        self.waiting = WaitingLines()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
@@ -130,10 +132,10 @@ class Scheduler:
         return self._slots.num_free + self._cache.num_evictable
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence into its client's waiting line."""
+        """Let a new sequence wait."""
         sequence.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._accounts.enter(sequence.client)
-        self.waiting.add(sequence)
+        insort(self.waiting, sequence, key=_arrival)
 
     def schedule(self) -> Batch:
         """The next step's sequences."""
@@ -159,13 +161,13 @@ class Scheduler:
         self._accounts.leave(sequence.client)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to where it stood in the waiting line."""
+        """Send a running sequence back to where it stood among those that wait."""
         self._accounts.settle(sequence)
         self._stop(sequence)
         sequence.num_computed = 0
         sequence.preemptions += 1
         self._preemptions += 1
-        self.waiting.add(sequence)
+        insort(self.waiting, sequence, key=_arrival)
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
@@ -198,7 +200,7 @@ class Scheduler:
         """Every decoding sequence needs one slot now; one can always be served, because start-up checked that the
         pool holds the longest sequence."""
         while self._num_decoding() > self.num_available or (len(self.running) > 1 and self.num_available == 0):
-            victim = cheapest(self.running, sheltered(self.running), self._cache)
+            victim = cheapest(self.running, self.running, self._cache)
             assert victim is not None, "the pool does not hold the longest sequence"
             self.preempt(victim)
 
@@ -226,14 +228,15 @@ class Scheduler:
 
     def _next_to_start(self) -> Sequence | None:
         """Nobody overtakes one that does not fit, but one whose prefix is just being read does not stand in the way."""
-        if not self.waiting:
-            return None
-        claims = dict.fromkeys(self.waiting.clients, 0)
+        lines: dict[str, list[Sequence]] = {}
+        for sequence in self.waiting:
+            lines.setdefault(sequence.client, []).append(sequence)
+        served = {client: self._accounts.served(client) for client in lines}
         for sequence in self.running:
-            if sequence.client in claims:
-                claims[sequence.client] += self._forecast.claim(sequence)
-        for client in sorted(claims, key=lambda client: self._accounts.served(client) + claims[client]):
-            for sequence in self.waiting.line(client):
+            if sequence.client in served:
+                served[sequence.client] += self._forecast.claim(sequence)
+        for client in sorted(lines, key=served.__getitem__):
+            for sequence in sorted(lines[client], key=lambda sequence: sequence.request.priority):
                 if not self._is_being_read(sequence):
                     return sequence
         return None
@@ -261,7 +264,7 @@ class Scheduler:
         while not self._has_room(sequence):
             clients = [other.client for other in self.running]
             spare = [other for other in self.running if clients.count(other.client) > 1 and other not in started]
-            victim = cheapest(spare, sheltered(self.running), self._cache)
+            victim = cheapest(spare, self.running, self._cache)
             if victim is None:
                 return False
             self.preempt(victim)
@@ -316,15 +319,18 @@ class Forecast:
         return sequence.num_pending + self.tokens_to_write(sequence)
 
 
-def sheltered(running: Items[Sequence]) -> Sequence:
-    """The one that has been here longest: it never gives way, so everyone's turn to get on comes."""
-    return min(running, key=lambda sequence: sequence.number)
+def _arrival(sequence: Sequence) -> int:
+    return sequence.number
 
 
-def cheapest(running: Items[Sequence], spared: Sequence, cache: PrefixCache) -> Sequence | None:
-    """Least important, not preempted often, least to compute again, newest: in this order. None if all are spared."""
+def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: PrefixCache) -> Sequence | None:
+    """Least important, not preempted often, least to compute again, newest: in this order. None if all are spared.
+
+    The one that has been here longest never gives way, so everyone's turn to get on comes.
+    """
+    oldest = min(running, key=_arrival)
     return min(
-        (sequence for sequence in running if sequence is not spared),
+        (sequence for sequence in candidates if sequence is not oldest),
         key=lambda sequence: (
             -sequence.request.priority,
             sequence.preemptions >= _OFTEN,

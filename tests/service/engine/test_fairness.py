@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 import torch
 
-from service.engine.fairness import PROMPT_SHARE, Accounts, WaitingLines, service_of
+from service.engine.fairness import PROMPT_SHARE, Accounts, service_of
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.scheduler import Scheduler
@@ -167,38 +167,3 @@ def test_nine_tenths_of_the_load_hold_nobody_up(step: float, row: float, little:
     print(f"{quiet:.0f} alone, {loaded:.0f} beside {much}, {unfair:.0f} without turns")
     assert loaded <= 1.5 * quiet
     assert unfair > loaded
-
-
-def arrived(number: int, client: str = "", priority: int = 0) -> Sequence:
-    sequence = sequence_of(3, client=client, priority=priority)
-    sequence.number = number
-    return sequence
-
-
-def test_a_line_is_ordered_by_priority_then_arrival() -> None:
-    lines = WaitingLines()
-    late, early, urgent = arrived(2), arrived(1), arrived(3, priority=-1)
-    for sequence in (late, early, urgent):
-        lines.add(sequence)
-    assert lines.line("") == [urgent, early, late]
-
-
-def test_every_client_has_a_line_while_it_waits() -> None:
-    lines = WaitingLines()
-    mine, yours = arrived(0, "a"), arrived(1, "b")
-    assert not lines
-    lines.add(mine)
-    lines.add(yours)
-    assert (lines.clients, len(lines), list(lines)) == (["a", "b"], 2, [mine, yours])
-    lines.remove(mine)
-    assert (lines.clients, len(lines)) == (["b"], 1)
-    assert (mine in lines, yours in lines) == (False, True)
-
-
-def test_equal_places_do_not_compare_sequences() -> None:
-    lines = WaitingLines()
-    first, second = arrived(5), arrived(5)
-    lines.add(first)
-    lines.add(second)
-    lines.remove(second)
-    assert list(lines) == [first]

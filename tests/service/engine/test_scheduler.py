@@ -11,7 +11,7 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest, sheltered
+from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest
 from service.engine.sequence import Sequence, TextStream
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
@@ -93,7 +93,7 @@ def test_a_large_one_at_the_head_is_not_overtaken() -> None:
     running, large, small = room.add(30, 90, 2)
     assert room.step().started == [running]
     assert room.step().started == []
-    assert list(room.scheduler.waiting) == [large, small]
+    assert room.scheduler.waiting == [large, small]
 
 
 def test_one_chunk_is_shared_by_all_prompts_beside_the_decoding_rows() -> None:
@@ -141,10 +141,10 @@ def test_the_cheapest_gives_way_and_comes_back_first() -> None:
     old, large, small = room.add(20, 60, 6)
     outgrown(room)
     assert room.scheduler.running == [old, large]
-    assert list(room.scheduler.waiting) == [small]
+    assert room.scheduler.waiting == [small]
     assert (small.num_computed, small.row, small.preemptions) == (0, None, 1)
     (late,) = room.add(6)
-    assert list(room.scheduler.waiting) == [small, late]
+    assert room.scheduler.waiting == [small, late]
     removed(room, [old])
     assert room.step().started[0] == small
 
@@ -163,7 +163,7 @@ def test_whoever_gave_way_twice_is_spared_while_others_are_there() -> None:
     old, large, small = room.add(20, 60, 6)
     small.preemptions = 2
     outgrown(room)
-    assert list(room.scheduler.waiting) == [large]
+    assert room.scheduler.waiting == [large]
     assert room.scheduler.running == [old, small]
 
 
@@ -172,7 +172,7 @@ def test_the_least_important_gives_way_first() -> None:
     old, small = room.add(20, 6)
     (large,) = room.add(60, priority=1)
     outgrown(room)
-    assert list(room.scheduler.waiting) == [large]
+    assert room.scheduler.waiting == [large]
     assert room.scheduler.running == [old, small]
 
 
@@ -368,22 +368,21 @@ def running(number: int, computed: int, *, priority: int = 0, preemptions: int =
 
 def test_the_oldest_is_sheltered_wherever_it_stands() -> None:
     first, second = running(1, 5), running(2, 1)
-    assert sheltered([second, first]) is first
-    assert cheapest([second, first], first, NOTHING_KEPT) is second
-    assert cheapest([first], first, NOTHING_KEPT) is None
+    assert cheapest([second, first], [first], NOTHING_KEPT) is second
+    assert cheapest([first], [first], NOTHING_KEPT) is None
 
 
 def test_least_to_compute_again_and_the_newest_of_equals() -> None:
     old, large, small, newer = running(0, 1), running(1, 9), running(2, 4), running(3, 4)
-    assert cheapest([old, large, small, newer], old, NOTHING_KEPT) is newer
-    assert cheapest([old, large, small], old, NOTHING_KEPT) is small
+    assert cheapest([old, large, small, newer], [old], NOTHING_KEPT) is newer
+    assert cheapest([old, large, small], [old], NOTHING_KEPT) is small
 
 
 def test_importance_before_patience_before_cost() -> None:
     old, small, tired = running(0, 1), running(1, 30), running(2, 3, preemptions=2)
-    assert cheapest([old, small, tired], old, NOTHING_KEPT) is small
+    assert cheapest([old, small, tired], [old], NOTHING_KEPT) is small
     unimportant = running(3, 99, priority=5, preemptions=7)
-    assert cheapest([old, small, tired, unimportant], old, NOTHING_KEPT) is unimportant
+    assert cheapest([old, small, tired, unimportant], [old], NOTHING_KEPT) is unimportant
 
 
 def test_what_others_keep_alive_costs_nothing() -> None:
@@ -392,6 +391,6 @@ def test_what_others_keep_alive_costs_nothing() -> None:
     cache.release(cache.acquire("", shared), shared, torch.arange(1, 50))
     old, lone, sharing = running(0, 1), running(1, 20), running(2, 45)
     sharing.lease = cache.acquire("", shared)
-    assert cheapest([old, lone, sharing], old, cache) is lone
+    assert cheapest([old, lone, sharing], [old], cache) is lone
     old.lease = cache.acquire("", shared)
-    assert cheapest([old, lone, sharing], old, cache) is sharing
+    assert cheapest([old, lone, sharing], [old], cache) is sharing
