@@ -11,7 +11,7 @@ T(B) is what a plain step of these B sequences takes; prompt rows of the same st
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from drafters.gating import LedgersBySize
 from drafters.tree import Candidates, survival_order
 from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
+from service.engine.stats import StepStats
 
 REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_down", "reference")
 
@@ -61,36 +62,15 @@ class Load:
     weights: Tensor | None = None  # [drafting] float32, what a token of each counts; None: all the same
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What became of a decision."""
-
-    load: Load
-    drafted: bool  # whether the drafter was asked
-    followed: bool  # whether it was to take in prompts and answers
-    num_nodes: int  # nodes verified, all sequences together
-    accepted_tokens: int
-    draft_seconds: float
-    verify_seconds: float
-    follow_seconds: float  # what taking in prompts and answers took, drafted or not
-    other_seconds: float
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A step's decision."""
 
-    num_keep: Tensor  # [batch] int64, nodes per sequence
+    load: Load
     reason: str  # one of REASONS
-    nodes: tuple[int, ...] = ()  # of each line of the step's trees, known to the host once they are built
-
-    def with_nodes(self, nodes: Sequence[int], candidates: Candidates) -> "Budget":
-        """The same with each line's nodes; where costs allow none at all, it says whether there were any to allow."""
-        reason = self.reason
-        if reason == "cost" and not any(nodes):
-            there_were = bool((candidates.survival > 0).any())  # planned transfer: of a step without trees
-            reason = "does_not_pay" if there_were else "no_candidates"
-        return replace(self, nodes=tuple(nodes), reason=reason)
+    nodes: tuple[int, ...]  # of each line of the step's trees
+    drafted: bool  # whether the drafter was asked
+    followed: bool  # whether it is to take in prompts and answers
 
 
 def pace_weights(sequences: Sequence[Running], pace_seconds: float, now: float, device: torch.device) -> Tensor:
@@ -150,16 +130,19 @@ class BudgetPolicy(Protocol):
         """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
         ...
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
-        """`share` computes `allocate_nodes`, as it is or in a CUDA graph."""
+    def choose(
+        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
+    ) -> tuple[Tensor, str]:
+        """Nodes per sequence, and why; `share` computes `allocate_nodes`, as it is or in a CUDA graph. # -> [batch]"""
         ...
 
     def renew(self) -> None:
         """Other weights draft from now on."""
         ...
 
-    def learn(self, outcome: StepOutcome) -> float | None:
-        """Take in what a step took; returns the verify seconds that had been predicted, if any had."""
+    def learn(self, budget: Budget, stats: StepStats) -> float | None:
+        """Take in what a step took, as the host had to wait for it; returns the verify seconds that had been predicted,
+        if any had."""
         ...
 
 
@@ -178,17 +161,19 @@ class FixedBudget:
     def follows(self, load: Load) -> bool:
         return any(nodes for _, nodes in self._nodes_from)
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
+    def choose(
+        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
+    ) -> tuple[Tensor, str]:
         nodes = self._nodes(load)
         keep = torch.minimum(limits, candidates.num_nodes).clamp(max=nodes)
         if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
-            return Budget(keep, "fixed")
-        return Budget(keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots")
+            return keep, "fixed"
+        return keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots"
 
     def renew(self) -> None:
         """The same whoever drafts."""
 
-    def learn(self, outcome: StepOutcome) -> float | None:
+    def learn(self, budget: Budget, stats: StepStats) -> float | None:
         return None
 
     def _nodes(self, load: Load) -> int:
@@ -218,23 +203,25 @@ class CostBudget:
     def follows(self, load: Load) -> bool:
         return self._ledgers.of(load.num_sequences).opens_within(_AHEAD)
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
+    def choose(
+        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
+    ) -> tuple[Tensor, str]:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
-        return Budget(share(candidates, limits, self._seconds(load, candidates), weights), "cost")
+        return share(candidates, limits, self._seconds(load, candidates), weights), "cost"
 
     def renew(self) -> None:
         """What the old weights lost says little of the new ones."""
         self._ledgers.renew()
 
-    def learn(self, outcome: StepOutcome) -> float | None:
-        load = outcome.load
-        if outcome.followed:
-            self._baseline(load).owed_seconds += outcome.follow_seconds
+    def learn(self, budget: Budget, stats: StepStats) -> float | None:
+        load = budget.load
+        if budget.followed:
+            self._baseline(load).owed_seconds += stats.follow_seconds
         if load.num_drafting:
-            self._settle(self._baseline(load), outcome)
-        rows = load.num_rows + outcome.num_nodes
+            self._settle(self._baseline(load), budget, stats)
+        rows = load.num_rows + stats.drafted_nodes
         # Settled first: what a step with drafts took must not become what a plain one would have taken.
-        return self._costs.learn(rows, load.context, load.num_sequences, outcome.verify_seconds)
+        return self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
         """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # -> [all nodes + 1]"""
@@ -255,22 +242,23 @@ class CostBudget:
     def _baseline(self, load: Load) -> "_Baseline":
         return self._baselines[load.num_sequences.bit_length()]
 
-    def _settle(self, baseline: "_Baseline", outcome: StepOutcome) -> None:
+    def _settle(self, baseline: "_Baseline", budget: Budget, stats: StepStats) -> None:
         """Enter what drafting gained or cost in this step, in plain steps."""
-        load, ledger = outcome.load, self._ledgers.of(outcome.load.num_sequences)
-        baseline.count(outcome.num_nodes, reads=load.num_rows > load.num_drafting)
+        load, ledger = budget.load, self._ledgers.of(budget.load.num_sequences)
+        other_seconds = stats.other_seconds - stats.follow_seconds
+        baseline.count(stats.drafted_nodes, reads=load.num_rows > load.num_drafting)
         plain = self._plain_seconds(load)
-        if not outcome.drafted:
-            baseline.note_plain(outcome.other_seconds)
+        if not budget.drafted:
+            baseline.note_plain(other_seconds)
             ledger.rest()
             return
-        rows = load.num_rows + np.array([0.0, outcome.num_nodes])
+        rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
         # What it took, whatever had been expected of so many rows; but nodes make no forward faster, only clocks do.
-        verify = min(max(outcome.verify_seconds, without), _MOST_TIMES * predicted)
-        drafting = self._drafts.learn(load.num_drafting, outcome.draft_seconds)
-        spent = drafting + verify - without + baseline.note_drafted(outcome.other_seconds)
-        gained = outcome.accepted_tokens / load.num_drafting * plain
+        verify = min(max(stats.verify_seconds, without), _MOST_TIMES * predicted)
+        drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
+        spent = drafting + verify - without + baseline.note_drafted(other_seconds)
+        gained = stats.accepted_tokens / load.num_drafting * plain
         gain = (gained - spent) / plain - _UNSEEN
         baseline.note_gain(gain)
         # Where some still read their prompts, a step of those that draft is a part of what the ledger is counted in.

@@ -8,7 +8,7 @@ from drafters.protocol import Drafter, DraftingSizes
 from drafters.registry import TrainedWeights, build_drafter
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import Learning, PlainSeconds, plain_seconds, seconds_as_they_are
+from service.engine.accounting import Learning
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.costs.model import Costs, CostTable
 from service.engine.drafting import DraftStage
@@ -81,7 +81,7 @@ def build_engine(
         draft_stage=draft_stage,
         vocabulary=vocabulary,
         learning=learning,
-        plain_seconds=_plain_seconds(costs),
+        costs=costs,
     )
 
 
@@ -105,10 +105,6 @@ def make_drafter(name: str, target: Target, limits: EngineLimits, weights: Train
 def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     """A budget by measured cost, or a fixed one where nothing was measured."""
     return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
-
-
-def _plain_seconds(costs: CostTable | None) -> PlainSeconds:
-    return seconds_as_they_are if costs is None else plain_seconds(costs)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -4,16 +4,16 @@ became of earlier ones, pruned to the budget; and what the step then teaches all
 
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
-from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise
+from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, RankOutcomes
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
-from service.engine.budget import Budget, BudgetPolicy, Load, StepOutcome, pace_weights
+from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -21,15 +21,6 @@ from service.engine.tree_pruning import TreePruning
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A step's draft, until its fate is known."""
-
-    load: Load
-    asked: bool  # whether the drafter was
-    followed: bool  # whether it is to take in what becomes permanent
 
 
 class DraftStage:
@@ -61,7 +52,6 @@ class DraftStage:
             device=device,
         )
         self._version = drafter.version
-        self._draft: _Draft | None = None
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
 
@@ -88,68 +78,50 @@ class DraftStage:
 
     def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and the decision behind their size."""
-        drafting = batch.drafting
+        drafting, lines = batch.drafting, len(batch.items)
         load = self._load(batch, drafting, num_free_slots)
-        reason = self._refusal(drafting, load)
-        if reason is not None:
-            self._draft = _Draft(load, asked=False, followed=self._is_worth_following(batch, load))
-            none = torch.zeros(len(drafting), dtype=torch.int64, device=self._device)
-            return DraftTree.empty(len(batch.items), self._device), Budget(none, reason, (0,) * len(batch.items))
+        refusal = self._refusal(drafting, load)
+        if refusal is not None:
+            followed = self._is_worth_following(batch, load)
+            return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
         candidates = self._grow(drafting)
-        budget = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
-        num_keep = torch.minimum(budget.num_keep, candidates.num_nodes)
+        chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
+        num_keep = torch.minimum(chosen, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
+        if reason == "cost" and not any(nodes):
+            there_were = bool((candidates.survival > 0).any())  # planned transfer: of a step without trees
+            reason = "does_not_pay" if there_were else "no_candidates"
         tree = self._pruning.keep(num_keep, max(nodes))
-        self._draft = _Draft(load, asked=True, followed=True)
-        nodes += [0] * (len(batch.items) - len(nodes))
-        return _pad_lines(tree, len(batch.items)), budget.with_nodes(nodes, candidates)
+        nodes += [0] * (lines - len(nodes))
+        return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=True, followed=True)
 
-    def learn(self, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
-        """Take in what became of the step's trees; returns its report with what had been predicted.
+    def learn(self, budget: Budget, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
+        """Take in what became of the step's trees; returns its report with what had been predicted, and what
+        drafter and calibration say of themselves.
 
         Lines of tree and result are the completing sequences, of which the drafting ones stand first.
         """
-        assert self._draft is not None, "no trees were built in this step"
-        draft, self._draft = self._draft, None
-        if draft.asked and tree.width:
-            self._pruning.learn(result.path[: draft.load.num_drafting])
-        predicted = self._policy.learn(self._outcome(draft, stats))
+        if budget.drafted and tree.width:
+            self._pruning.learn(result.path[: budget.load.num_drafting])
         self._num_learnt += 1
-        return self._readings(replace(stats, predicted_verify_seconds=predicted))
-
-    @property
-    def follows(self) -> bool:
-        """Whether the drafter is to take in what this step reads and commits."""
-        assert self._draft is not None, "no trees were built in this step"
-        return self._draft.followed
-
-    def _readings(self, stats: StepStats) -> StepStats:
-        """The step's report with what drafter and calibration say of themselves."""
+        is_due = self._num_learnt % _REPORT_EVERY == 0
+        ranks = self._drafter.rank_outcomes() if is_due else RankOutcomes()
         new_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
-        stats = replace(stats, drafted_blocks=new_blocks)
-        if self._num_learnt % _REPORT_EVERY:
-            return stats
-        ranks = self._drafter.rank_outcomes()
         return replace(
-            stats, survival_error=self._calibration.error(), rank_predicted=ranks.predicted, rank_right=ranks.right
+            stats,
+            predicted_verify_seconds=self._policy.learn(budget, self._as_waited_for(stats)),
+            drafted_blocks=new_blocks,
+            survival_error=self._calibration.error() if is_due else None,
+            rank_predicted=ranks.predicted,
+            rank_right=ranks.right,
         )
 
-    def _outcome(self, draft: _Draft, stats: StepStats) -> StepOutcome:
-        # Launches return at once on a device; what waits for it is the transfer of emitted tokens, timed with the rest.
-        is_waited_for = self._device.type == "cpu"
-        late = 0.0 if is_waited_for else stats.other_seconds
-        follow = stats.follow_seconds if is_waited_for else 0.0
-        return StepOutcome(
-            load=draft.load,
-            drafted=draft.asked,
-            followed=draft.followed,
-            num_nodes=stats.drafted_nodes,
-            accepted_tokens=stats.accepted_tokens,
-            draft_seconds=stats.draft_seconds,
-            verify_seconds=stats.verify_seconds + late,
-            follow_seconds=follow,
-            other_seconds=stats.other_seconds - late - follow,
-        )
+    def _as_waited_for(self, stats: StepStats) -> StepStats:
+        """On a device launches return at once; what waits is the transfer of emitted tokens, timed with the rest."""
+        if self._device.type == "cpu":
+            return stats
+        verify = stats.verify_seconds + stats.other_seconds
+        return replace(stats, verify_seconds=verify, follow_seconds=0.0, other_seconds=0.0)
 
     def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:
         pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows

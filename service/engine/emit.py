@@ -6,7 +6,7 @@ Tokens behind a stop were accepted by the target but are not part of the answer;
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,35 +20,14 @@ from service.engine.verify import Verified
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """What one step sends out."""
+def read_tokens(committed: Committed, verified: Verified) -> tuple[list[list[int]], list[bool]]:
+    """By completing sequence, its accepted tokens and the bonus token, and whether it has failed.
 
-    outputs: list[SequenceOutput]
-    ended: list[tuple[Sequence, Finish]]
-    gaps: tuple[float, ...]  # seconds since each emitting sequence emitted last
-
-
-@dataclass(frozen=True, slots=True)
-class HostTokens:
-    """What the host learns of a step, by completing sequence."""
-
-    tokens: list[list[int]]  # accepted ones, then the bonus token
-    failed: list[bool]
-    drafted: list[int]  # nodes that were verified
-
-    @staticmethod
-    def of(committed: Committed, verified: Verified, drafted: list[int]) -> "HostTokens":
-        """Ask the device, once: this is what the host waits for in every step."""
-        everything = torch.cat([committed.tokens, verified.failed[:, None].long()], dim=1)
-        lines: list[list[int]] = everything.tolist()  # planned transfer
-        tokens = [[token for token in line[:-1] if token >= 0] for line in lines]
-        return HostTokens(tokens, [bool(line[-1]) for line in lines], drafted)
-
-    @property
-    def accepted(self) -> list[int]:
-        """How many drafted tokens were accepted."""
-        return [len(line) - 1 for line in self.tokens]
+    Asks the device, once: this is what the host waits for in every step.
+    """
+    everything = torch.cat([committed.tokens, verified.failed[:, None].long()], dim=1)
+    lines: list[list[int]] = everything.tolist()  # planned transfer
+    return [[token for token in line[:-1] if token >= 0] for line in lines], [bool(line[-1]) for line in lines]
 
 
 class EmitStage:
@@ -61,28 +40,24 @@ class EmitStage:
     def emit(
         self,
         completing: Items[Sequence],
-        on_host: HostTokens,
+        tokens: Items[list[int]],
+        failed: Items[bool],
+        drafted: Items[int],
         verified: Verified,
         logits: Tensor,
         remove: Callable[[Sequence], None],
-    ) -> Emission:
+    ) -> list[SequenceOutput]:
         """Outputs of all completing sequences; `remove` is called with each that ends. # logits [logits, vocab]"""
-        tokens, failed, drafted = on_host.tokens, on_host.failed, on_host.drafted
-        outputs: list[SequenceOutput] = []
-        ended: list[tuple[Sequence, Finish]] = []
-        gaps: list[float] = []
+        outputs = []
         for line, sequence in enumerate(completing):
             kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, tokens[line], self._eos_ids)
-            gap = sequence.mark_emitted(time.monotonic(), len(tokens[line]) - 1, drafted[line])
-            gaps += [] if gap is None else [gap]
             shown = _shown_logprobs(sequence, kept, logits, verified, line)
             if finish is not None:
                 remove(sequence)
-                ended.append((sequence, finish))
             output = self.output(sequence, kept, shown, finish)
             traced = sequence.request.speculation.trace
             outputs.append(replace(output, tree=_step_tree(verified, line, drafted[line])) if traced else output)
-        return Emission(outputs, ended, tuple(gaps))
+        return outputs
 
     def output(
         self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None

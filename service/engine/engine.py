@@ -5,7 +5,9 @@
 Each stage lives in a module of its own; this one composes them. One thread drives it.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,17 +16,17 @@ from torch import Tensor
 from drafters.protocol import Committed, Drafter
 from service.engine.accounting import (
     Learning,
-    NoLearning,
-    PlainSeconds,
-    RequestAccounting,
     StepClock,
+    charge,
     finish_stats,
-    seconds_as_they_are,
+    plain_seconds,
+    query_of,
     step_stats,
 )
 from service.engine.commit import commit, lay_out, reads
+from service.engine.costs.model import CostTable
 from service.engine.drafting import DraftStage
-from service.engine.emit import Emission, EmitStage, HostTokens
+from service.engine.emit import EmitStage, read_tokens
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.rows import ForwardRows
@@ -68,9 +70,9 @@ class Engine:
         draft_stage: DraftStage,
         vocabulary: Vocabulary,
         learning: Learning | None = None,
-        plain_seconds: PlainSeconds = seconds_as_they_are,
+        costs: CostTable | None = None,
     ) -> None:
-        """`plain_seconds` is what costs of queries are counted in."""
+        """What queries cost is counted in plain steps by `costs`."""
         self.target = target
         self.drafter = drafter
         self.slots = slots
@@ -80,8 +82,8 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
-        self._learning: Learning = learning or NoLearning()
-        self._accounting = RequestAccounting(plain_seconds)
+        self._learning = learning
+        self._plain_seconds = plain_seconds(costs)
         self._credited: dict[str, int] = dict(drafter.credits())
 
     @property
@@ -105,16 +107,16 @@ class Engine:
 
     def abort(self, request_id: str) -> tuple[list[SequenceOutput], list[FinishStats]]:
         """End a request's sequences now and free their slots."""
-        mine = [s for s in self._sequences() if s.request.request_id == request_id]
+        every = [*self.scheduler.running, *self.scheduler.waiting]
+        mine = [sequence for sequence in every if sequence.request.request_id == request_id]
         for sequence in mine:
             self.scheduler.remove(sequence)
-            self._accounting.forget(sequence)
-        end = Finish("abort")
-        return [self._emit_stage.output(s, [], None, end) for s in mine], [finish_stats(s, end) for s in mine]
+        outputs = [self._emit_stage.output(sequence, [], None, Finish("abort")) for sequence in mine]
+        return outputs, list(map(finish_stats, mine, outputs))
 
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
-        version = self._learning.between_steps()
+        version = self._learning.between_steps() if self._learning else 0
         clock = StepClock()
         if self.target.pool.use(self, self.slots.mine):
             assert not self.scheduler.running, "another engine has used the slots of running texts"
@@ -128,42 +130,48 @@ class Engine:
         rows = lay_out(batch.extends, tree, self.slots, self.table, budget.nodes)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
-        completing = batch.completing
+        completing, host = batch.completing, batch.host
         verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.sampler)
-        followed, scored = self._draft_stage.follows, self.drafter.wants_scores
+        scored = self.drafter.wants_scores
         committed, freed = commit(
-            rows, verified, output, self.table, wants_scores=scored, host=batch.host, follow=followed
+            rows, verified, output, self.table, wants_scores=scored, host=host, follow=budget.followed
         )
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
-        on_host = HostTokens.of(committed, verified, batch.of_completing(budget.nodes))
-        drafted, accepted = budget.nodes, on_host.accepted
+        tokens, failed = read_tokens(committed, verified)
+        drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
         self.slots.free(freed[: sum(drafted) - sum(accepted)])
-        _advance(batch, accepted)
-        self._accounting.enter(batch, version, drafted, accepted, clock.seconds["draft"], clock.seconds["verify"])
-        emission = self._emit_stage.emit(completing, on_host, verified, output.logits, self.scheduler.remove)
-        finished = self._close(emission)
+        gaps = _advance(batch, drafted, accepted)
+        charge(batch, version, drafted, accepted, clock.seconds, self._plain_seconds)
+        emit, remove = self._emit_stage.emit, self.scheduler.remove
+        outputs = emit(completing, tokens, failed, drafted, verified, output.logits, remove)
+        finished = self._close(completing, host.rows, outputs)
         clock.lap("other")
         stats = step_stats(
             batch,
-            drafted,
             budget,
             accepted,
-            emission,
-            clock,
-            credited=self._newly_credited,
+            outputs,
+            clock.seconds,
+            credited=self._newly_credited(sum(accepted)),
+            gaps=gaps,
             preemptions=self.scheduler.take_preemptions(),
         )
-        return StepReport(emission.outputs, finished, self._draft_stage.learn(verified.tree, verified.result, stats))
+        return StepReport(outputs, finished, self._draft_stage.learn(budget, verified.tree, verified.result, stats))
 
-    def _close(self, emission: Emission) -> list[FinishStats]:
+    def _close(
+        self, completing: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
+    ) -> list[FinishStats]:
         """Tell whoever learns of the sequences that have come to an end of their own."""
-        for sequence, finish in emission.ended:
-            query = self._accounting.close(sequence, finish)
-            if query is not None:
-                self._learning.ended(query)
-        return [finish_stats(sequence, finish) for sequence, finish in emission.ended]
+        finished = []
+        for sequence, row, output in zip(completing, rows, outputs, strict=True):
+            if output.finish_reason is None:
+                continue
+            if self._learning is not None and output.finish_reason in ("stop", "length"):
+                self._learning.ended(query_of(sequence, row))
+            finished.append(finish_stats(sequence, output))
+        return finished
 
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
@@ -177,9 +185,6 @@ class Engine:
         owned = torch.cat([self.slots.free_slots(), self.scheduler.held_slots()])
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
-
-    def _sequences(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _new_sequence(self, request: GenerationRequest, index: int) -> Sequence:
         params = replace(request.sampling, seed=signed64(request.sampling.seed + index))
@@ -199,7 +204,7 @@ class Engine:
             num_prompt=len(request.prompt),
         )
 
-    def _newly_credited(self, accepted: int) -> dict[str, int]:
+    def _newly_credited(self, accepted: int) -> Mapping[str, int]:
         """Tokens accepted in this step by who proposed them."""
         credits = self.drafter.credits()
         if not credits:
@@ -209,8 +214,13 @@ class Engine:
         return new
 
 
-def _advance(batch: Batch, accepted: list[int]) -> None:
-    """Note which positions now have keys and values: the extends, and the accepted nodes of completing sequences."""
-    lengths = iter(accepted)
+def _advance(batch: Batch, drafted: Items[int], accepted: list[int]) -> tuple[float, ...]:
+    """Note which positions now have keys and values: the extends, and the accepted nodes of completing sequences.
+    # -> seconds since each of these emitted last"""
     for item in batch.items:
-        item.sequence.num_computed += item.num_rows + (next(lengths) if item.completes else 0)
+        item.sequence.num_computed += item.num_rows
+    now, gaps = time.monotonic(), []
+    for sequence, nodes, length in zip(batch.completing, drafted, accepted, strict=False):
+        sequence.num_computed += length
+        gaps.append(sequence.mark_emitted(now, length, nodes))
+    return tuple(gap for gap in gaps if gap is not None)

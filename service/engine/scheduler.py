@@ -61,7 +61,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everyone who takes part in a step; the drafting sequences stand first."""
+    """Everyone who takes part in a step; the drafting sequences, which are completing ones, stand first."""
 
     items: list[Scheduled]
     started: list[Sequence]  # those that have just begun, or begun again, to run
@@ -80,10 +80,6 @@ class Batch:
         extends = [extend for extend in self.extends if extend.completes]
         ends = (extend.start + len(extend.tokens) - 1 for extend in extends)
         return HostMetadata(tuple(extend.table_row for extend in extends), tuple(ends))
-
-    def of_completing(self, values: Items[int]) -> list[int]:
-        """The completing items' part of one value per item."""
-        return [value for item, value in zip(self.items, values, strict=True) if item.completes]
 
     @property
     def extends(self) -> list[ExtendRows]:

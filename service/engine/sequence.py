@@ -84,6 +84,24 @@ def _continues(stop: str, text: str, start: int) -> bool:
     return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 
+@dataclass(slots=True)
+class Account:
+    """What steps cost one sequence and brought it."""
+
+    first_version: int = -1  # drafter that served its first step
+    version: int = -1  # and its last
+    accepted: list[int] = field(default_factory=list)  # of each step with nodes
+    plain_steps: int = 0
+    draft_cost: float = 0.0  # in plain steps
+    verify_cost: float = 0.0
+    seconds: float = 0.0
+
+    def served_by(self, version: int) -> None:
+        self.version = version
+        if self.first_version < 0:
+            self.first_version = version
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n generations. `tokens` is prompt and generated text; its last token's keys and values are
@@ -108,6 +126,7 @@ class Sequence:
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
     predicted_tokens: int = 0  # tokens that the client's prediction predicted
+    account: Account = field(default_factory=Account)
 
     @property
     def table_row(self) -> int:

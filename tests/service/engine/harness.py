@@ -12,6 +12,7 @@ from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.sequence import TextStream
+from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.tokenizer import ChatTokenizer
@@ -106,6 +107,26 @@ def request(
         prediction=tuple(prediction),
         speculation=speculation or SpeculationParams(),
     )
+
+
+def step_stats(nodes: int = 0, accepted: int = 0, **seconds: float) -> StepStats:
+    """The record of a step of one draft."""
+    stats = StepStats(
+        prompt_tokens=0,
+        emitted_tokens=1 + accepted,
+        drafts=1,
+        drafted_nodes=nodes,
+        accepted_tokens=accepted,
+        accepted_per_sequence=(accepted,),
+        accepted_by_source={},
+        budget=nodes,
+        budget_reason="fixed",
+        draft_seconds=1.0,
+        verify_seconds=2.0,
+        other_seconds=3.0,
+        preemptions=0,
+    )
+    return replace(stats, **seconds)  # type: ignore[arg-type]
 
 
 def greedy(max_tokens: int = 32) -> SamplingParams:

@@ -5,90 +5,56 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 
-from service.engine.accounting import RequestAccounting, plain_seconds, seconds_as_they_are
+from drafters.feedback import Query
+from service.engine.accounting import PlainSeconds, charge, plain_seconds, query_of
 from service.engine.scheduler import Batch
-from service.engine.sequence import Finish, Sequence
+from service.engine.sequence import Account, Sequence
 from tests.service.engine.harness import greedy, request
-
-END = Finish("length")
 
 
 class OneSequence:
-    """As much of a sequence as books look at; two are never equal."""
+    """As much of a sequence as accounting looks at; two are never equal."""
 
-    def __init__(self, row: int, length: int = 10) -> None:
-        self.table_row = row
+    def __init__(self, length: int = 10) -> None:
         self.tokens = [1] * length
         self.num_prompt = 1
-        self.request = request(str(row), [1], greedy())
+        self.request = request("r", [1], greedy())
+        self.account = Account()
 
 
 def step(*sequences: OneSequence, reading: bool = False) -> Batch:
     items: list[Any] = [SimpleNamespace(sequence=one, completes=True, drafts=True, num_rows=1) for one in sequences]
     if reading:
-        items.append(SimpleNamespace(sequence=OneSequence(9), completes=False, drafts=False, num_rows=7))
+        items.append(SimpleNamespace(sequence=OneSequence(), completes=False, drafts=False, num_rows=7))
     return Batch(items, [])
 
 
-def as_sequence(one: OneSequence) -> Sequence:
-    return cast(Sequence, one)
+def query(one: OneSequence) -> Query:
+    return query_of(cast(Sequence, one), 5)
 
 
 def test_seconds_are_divided_by_the_prediction_and_shared() -> None:
-    books, first, second = (
-        RequestAccounting(lambda rows, context: rows * context),
-        OneSequence(0, 10),
-        OneSequence(1, 30),
-    )
-    books.enter(step(first, second), 3, [4, 0], [2, 0], 4.0, 16.0)
-    books.enter(step(first), 5, [1], [0], 1.0, 2.0)
-    query = books.close(as_sequence(first), END)
-    assert query is not None
-    assert (query.first_version, query.version) == (3, 5)
-    assert (query.accepted, query.plain_steps) == ((2, 0), 0)
-    assert query.draft_cost == 4.0 / 40 + 1.0 / 10
-    assert query.verify_cost == 16.0 / 40 + 2.0 / 10
-    assert query.seconds == 20.0 / 2 + 3.0
-    other = books.close(as_sequence(second), END)
-    assert other is not None
+    first, second = OneSequence(10), OneSequence(30)
+    plain: PlainSeconds = lambda rows, context: rows * context  # noqa: E731
+    charge(step(first, second), 3, [4, 0], [2, 0], {"draft": 4.0, "verify": 16.0}, plain)
+    charge(step(first), 5, [1], [0], {"draft": 1.0, "verify": 2.0}, plain)
+    told, other = query(first), query(second)
+    assert (told.row, told.first_version, told.version) == (5, 3, 5)
+    assert (told.accepted, told.plain_steps) == ((2, 0), 0)
+    assert told.draft_cost == 4.0 / 40 + 1.0 / 10
+    assert told.verify_cost == 16.0 / 40 + 2.0 / 10
+    assert told.seconds == 20.0 / 2 + 3.0
     assert (other.accepted, other.plain_steps, other.seconds) == ((), 1, 10.0)
 
 
 def test_steps_that_read_prompts_belong_to_nobody() -> None:
-    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
-    books.enter(step(one, reading=True), 1, [3, 0], [1], 1.0, 1.0)
-    books.enter(step(one), 2, [3], [1], 0.5, 0.25)
-    query = books.close(as_sequence(one), END)
-    assert query is not None
-    assert (query.accepted, query.draft_cost, query.verify_cost, query.seconds) == ((1,), 0.5, 0.25, 0.75)
-    assert query.first_version == 1
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_only_an_end_of_its_own_makes_a_query(reason: str) -> None:
-    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
-    books.enter(step(one), 1, [0], [0], 1.0, 1.0)
-    assert books.close(as_sequence(one), Finish(cast(Any, reason))) is None
-    assert books.close(as_sequence(one), END) is None
-
-
-def test_a_forgotten_sequence_is_never_told() -> None:
-    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
-    books.enter(step(one), 1, [0], [0], 1.0, 1.0)
-    books.forget(as_sequence(one))
-    assert books.close(as_sequence(one), END) is None
-
-
-def test_a_row_may_change_when_a_sequence_starts_again() -> None:
-    books, one = RequestAccounting(seconds_as_they_are), OneSequence(0)
-    books.enter(step(one), 1, [0], [0], 1.0, 1.0)
-    one.table_row = 4
-    books.enter(step(one), 1, [0], [0], 1.0, 1.0)
-    query = books.close(as_sequence(one), END)
-    assert query is not None
-    assert query.row == 4
+    one = OneSequence()
+    charge(step(one, reading=True), 1, [3, 0], [1], {"draft": 1.0, "verify": 1.0}, plain_seconds(None))
+    charge(step(one), 2, [3], [1], {"draft": 0.5, "verify": 0.25}, plain_seconds(None))
+    told = query(one)
+    assert (told.accepted, told.draft_cost, told.verify_cost, told.seconds) == ((1,), 0.5, 0.25, 0.75)
+    assert told.first_version == 1
 
 
 class Table:

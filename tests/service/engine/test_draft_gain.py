@@ -9,8 +9,9 @@ import torch
 
 from drafters.calibration import SurvivalCalibration
 from drafters.tree import DraftTree
-from service.engine.budget import CostBudget, Load, StepOutcome
+from service.engine.budget import Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
+from tests.service.engine.harness import step_stats
 
 torch.set_num_threads(1)
 
@@ -86,17 +87,15 @@ class World:
         self.drafted.append(drafted)
         self.followed.append(followed)
         self.policy.learn(
-            StepOutcome(
-                load=load,
-                drafted=drafted,
-                followed=followed,
-                num_nodes=sum(keep),
-                accepted_tokens=accepted,
+            Budget(load, "cost", tuple(keep), drafted, followed),
+            step_stats(
+                sum(keep),
+                accepted,
                 draft_seconds=draft,
                 verify_seconds=verify,
                 follow_seconds=follow,
-                other_seconds=OTHER_SECONDS,
-            )
+                other_seconds=OTHER_SECONDS + follow,
+            ),
         )
 
     def _draft(self, load: Load, truth: float) -> tuple[list[int], int]:
@@ -104,10 +103,10 @@ class World:
         survival = torch.full(places.shape, self.claims).cumprod(1)
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
         candidates, claims = self.calibration.correct(raw)
-        budget = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
-        keep: list[int] = budget.num_keep.tolist()
+        chosen, _ = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
+        keep: list[int] = chosen.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
-        tree = DraftTree(places, places - 1, places + 1, candidates.survival, budget.num_keep)
+        tree = DraftTree(places, places - 1, places + 1, candidates.survival, chosen)
         path = torch.where(places < lengths[:, None], places, -1)
         self.calibration.learn(claims, tree, path)
         return keep, int(lengths.sum())
@@ -212,19 +211,9 @@ def test_a_step_without_nodes_is_taken_now_and_then_as_a_reference() -> None:
 def test_costs_are_predicted_closely_after_a_while() -> None:
     world = World(4, 0.8, error=1.6, noise=0.05)
     world.speed(1_000, lambda: 0.7)
-    predicted = world.policy.learn(
-        StepOutcome(
-            load=Load(4, 1.0, 100, num_drafting=4, num_sequences=4),
-            drafted=False,
-            followed=True,
-            num_nodes=0,
-            accepted_tokens=0,
-            draft_seconds=0.0,
-            verify_seconds=true_seconds(4),
-            follow_seconds=0.0,
-            other_seconds=OTHER_SECONDS,
-        )
-    )
+    budget = Budget(Load(4, 1.0, 100, num_drafting=4, num_sequences=4), "stands_down", (0,) * 4, False, True)
+    stats = step_stats(draft_seconds=0.0, verify_seconds=true_seconds(4), other_seconds=OTHER_SECONDS)
+    predicted = world.policy.learn(budget, stats)
     assert predicted == pytest.approx(true_seconds(4), rel=0.1)
 
 

@@ -3,19 +3,21 @@
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, FixedBudget, Load, Share, StepOutcome, allocate_nodes
+from service.engine.budget import Budget, CostBudget, FixedBudget, Load, Share, allocate_nodes
+from service.engine.costs.model import CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, SpeculationParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from tests.service.engine.harness import greedy, request
+from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
 from tests.service.engine.test_scheduler import sequence_of
 from tests.tiny_models import VOCAB_SIZE
@@ -136,12 +138,12 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
 def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
-    tree, _ = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
+    tree, budget = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
-    assert stage.follows, "for the text whose prompt is being read"
-    stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
-    assert not stage.follows
+    assert budget.followed, "for the text whose prompt is being read"
+    _, budget = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
+    assert not budget.followed
 
 
 class Watcher:
@@ -150,7 +152,7 @@ class Watcher:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.loads: list[Load] = []
-        self.outcomes: list[StepOutcome] = []
+        self.outcomes: list[tuple[Budget, StepStats]] = []
         self.survival: list[float] = []
         self.renewals = 0
 
@@ -161,34 +163,18 @@ class Watcher:
     def follows(self, load: Load) -> bool:
         return self.reason is None
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Budget:
+    def choose(
+        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
+    ) -> tuple[Tensor, str]:
         self.survival = candidates.survival[0].tolist()
         return FixedBudget(2).choose(candidates, limits, load)
 
     def renew(self) -> None:
         self.renewals += 1
 
-    def learn(self, outcome: StepOutcome) -> float | None:
-        self.outcomes.append(outcome)
+    def learn(self, budget: Budget, stats: StepStats) -> float | None:
+        self.outcomes.append((budget, stats))
         return 7.0
-
-
-def report(nodes: int = 0, accepted: int = 0) -> StepStats:
-    return StepStats(
-        prompt_tokens=0,
-        emitted_tokens=1 + accepted,
-        drafts=1,
-        drafted_nodes=nodes,
-        accepted_tokens=accepted,
-        accepted_per_sequence=(accepted,),
-        accepted_by_source={},
-        budget=nodes,
-        budget_reason="fixed",
-        draft_seconds=1.0,
-        verify_seconds=2.0,
-        other_seconds=3.0,
-        preemptions=0,
-    )
 
 
 def verified(tree: DraftTree, accepted: int) -> VerifyResult:
@@ -206,16 +192,16 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 
 def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
-    tree, _ = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
-    stats = stage.learn(tree, verified(tree, 1), report(nodes=4, accepted=2))
+    tree, budget = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
+    stats = stage.learn(budget, tree, verified(tree, 1), step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
-    (outcome,) = watcher.outcomes
-    load = outcome.load
+    ((told, taken),) = watcher.outcomes
+    load = told.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
     assert load.context == (11 + 11 + 5) / 3
-    assert (outcome.drafted, outcome.followed, outcome.num_nodes, outcome.accepted_tokens) == (True, True, 4, 2)
-    assert (outcome.draft_seconds, outcome.verify_seconds, outcome.other_seconds) == (1.0, 2.0, 3.0)
+    assert (told.drafted, told.followed, taken.drafted_nodes, taken.accepted_tokens) == (True, True, 4, 2)
+    assert (taken.draft_seconds, taken.verify_seconds, taken.other_seconds) == (1.0, 2.0, 3.0)
 
 
 def test_a_policy_that_stands_down_asks_no_drafter() -> None:
@@ -223,17 +209,16 @@ def test_a_policy_that_stands_down_asks_no_drafter() -> None:
     watcher.reason = "stands_down"
     tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "stands_down", [])
-    assert not stage.follows
-    stage.learn(tree, verified(tree, 0), report())
-    assert (watcher.outcomes[0].drafted, watcher.outcomes[0].followed) == (False, False)
+    stage.learn(budget, tree, verified(tree, 0), step_stats())
+    assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
 
 
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stage, _, watcher = watched()
-    stats = report()
+    stats = step_stats()
     for _ in range(64):
-        tree, _ = stage.build(batch_of(decoding(0)), 100)
-        stats = stage.learn(tree, verified(tree, 0), report(nodes=2))
+        tree, budget = stage.build(batch_of(decoding(0)), 100)
+        stats = stage.learn(budget, tree, verified(tree, 0), step_stats(nodes=2))
     assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error > 0
@@ -243,8 +228,8 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
 def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     stage, recorder, watcher = watched()
     for _ in range(64):
-        tree, _ = stage.build(batch_of(decoding(0)), 100)
-        stage.learn(tree, verified(tree, 0), report(nodes=2))
+        tree, budget = stage.build(batch_of(decoding(0)), 100)
+        stage.learn(budget, tree, verified(tree, 0), step_stats(nodes=2))
     before = watcher.survival[0]
     recorder.version = 1
     stage.build(batch_of(decoding(0)), 100)
@@ -261,3 +246,14 @@ def test_late_sequences_weigh_more_where_a_pace_is_promised() -> None:
     weights = watcher.loads[0].weights
     assert weights is not None
     assert weights.tolist() == [4.0, 1.0]
+
+
+def test_why_costs_allow_no_node_is_told() -> None:
+    rows = np.array([1.0, 100.0])
+    dear = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=rows, seconds=np.array([[[1.0, 1e6]]]))
+    for max_tokens, reason in ((100, "does_not_pay"), (4, "no_candidates")):
+        stage = DraftStage(Recorder(), policy := CostBudget(dear), max_budget=5, device=CPU)
+        for _ in range(2):  # baseline probes
+            policy.learn(stage.build(batch_of(decoding(0)), 100)[1], step_stats())
+        _, budget = stage.build(batch_of(decoding(0, max_tokens=max_tokens)), 100)
+        assert (budget.reason, budget.nodes) == (reason, (0,))

@@ -8,8 +8,8 @@ import torch
 from drafters.protocol import Committed
 from drafters.registry import NoDrafter
 from drafters.tree import DraftTree, VerifyResult
-from service.engine.emit import Emission, EmitStage, HostTokens, absorb
-from service.engine.requests import SamplingParams
+from service.engine.emit import EmitStage, absorb, read_tokens
+from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.verify import Verified
 from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
@@ -64,8 +64,8 @@ def test_a_sequence_keeps_tokens_up_to_its_end(
     assert len(found) == kept if kept is not None else TOKENIZER.decode(found).endswith(("lo w", "lo wo"))
 
 
-def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emission:
-    """One step's emission for one sequence, all of whose drafted tokens were accepted."""
+def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> SequenceOutput:
+    """One step's output for one sequence, all of whose drafted tokens were accepted."""
     count = len(tokens) - 1
     tree = DraftTree.empty(1)
     result = VerifyResult(
@@ -75,57 +75,52 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Emi
     row, emitted = torch.tensor([0]), torch.tensor([tokens])
     nowhere = torch.zeros_like(emitted)
     committed = Committed(row, emitted, torch.tensor([count + 1]), tree, result, None, row, nowhere)
-    on_host = HostTokens.of(committed, verified, [0])
     removed: list[Sequence] = []
-    logits = torch.zeros(count + 1, 320)
-    emission = EmitStage(NoDrafter(), EOS).emit([sequence], on_host, verified, logits, removed.append)
-    assert removed == [ended for ended, _ in emission.ended]
-    return emission
+    stage, logits = EmitStage(NoDrafter(), EOS), torch.zeros(count + 1, 320)
+    (output,) = stage.emit([sequence], *read_tokens(committed, verified), [0], verified, logits, removed.append)
+    assert removed == ([] if output.finish_reason is None else [sequence])
+    return output
 
 
 def test_text_that_may_become_a_stop_is_held_back_until_it_does_not() -> None:
     sequence = writing(params(stop=("world!",)))
-    (first,) = emit(sequence, HELLO).outputs
+    first = emit(sequence, HELLO)
     assert first.text == "hello "
-    (second,) = emit(sequence, TOKENIZER.encode("?")).outputs
+    second = emit(sequence, TOKENIZER.encode("?"))
     assert second.text == "world?"
     assert first.finish_reason is second.finish_reason is None
 
 
 def test_the_last_output_has_the_rest_of_the_text_and_the_totals() -> None:
     sequence = writing(params(len(HELLO), stop=("world!",)))
-    emission = emit(sequence, HELLO)
-    (output,) = emission.outputs
+    output = emit(sequence, HELLO)
     assert (output.text, output.finish_reason) == ("hello world", "length")
     assert output.speculation is not None
     assert output.timings is not None
-    assert emission.ended == [(sequence, Finish("length"))]
 
 
 def test_a_failed_sequence_keeps_nothing() -> None:
     sequence = writing(params(num_logprobs=2))
-    emission = emit(sequence, HELLO, failed=True)
-    (output,) = emission.outputs
+    output = emit(sequence, HELLO, failed=True)
     assert (output.token_ids, output.text, output.logprobs, output.finish_reason) == ((), "", (), "error")
     assert output.error is not None
     assert sequence.tokens == [2] * 4
 
 
 def test_logprobs_stand_beside_the_kept_tokens_only() -> None:
-    (output,) = emit(writing(params(2, num_logprobs=0)), [7, 8, 9]).outputs
+    output = emit(writing(params(2, num_logprobs=0)), [7, 8, 9])
     assert output.logprobs is not None
     assert [shown.token_id for shown in output.logprobs] == [7, 8] == list(output.token_ids)
     assert all(shown.top == () for shown in output.logprobs)
-    (silent,) = emit(writing(params(2)), [7, 8, 9]).outputs
+    silent = emit(writing(params(2)), [7, 8, 9])
     assert silent.logprobs is None
 
 
 def test_the_first_emission_is_no_gap() -> None:
     sequence = writing(params())
-    assert emit(sequence, [1]).gaps == ()
-    (gap,) = emit(sequence, [1, 2]).gaps
-    assert gap >= 0
-    assert sequence.accepted_per_step == [1]
+    assert sequence.mark_emitted(1.0, 0, 0) is None
+    assert sequence.mark_emitted(1.5, 1, 4) == 0.5
+    assert (sequence.accepted_per_step, sequence.drafted_per_step) == ([1], [4])
 
 
 def test_a_prediction_that_comes_true_is_counted() -> None:

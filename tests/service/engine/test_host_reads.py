@@ -20,7 +20,7 @@ from tests.tiny_models import VOCAB_SIZE, random_prompts
 
 torch.set_num_threads(1)
 
-TOKENS = "service.engine.emit:of tolist"
+TOKENS = "service.engine.emit:read_tokens tolist"
 TREE_SIZES = "service.engine.drafting:build tolist"
 ON_THE_HOST = (
     "kernels.tree_attention:",
