@@ -145,7 +145,7 @@ def plan_attention(
     kv_heads: int,
     member_multiple: int,
     padding: int = 0,
-) -> AttentionPlan:
+) -> Attention:
     """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the extend rows.
 
     Members are padded to `member_multiple`, at which products no longer depend on their number (`exact_rows`).

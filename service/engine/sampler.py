@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
-from kernels.sample import Choice, choose_likeliest
-from kernels.sample_filtered import OFF, Filters
+from kernels.sample import OFF, Choice, Filters, choose_likeliest
 
 
 class Sampler:
@@ -23,47 +22,37 @@ class Sampler:
         """`counts` are the numbers of rows to capture; what is chosen for more than are asked for nobody reads."""
         lines = [] if logits is None else [logits[:count] for count in sorted(counts, reverse=True)]
         self._likeliest = GraphRunner(choose_likeliest, capture, (((), (line,)) for line in lines))
-        self._sample = GraphRunner(_sample, capture, ((_keys(line), (line,)) for line in lines))
-        self._filtered = GraphRunner(
-            _sample_filtered, capture, (((*_keys(line), tuple(_no_filters(line))), (line,)) for line in lines)
+        self._plain, self._filtered = (
+            GraphRunner(_sample, capture, [(_padding(line, filtered=filtered), (line,)) for line in lines])
+            for filtered in (False, True)
         )
 
     def likeliest(self, logits: Tensor) -> Choice:
         """The likeliest token of each row. # logits [rows, vocab]"""
         return _own(self._likeliest((), (logits,)), logits.shape[0])
 
-    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Choice:
-        """Each row's token by position-keyed noise, as `kernels.ops`' `sample`."""
-        return _own(self._sample((seeds, positions, temperatures), (logits,)), logits.shape[0])
-
-    def sample_filtered(
-        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters
+    def sample(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
     ) -> Choice:
-        """The same of what filters leave, as `kernels.ops`' `sample_filtered`."""
-        keys = (seeds, positions, temperatures, tuple(filters))
-        return _own(self._filtered(keys, (logits,)), logits.shape[0])
+        """Each row's token by position-keyed noise of what filters leave, as `kernels.ops`' `sample`."""
+        runner = self._plain if filters is None else self._filtered
+        return _own(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
 
 
-def _sample(seeds: Tensor, positions: Tensor, temperatures: Tensor, logits: Tensor) -> Choice:
-    return ops.on(logits.device).sample(logits, seeds, positions, temperatures)
-
-
-def _sample_filtered(
+def _sample(
     seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
 ) -> Choice:
-    return ops.on(logits.device).sample_filtered(logits, seeds, positions, temperatures, Filters(*filters))
+    return ops.on(logits.device).sample(logits, seeds, positions, temperatures, Filters(*filters) if filters else None)
 
 
-def _keys(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    seeds, positions = torch.zeros(2, logits.shape[0], dtype=torch.int64, device=logits.device)
-    return seeds, positions, torch.zeros(logits.shape[0], device=logits.device)
-
-
-def _no_filters(logits: Tensor) -> Filters:
-    def full(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
-
-    return Filters(full(OFF, torch.float32), full(0, torch.int64), full(1.0, torch.float64))
+def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+    """Rows that are greedy: seeds, positions, temperatures, and filters that are off."""
+    whole, zeros = (
+        torch.zeros(3, logits.shape[0], dtype=torch.int64, device=logits.device),
+        torch.zeros_like(logits[:, 0], dtype=torch.float32),
+    )
+    filters = Filters(zeros + OFF, whole[2], zeros.double() + 1) if filtered else ()
+    return whole[0], whole[1], zeros, tuple(filters)
 
 
 def _own(choice: Choice, rows: int) -> Choice:

@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.filters import likeliest
-from kernels.sample import Choice
-from kernels.sample_filtered import OFF, Filters
+from kernels.sample import OFF, Choice, Filters, likeliest
 from service.engine.requests import SamplingParams
 from service.engine.sampler import EAGER_SAMPLER, Sampler
 
@@ -104,38 +102,49 @@ Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
 
 
-_Choose = Callable[[Tensor, Tensor, Tensor, Sampler], Choice]
-"""Of scores [rows, vocab], each row's sequence and position [rows]."""
-
-
-def _likeliest(scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
-    return sampler.likeliest(scores)
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The batch's sampling as a list of transforms, none for plain greedy decoding, and how tokens are chosen at their
+    """The batch's sampling as a list of transforms, none for plain greedy decoding, and how tokens are drawn at their
     end. Built anew only when a sequence joins or leaves; penalties read the states' histories, which
     `SamplingState.extend` keeps current."""
 
-    transforms: tuple[Transform, ...]
-    choose: "_Choose" = _likeliest
+    transforms: tuple[Transform, ...] = ()
+    temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None where nobody draws
+    seeds: Tensor | None = None  # [batch] int64
+    filters: Filters | None = None  # of each sequence, where somebody filters
 
     @property
     def is_plain(self) -> bool:
         """Whether the likeliest tokens are chosen of the logits as they are."""
-        return not self.transforms and self.choose is _likeliest
+        return not self.transforms and self.temperatures is None
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
-        """The transforms these sequences need, in the order in which vLLM applies them."""
-        params = [state.params for state in states]
-        plan: list[tuple[bool, _Build]] = [
-            (any(p.logit_bias for p in params), _LogitBias.build),
-            (any(p.min_tokens > 0 for p in params), _MinTokens.build),
-            (any(p.has_penalties for p in params), _Penalties.build),
+        """What these sequences need: transforms in the order in which vLLM applies them, the cheapest draw that does
+        for all."""
+        params, device = [state.params for state in states], states[0].device
+        plan = [
+            (any(p.logit_bias for p in params), _logit_bias),
+            (any(p.min_tokens > 0 for p in params), _min_tokens),
+            (any(p.has_penalties for p in params), _penalties),
         ]
-        return SamplingTable(tuple(build(states) for asked, build in plan if asked), _way_to_choose(states))
+        transforms = tuple(build(states) for asked, build in plan if asked)
+        if not any(p.temperature > 0 for p in params):
+            return SamplingTable(transforms)
+        return SamplingTable(
+            transforms,
+            _floats([p.temperature for p in params], device),
+            torch.tensor([signed64(p.seed) for p in params], device=device),
+            _filters(states) if any(_drops_tokens(p) for p in params) else None,
+        )
+
+    def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
+        """Of scores [rows, vocab], for each row's sequence and position [rows]."""
+        if self.temperatures is None or self.seeds is None:
+            return sampler.likeliest(scores)
+        seeds, temperatures = self.seeds[sequence_idx], self.temperatures[sequence_idx]
+        filters = None if self.filters is None else self.filters.of(sequence_idx)
+        return sampler.sample(scores, seeds, positions, temperatures, filters)
 
 
 def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
@@ -159,141 +168,71 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
     return Logprobs(normed.gather(1, chosen).squeeze(1), rank, top_ids, normed.gather(1, top_ids))
 
 
-_Build = Callable[[Sequence[SamplingState]], Transform]
+def _logit_bias(states: Sequence[SamplingState]) -> Transform:
+    asked, device = [state.params.logit_bias for state in states], states[0].device
+    ids = _padded([[token for token, _ in biases] for biases in asked], torch.int64, device)  # [batch, width]
+    values = _padded([[value for _, value in biases] for biases in asked], torch.float32, device)
+
+    def add(scores: Tensor, rows: SamplingRows) -> None:
+        scores.scatter_add_(1, ids[rows.sequence_idx], values[rows.sequence_idx])
+
+    return add
 
 
-def _way_to_choose(states: Sequence[SamplingState]) -> "_Choose":
-    """The cheapest that does for all of them."""
-    if any(_filters(state.params) for state in states):
-        return _FilteredDraw.build(states)
-    return _Draw.build(states) if any(state.params.temperature > 0 for state in states) else _likeliest
+def _min_tokens(states: Sequence[SamplingState]) -> Transform:
+    device = states[0].device
+    ids = _padded([state.forbidden_at_first for state in states], torch.int64, device)  # [batch, width]
+    forbidding = _padded([[_NEVER] * len(state.forbidden_at_first) for state in states], torch.float32, device)
+    least = torch.tensor([state.params.min_tokens for state in states], device=device)  # [batch]
+
+    def forbid(scores: Tensor, rows: SamplingRows) -> None:
+        enough = rows.num_generated >= least[rows.sequence_idx]
+        scores.scatter_add_(1, ids[rows.sequence_idx], forbidding[rows.sequence_idx].masked_fill(enough[:, None], 0.0))
+
+    return forbid
 
 
-@dataclass(frozen=True, slots=True)
-class _LogitBias:
-    ids: Tensor  # [batch, width] int64, 0 padded
-    bias: Tensor  # [batch, width] float32, 0 padded
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_LogitBias":
-        device = states[0].device
-        ids = _padded([[i for i, _ in s.params.logit_bias] for s in states], torch.int64, device)
-        bias = _padded([[b for _, b in s.params.logit_bias] for s in states], torch.float32, device)
-        return _LogitBias(ids, bias)
-
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        scores.scatter_add_(1, self.ids[rows.sequence_idx], self.bias[rows.sequence_idx])
-
-
-@dataclass(frozen=True, slots=True)
-class _MinTokens:
-    ids: Tensor  # [batch, width] int64, 0 padded
-    bias: Tensor  # [batch, width] float32, -inf for an id that must wait, 0 padded
-    min_tokens: Tensor  # [batch] int64
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_MinTokens":
-        device = states[0].device
-        ids = _padded([s.forbidden_at_first for s in states], torch.int64, device)
-        bias = _padded([[_NEVER] * len(s.forbidden_at_first) for s in states], torch.float32, device)
-        return _MinTokens(ids, bias, torch.tensor([s.params.min_tokens for s in states], device=device))
-
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
-        enough = rows.num_generated >= self.min_tokens[rows.sequence_idx]
-        bias = self.bias[rows.sequence_idx].masked_fill(enough[:, None], 0.0)
-        scores.scatter_add_(1, self.ids[rows.sequence_idx], bias)
-
-
-@dataclass(frozen=True, slots=True)
-class _Penalties:
+def _penalties(states: Sequence[SamplingState]) -> Transform:
     """Repetition penalty (Keskar et al., "CTRL", 2019, section 4.1) over prompt, text and path; OpenAI's frequency and
-    presence penalties over text and path."""
+    presence penalties over text and path. At least one of the batch has a history; penalties of others are neutral."""
+    device, params = states[0].device, [state.params for state in states]
+    histories = [state.history for state in states if state.history is not None]
+    has_history = torch.tensor([state.history is not None for state in states], device=device)
+    history_idx = (has_history.cumsum(0) - 1).clamp(min=0)  # [batch], any for sequences without penalties
+    repetitions = _floats([p.repetition_penalty for p in params], device)
+    frequencies = _floats([p.frequency_penalty for p in params], device)
+    presences = _floats([p.presence_penalty for p in params], device)
 
-    histories: tuple[TokenHistory, ...]
-    history_idx: Tensor  # [batch] int64, any for sequences without penalties, whose numbers below are neutral
-    repetition: Tensor  # [batch] float32
-    frequency: Tensor  # [batch] float32
-    presence: Tensor  # [batch] float32
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_Penalties":
-        """The penalties of a batch, at least one of whose sequences has a history."""
-        params, histories = [s.params for s in states], [s.history for s in states]
-        kept = tuple(h for h in histories if h is not None)
-        device = kept[0].ids.device
-        has_history = torch.tensor([h is not None for h in histories], device=device)
-        return _Penalties(
-            kept,
-            (has_history.cumsum(0) - 1).clamp(min=0),
-            _floats([p.repetition_penalty for p in params], device),
-            _floats([p.frequency_penalty for p in params], device),
-            _floats([p.presence_penalty for p in params], device),
-        )
-
-    def __call__(self, scores: Tensor, rows: SamplingRows) -> None:
+    def penalise(scores: Tensor, rows: SamplingRows) -> None:
         """Change the scores of tokens that stand before each row's own."""
         sequence_idx, path_tokens = rows.sequence_idx, rows.path_tokens
-        histories = self.history_idx[sequence_idx]  # [rows]
-        ids = self._seen_ids(histories, path_tokens)
-        counts = torch.stack([h.counts for h in self.histories])[histories[:, None], ids]
+        own = history_idx[sequence_idx]  # [rows]
+        seen = nn.utils.rnn.pad_sequence([history.ids for history in histories], batch_first=True)
+        ids = torch.cat((seen[own], path_tokens.clamp(min=0)), 1)  # [rows, width + depth], as all that follows
+        counts = torch.stack([history.counts for history in histories])[own[:, None], ids]
         counts += (ids[:, :, None] == path_tokens[:, None, :]).sum(-1)
-        in_prompt = torch.stack([h.in_prompt for h in self.histories])[histories[:, None], ids]
+        in_prompt = torch.stack([history.in_prompt for history in histories])[own[:, None], ids]
+        before, written, repetition = scores.gather(1, ids), counts > 0, repetitions[sequence_idx, None]
+        repeated = torch.where(before > 0, before / repetition, before * repetition)
+        after = torch.where(written | in_prompt, repeated, before)
+        after = after - counts * frequencies[sequence_idx, None] - written * presences[sequence_idx, None]
         # an id may stand here twice, with the same new score both times; padding is id 0, which changes only if seen
-        scores.scatter_(1, ids, self._penalised(scores.gather(1, ids), counts, in_prompt, sequence_idx))
+        scores.scatter_(1, ids, after)
 
-    def _seen_ids(self, histories: Tensor, path_tokens: Tensor) -> Tensor:
-        """Every token that stands before the row's own, 0 padded. # [rows, width + depth]"""
-        ids = nn.utils.rnn.pad_sequence([h.ids for h in self.histories], batch_first=True)
-        return torch.cat((ids[histories], path_tokens.clamp(min=0)), 1)
-
-    def _penalised(self, scores: Tensor, counts: Tensor, in_prompt: Tensor, sequence_idx: Tensor) -> Tensor:
-        # all [rows, width + depth]
-        repetition = self.repetition[sequence_idx, None]
-        written = counts > 0
-        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-        scores = torch.where(written | in_prompt, repeated, scores)
-        return scores - counts * self.frequency[sequence_idx, None] - written * self.presence[sequence_idx, None]
+    return penalise
 
 
-def _filters(params: SamplingParams) -> bool:
+def _drops_tokens(params: SamplingParams) -> bool:
     """Whether tokens are dropped before one is drawn."""
     return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """argmax_v (z[v] / T + g(s, p, v)), the Gumbel-max form of sampling, where nobody in the batch filters."""
-
-    seeds: Tensor  # [batch] int64
-    temperatures: Tensor  # [batch] float32, 0 = the likeliest token
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_Draw":
-        return _Draw(_seeds(states), _floats([s.params.temperature for s in states], states[0].device))
-
-    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
-        return sampler.sample(scores, self.seeds[sequence_idx], positions, self.temperatures[sequence_idx])
-
-
-@dataclass(frozen=True, slots=True)
-class _FilteredDraw:
-    """The same with -inf for what filters drop."""
-
-    draw: _Draw
-    filters: Filters  # of each sequence
-
-    @staticmethod
-    def build(states: Sequence[SamplingState]) -> "_FilteredDraw":
-        device, params = states[0].device, [state.params for state in states]
-        least = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
-        top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-        filters = Filters(_floats(least, device), torch.tensor(top_k, device=device), top_p)
-        return _FilteredDraw(_Draw.build(states), filters)
-
-    def __call__(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
-        seeds, temperatures = self.draw.seeds[sequence_idx], self.draw.temperatures[sequence_idx]
-        return sampler.sample_filtered(scores, seeds, positions, temperatures, self.filters.of(sequence_idx))
+def _filters(states: Sequence[SamplingState]) -> Filters:
+    device, params = states[0].device, [state.params for state in states]
+    least = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
+    top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+    return Filters(_floats(least, device), torch.tensor(top_k, device=device), top_p)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -303,8 +242,3 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.d
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def _seeds(states: Sequence[SamplingState]) -> Tensor:
-    """# [batch] int64"""
-    return torch.tensor([signed64(s.params.seed) for s in states], device=states[0].device)

@@ -41,7 +41,7 @@ class VerifyStage:
 
     def __init__(self) -> None:
         self._batch: tuple[Sequence, ...] = ()
-        self._table = SamplingTable(())
+        self._table = SamplingTable()
 
     def verify(
         self,

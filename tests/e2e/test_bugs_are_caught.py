@@ -22,7 +22,7 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.numerics import rows_are_independent
 from service.engine.rows import ForwardRows
 from service.engine.sampler import Sampler
-from service.engine.sampling import SamplingRows
+from service.engine.sampling import SamplingState, SamplingTable, Transform
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
 from service.engine.target import TargetOutput
@@ -80,26 +80,27 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node of a tree draws with the noise of the position after the root."""
-    true_call = sampling._FilteredDraw.__call__
+    true_choose = SamplingTable.choose
 
     def choose(
-        self: sampling._FilteredDraw, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler
+        self: SamplingTable, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler
     ) -> Choice:
         nowhere = torch.full_like(positions, torch.iinfo(positions.dtype).max)
         roots = nowhere.scatter_reduce(0, sequence_idx, positions, "amin")
-        return true_call(self, scores, sequence_idx, roots[sequence_idx], sampler)
+        return true_choose(self, scores, sequence_idx, roots[sequence_idx], sampler)
 
-    monkeypatch.setattr(sampling._FilteredDraw, "__call__", choose)
+    monkeypatch.setattr(SamplingTable, "choose", choose)
 
 
 def skip_penalties_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted tokens on the path are not counted."""
-    true_call = sampling._Penalties.__call__
+    true_build = sampling._penalties
 
-    def penalise(self: sampling._Penalties, scores: Tensor, rows: SamplingRows) -> None:
-        true_call(self, scores, replace(rows, path_tokens=torch.full_like(rows.path_tokens, -1)))
+    def build(states: Sequence[SamplingState]) -> Transform:
+        penalise = true_build(states)
+        return lambda scores, rows: penalise(scores, replace(rows, path_tokens=torch.full_like(rows.path_tokens, -1)))
 
-    monkeypatch.setattr(sampling._Penalties, "__call__", penalise)
+    monkeypatch.setattr(sampling, "_penalties", build)
 
 
 def look_for_stops_at_the_end_of_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:

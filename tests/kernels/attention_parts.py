@@ -2,20 +2,20 @@
 row in double precision."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kernels.exact_rows import exact_row_multiple
-from kernels.ops import PlanAttention
 from kernels.tree_attention import (
     MAX_DEPTH,
     MAX_NODES,
     NULL_SLOT,
     SPAN,
     WIDTH,
+    Attention,
     AttentionRows,
     plan_attention,
 )
@@ -90,7 +90,7 @@ def attend(
     seed: int = 0,
     multiples: int = 1,
     longest: int = LONGEST,
-    plan_with: PlanAttention = plan_attention,
+    plan_with: Callable[..., Attention] = plan_attention,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     query_dtype: torch.dtype = torch.float32,

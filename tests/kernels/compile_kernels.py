@@ -17,21 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.sample_filtered import Filters
-from kernels.triton import (
-    accept,
-    commit_slots,
-    draft_loss,
-    linear,
-    rank_features,
-    rms_norm,
-    rotary,
-    sample,
-    sample_filtered,
-    silu_mul,
-    store_kv,
-)
-from kernels.triton.tree_attention import plan_attention
+from kernels.ops import OPS, Ops, twin
+from kernels.sample import Filters
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -43,6 +30,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
+DEVICE = Ops(**{op: twin(op) for op in OPS})
 _OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
 _RESERVED = ("grid", "warmup", *_OPTIONS)
 
@@ -102,17 +90,17 @@ def launch_everything(dtype: torch.dtype) -> None:
     """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
     heads = Heads(2, 4, 128)
     text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
-    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=plan_attention, dtype=dtype, query_dtype=dtype)
+    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=DEVICE.plan_attention, dtype=dtype, query_dtype=dtype)
     _launch_layer(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
-    sample.sample(logits, zeros, zeros, zeros.float())
-    sample_filtered.sample_filtered(logits, zeros, zeros, zeros.float(), Filters(zeros.float(), zeros, zeros.double()))
-    rank_features.rank_features(logits)
+    for filters in (None, Filters(zeros.float(), zeros, zeros.double())):
+        DEVICE.sample(logits, zeros, zeros, zeros.float(), filters)
+    DEVICE.rank_features(logits)
     tree = torch.zeros(2, 64, dtype=torch.int64)
-    accepted = accept.accept(tree, tree - 1, zeros, torch.zeros(2, 65, dtype=torch.int64))
-    commit_slots.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
+    accepted = DEVICE.accept(tree, tree - 1, zeros, torch.zeros(2, 65, dtype=torch.int64))
+    DEVICE.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
     states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
-    draft_loss.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
+    DEVICE.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
 
 
 def _launch_layer(dtype: torch.dtype) -> None:
@@ -120,13 +108,13 @@ def _launch_layer(dtype: torch.dtype) -> None:
     hidden, joined = torch.randn(1, 4, 4096).to(dtype), torch.randn(1, 4, 2 * 14336).to(dtype)
     weight = torch.zeros(4096, 4096, dtype=dtype)
     for number in (1, 32, 64, 128, 256, 2048):
-        linear.plan_linear(weight, None)(torch.zeros(number, 4096, dtype=dtype))
-    rms_norm.rms_norm(hidden, hidden[0, 0], 1e-5)
-    silu_mul.silu_mul(joined)
+        DEVICE.plan_linear(weight, None)(torch.zeros(number, 4096, dtype=dtype))
+    DEVICE.rms_norm(hidden, hidden[0, 0], 1e-5)
+    DEVICE.silu_mul(joined)
     query, key = hidden.view(1, 4, 32, 128).transpose(1, 2), hidden[..., :1024].view(1, 4, 8, 128).transpose(1, 2)
-    rotary.rotary(query, key, hidden[..., :128], hidden[..., :128])
+    DEVICE.rotary(query, key, hidden[..., :128], hidden[..., :128])
     rows = key.transpose(1, 2)[0]
-    store_kv.store_kv(torch.zeros(10, 8, 128, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64), rows, rows)
+    DEVICE.store_kv(torch.zeros(10, 8, 128, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64), rows, rows)
 
 
 def main(architecture: int) -> None:

@@ -7,7 +7,7 @@ depend on values. Ops whose reference reads on the host stand for kernels and ar
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kernels import ops
-from kernels.ops import REFERENCE
+from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import Attention
 
 _REFUSED = (
@@ -89,11 +89,9 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
 @contextmanager
 def kernels() -> Iterator[None]:
     """While it lasts, references that read on the host stand for kernels."""
-    table = replace(
-        REFERENCE,
+    table = Ops(
         plan_attention=_kernel(lambda *args, **kwargs: _Attention(REFERENCE.plan_attention(*args, **kwargs))),
         sample=_kernel(REFERENCE.sample),
-        sample_filtered=_kernel(REFERENCE.sample_filtered),
     )
     before = ops._table
     ops._table = lambda device_type: table  # type: ignore[assignment]

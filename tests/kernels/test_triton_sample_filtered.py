@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import sample_filtered as reference
-from kernels.sample_filtered import OFF, Filters
-from kernels.triton.sample_filtered import sample_filtered
+from kernels import sample as reference
+from kernels.sample import OFF, Filters
+from kernels.triton.sample import sample
 from tests.kernels.test_triton_sample import VOCAB, half_broken
 
 
@@ -45,17 +45,17 @@ def test_tokens_are_the_reference_s(min_p: bool, top_k: bool, top_p: bool, dtype
         rows = _rows(count, vocab, dtype, device)
         rows[3][::7] = 0
         filters = _filters(count, vocab, device, min_p=min_p, top_k=top_k, top_p=top_p)
-        chosen, expected = sample_filtered(*rows, filters), reference.sample_filtered(*rows, filters)
+        chosen, expected = sample(*rows, filters), reference.sample(*rows, filters)
         assert torch.equal(chosen.tokens, expected.tokens)
         assert not chosen.bad_rows.any()
 
 
 def test_filters_change_tokens(device: str) -> None:
     rows = _rows(30, VOCAB, torch.float32, device)
-    off = sample_filtered(*rows, _filters(30, VOCAB, device, min_p=False, top_k=False, top_p=False)).tokens
+    off = sample(*rows, _filters(30, VOCAB, device, min_p=False, top_k=False, top_p=False)).tokens
     for only in ("min_p", "top_k", "top_p"):
         on = {name: name == only for name in ("min_p", "top_k", "top_p")}
-        assert (sample_filtered(*rows, _filters(30, VOCAB, device, **on)).tokens != off).sum() >= 5
+        assert (sample(*rows, _filters(30, VOCAB, device, **on)).tokens != off).sum() >= 5
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_border_between_equals_falls_by_id(top_k: int, top_p: float, kept: int
         torch.full((count,), OFF, device=device), zeros + top_k, torch.full_like(zeros, top_p, dtype=torch.float64)
     )
     positions = torch.arange(count, device=device)
-    chosen = sample_filtered(torch.zeros(count, 4, device=device), zeros, positions, zeros + 1.0, filters)
+    chosen = sample(torch.zeros(count, 4, device=device), zeros, positions, zeros + 1.0, filters)
     assert set(chosen.tokens.tolist()) == set(range(kept))
 
 
@@ -77,7 +77,7 @@ def test_rows_without_a_finite_score_are_named(temperature: float, device: str) 
     logits = half_broken(device)
     zeros = torch.zeros(5, dtype=torch.int64, device=device)
     filters = Filters(zeros - 3.0, zeros + 5, zeros + torch.tensor(0.9, dtype=torch.float64, device=device))
-    chosen = sample_filtered(logits, zeros, zeros, zeros + temperature, filters)
+    chosen = sample(logits, zeros, zeros, zeros + temperature, filters)
     assert chosen.bad_rows.tolist() == [True, True, True, False, False]
     assert chosen.tokens[:4].tolist() == [0, 0, 0, VOCAB - 1]
 
@@ -85,8 +85,8 @@ def test_rows_without_a_finite_score_are_named(temperature: float, device: str) 
 def test_a_row_does_not_depend_on_its_company(device: str) -> None:
     rows = _rows(9, VOCAB, torch.float32, device)
     filters = _filters(9, VOCAB, device, min_p=True, top_k=True, top_p=True)
-    together = sample_filtered(*rows, filters).tokens
+    together = sample(*rows, filters).tokens
     for number in range(9):
         part = torch.tensor([number], device=device)
         logits, seeds, positions, temperatures = (value[part] for value in rows)
-        assert sample_filtered(logits, seeds, positions, temperatures, filters.of(part)).tokens == together[number]
+        assert sample(logits, seeds, positions, temperatures, filters.of(part)).tokens == together[number]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.tree import ROOT, DraftTree
-from kernels.sample_filtered import Filters
+from kernels.sample import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
 from service.engine.commit import lay_out
@@ -133,8 +133,8 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
                 EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures),
             ),
             (
-                captured.sampler.sample_filtered(captured.logits, seeds, positions, temperatures, filters),
-                EAGER_SAMPLER.sample_filtered(plain.logits, seeds, positions, temperatures, filters),
+                captured.sampler.sample(captured.logits, seeds, positions, temperatures, filters),
+                EAGER_SAMPLER.sample(plain.logits, seeds, positions, temperatures, filters),
             ),
         ):
             assert torch.equal(chosen.tokens, expected.tokens)

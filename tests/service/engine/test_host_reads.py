@@ -25,8 +25,6 @@ TREE_SIZES = "service.engine.drafting:build tolist"
 ON_THE_HOST = (
     "kernels.tree_attention:",
     "kernels.sample:",
-    "kernels.sample_filtered:",
-    "kernels.filters:",
     "drafters.readback:",
 )
 """References that read there, as the kernels that stand for them on a device do not; what has come a step late."""
