@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from pydantic import ConfigDict, JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from adaptation.policy import State
-from adaptation.records import Damaged, NotRemoved, NotStored
+from adaptation.records import Damaged, NotRemoved, NotStored, Refused
 from adaptation.trainer import all_finite
 
 WEIGHTS = "weights.safetensors"
@@ -50,38 +52,21 @@ class Snapshot:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _State:
-    """The learner's file: the state of each part by its name, and the newest version there was."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    version: NonNegativeInt
-    parts: Mapping[str, State]
-
-
-@dataclass(frozen=True)
-class _Served:
-    """The part `served`: the version that first had the serving weights, and those never to go back to."""
-
-    origin: NonNegativeInt
-    condemned: set[NonNegativeInt]
-
-
 @dataclass(frozen=True, slots=True)
 class SavedLearner:
     """What an earlier process left; empty for a first start."""
 
-    newest: int = 0
-    origin: int = 0
-    condemned: set[int] = field(default_factory=set)
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    newest: NonNegativeInt = 0  # version there was
+    origin: NonNegativeInt = 0  # the version that first had the serving weights
+    condemned: set[NonNegativeInt] = field(default_factory=set)  # never to go back to
     parts: Mapping[str, State] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()  # what was passed over, and why
 
 
 _INFO = TypeAdapter(SnapshotInfo)
-_STATE = TypeAdapter(_State)
-_SERVED = TypeAdapter(_Served)
+_SAVED = TypeAdapter(SavedLearner)
 
 
 class SnapshotRing:
@@ -102,23 +87,22 @@ class SnapshotRing:
     def add(self, info: SnapshotInfo, tensors: Mapping[str, Tensor]) -> None:
         """Store copies of these tensors. Raises NotStored, and then memory and disk are as they were; or NotRemoved,
         and then only the ring is longer than it should be."""
-        snapshot = Snapshot(info, _copies(tensors))
+        keeps = self._num_in_memory > 0
+        snapshot = Snapshot(info, _on_host(tensors, copy=keeps))
         write_snapshot(self._folder, snapshot)
-        self._memory[info.version] = snapshot
+        if keeps:
+            self._memory[info.version] = snapshot
         for version in sorted(self._memory)[: -self._num_in_memory]:
             del self._memory[version]
-        self._drop_oldest()
+        for version in stored_versions(self._folder)[: -self._num_on_disk]:
+            remove_snapshot(self._folder, version)
 
     def get(self, version: int, layout: Layout) -> Snapshot:
         """Raises Damaged for a snapshot that cannot be trusted, or is not there."""
         kept = self._memory.get(version)
         if kept is not None:
-            return Snapshot(kept.info, _copies(kept.tensors))
+            return Snapshot(kept.info, _on_host(kept.tensors))
         return read_snapshot(self._folder, version, layout)
-
-    def _drop_oldest(self) -> None:
-        for version in stored_versions(self._folder)[: -self._num_on_disk]:
-            remove_snapshot(self._folder, version)
 
 
 class LearnerCheckpoint:
@@ -129,15 +113,14 @@ class LearnerCheckpoint:
         self._current = folder / "learner.json"
         self._previous = folder / "learner.previous.json"
         self._unfinished = folder / f"{_UNFINISHED}learner.json"
-        self._training = folder / "training"
-        clear_unfinished(self._training)
+        self._training = SnapshotRing(folder / "training", in_memory=0, on_disk=_KEPT_TRAINING_COPIES)
 
     def save(self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State]) -> None:
         """Raises NotStored, and then what was saved before can still be loaded."""
         served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned))}
-        state = _State(newest, {**parts, "served": served})
+        state: State = {"version": newest, "parts": {**parts, "served": served}}
         try:
-            data = seal({"format": _FORMAT, "state": _STATE.dump_python(state, mode="json")})
+            data = seal({"format": _FORMAT, "state": state})
             self._folder.mkdir(parents=True, exist_ok=True)
             write_synced(self._unfinished, data)
             if self._is_good(self._current):  # a damaged file must not push a good previous one out
@@ -164,18 +147,14 @@ class LearnerCheckpoint:
 
     def save_training(self, tensors: Mapping[str, Tensor], *, origin: int) -> None:
         """Store the training copy and its optimizers. Raises NotStored, NotRemoved."""
-        stored = stored_versions(self._training)
-        number = max(stored, default=0) + 1
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_snapshot(self._training, Snapshot(SnapshotInfo(number, origin, now(), {}), held))
-        for old in [*stored, number][:-_KEPT_TRAINING_COPIES]:
-            remove_snapshot(self._training, old)
+        number = max(self._training.versions, default=0) + 1
+        self._training.add(SnapshotInfo(number, origin, now(), {}), tensors)
 
     def load_training(self, like: Mapping[str, Tensor], *, origin: int) -> dict[str, Tensor] | None:
         """The newest trusted training copy that went out from these serving weights."""
-        for number in reversed(stored_versions(self._training)):
+        for number in reversed(self._training.versions):
             try:
-                snapshot = read_snapshot(self._training, number, layout_of(like))
+                snapshot = self._training.get(number, layout_of(like))
             except Damaged:
                 continue  # an older one, or the serving weights themselves, are as good a start
             if snapshot.info.parent == origin:
@@ -192,16 +171,12 @@ class LearnerCheckpoint:
 
 def _saved_learner(data: bytes) -> SavedLearner:
     """Raises Damaged."""
-    content = unseal(data)
-    if content.get("format") != _FORMAT:
-        raise Damaged(f"format {content.get('format')!r}; this release reads {_FORMAT}")
+    state: Any = _unseal_ours(data).get("state")
     try:
-        state = _STATE.validate_python(content.get("state"))
-        parts = dict(state.parts)
-        served = _SERVED.validate_python(parts.pop("served", {}))
-    except ValidationError as error:
+        parts = dict(state["parts"])
+        return _SAVED.validate_python({"newest": state["version"], **parts.pop("served"), "parts": parts})
+    except (KeyError, TypeError, ValueError) as error:
         raise Damaged("does not describe a learner") from error
-    return SavedLearner(state.version, served.origin, served.condemned, parts)
 
 
 def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
@@ -235,36 +210,38 @@ def read_snapshot(parent: Path, version: int, layout: Layout) -> Snapshot:
     """Raises Damaged unless every bit is what was written and the tensors fit `layout`."""
     folder = parent / folder_name(version)
     try:
-        manifest = unseal((folder / MANIFEST).read_bytes())
+        manifest = _unseal_ours((folder / MANIFEST).read_bytes())
         weights = (folder / WEIGHTS).read_bytes()
     except OSError as error:
         raise Damaged(f"unreadable: {error}") from error
-    info = _snapshot_info(manifest, weights)
-    if info.version != version:
-        raise Damaged(f"says it is version {info.version}")
-    try:
-        tensors = safetensors.torch.load(weights)
-    except safetensors.SafetensorError as error:
-        raise Damaged(f"{WEIGHTS} holds no tensors: {error}") from error
-    found = layout_of(tensors)
-    wrong = sorted(name for name in {*found, *layout} if found.get(name) != layout.get(name))
-    if wrong:
-        name = wrong[0]
-        raise Damaged(f"{len(wrong)} tensors do not fit, first {name}: {found.get(name)}, not {layout.get(name)}")
-    if not all_finite(tensors.values()):
-        raise Damaged("holds weights that are not finite")
-    return Snapshot(info, tensors)
-
-
-def _snapshot_info(manifest: Mapping[str, JsonValue], weights: bytes) -> SnapshotInfo:
-    if manifest.get("format") != _FORMAT:
-        raise Damaged(f"format {manifest.get('format')!r}; this release reads {_FORMAT}")
     if manifest.get("weights_sha256") != digest(weights):
         raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
     try:
-        return _INFO.validate_python(manifest.get("info"))
+        info = _INFO.validate_python(manifest.get("info"))
+        tensors = load_tensors(weights, layout)
     except ValidationError as error:
         raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
+    except Refused as error:
+        raise Damaged(f"{WEIGHTS} {error.detail}") from error
+    if info.version != version:
+        raise Damaged(f"says it is version {info.version}")
+    return Snapshot(info, tensors)
+
+
+def load_tensors(data: bytes, layout: Layout) -> dict[str, Tensor]:
+    """Raises Refused unless they fit `layout` and are finite."""
+    try:
+        tensors = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise Refused("misfit", f"holds no tensors: {error}") from error
+    found = layout_of(tensors)
+    wrong = sorted(name for name in {*found, *layout} if found.get(name) != layout.get(name))
+    if wrong:
+        first = f"first {wrong[0]}: {found.get(wrong[0])}, not {layout.get(wrong[0])}"
+        raise Refused("misfit", f"holds {len(wrong)} tensors whose names, shapes or types do not fit, {first}")
+    if not all_finite(tensors.values()):
+        raise Refused("not_finite", "holds weights that are not finite")
+    return tensors
 
 
 def remove_snapshot(parent: Path, version: int) -> None:
@@ -304,12 +281,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the host, each with memory of its own: the trainer goes on writing to the originals."""
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+def _on_host(tensors: Mapping[str, Tensor], *, copy: bool = True) -> dict[str, Tensor]:
+    """`copy`: each with memory of its own, where the trainer goes on writing to the originals."""
+    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 def seal(content: Mapping[str, JsonValue]) -> bytes:
@@ -327,6 +301,13 @@ def unseal(data: bytes) -> dict[str, JsonValue]:
     if again != data:
         raise Damaged("not the bytes that were sealed")
     content: dict[str, JsonValue] = outer["content"]
+    return content
+
+
+def _unseal_ours(data: bytes) -> dict[str, JsonValue]:
+    content = unseal(data)
+    if content.get("format") != _FORMAT:
+        raise Damaged(f"format {content.get('format')!r}; this release reads {_FORMAT}")
     return content
 
 

@@ -89,7 +89,7 @@ class OfflineEvaluator:
         return self._gate.decide(ours, theirs, theirs).publish
 
     def serving(self, texts: Sequence[ValidationText]) -> list[float]:
-        if self._weights.latest_origin == ANCHOR:
+        if self._weights.latest.origin == ANCHOR:
             return self.anchor(texts)
         if self._serving.version != self._weights.newest:
             self._serving = _Known(self._weights.newest)

@@ -32,7 +32,7 @@ from adaptation.records import (
     NotStored,
 )
 from adaptation.trainer import Pace, UpdateReport
-from adaptation.weights import ANCHOR, Restored, ServedDrafter
+from adaptation.weights import ANCHOR, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
 
@@ -145,7 +145,7 @@ class Learner:
         self.paused = False
         self._tell("resumed", "operator")
 
-    def rollback(self) -> Restored:
+    def rollback(self) -> Version:
         """An operator distrusts what is served: back to what was before it."""
         return self._roll_back("operator", {})
 
@@ -187,10 +187,10 @@ class Learner:
         parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
         try:
             self._checkpoint.save(
-                newest=weights.newest, origin=weights.latest_origin, condemned=weights.condemned, parts=parts
+                newest=weights.newest, origin=weights.latest.origin, condemned=weights.condemned, parts=parts
             )
             if training:
-                self._checkpoint.save_training(self._trainer.tensors(), origin=weights.latest_origin)
+                self._checkpoint.save_training(self._trainer.tensors(), origin=weights.latest.origin)
         except AdaptationError as error:
             self._tell("not_stored", str(error))
 
@@ -204,7 +204,7 @@ class Learner:
             self._serve_again(saved.origin)
         self._monitor.weights_changed()
         self._restore_parts(saved)
-        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self.weights.latest_origin)
+        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self.weights.latest.origin)
         if tensors is None:
             self._start_over()
         else:
@@ -263,7 +263,7 @@ class Learner:
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
         and there are texts that could validate an update, or none come."""
-        is_new = self.weights.latest_origin != ANCHOR and self._monitor.on_probation
+        is_new = self.weights.latest.origin != ANCHOR and self._monitor.on_probation
         learns_nothing = self.paused or self._feedback.sees_no_text
         return not is_new and (learns_nothing or (self._policy.resting and self._validation.suffices))
 
@@ -272,7 +272,7 @@ class Learner:
         if not query.first_version == query.version == self.weights.newest:
             return
         alarm = self._monitor.observe_served(query.accepted)
-        if alarm is None and self.weights.latest_origin != ANCHOR:
+        if alarm is None and self.weights.latest.origin != ANCHOR:
             alarm = self._compare(filtered)
         if alarm is not None:
             self._answer(alarm)
@@ -286,7 +286,7 @@ class Learner:
 
     def _answer(self, alarm: Alarm) -> None:
         numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
-        falling, is_deployed = alarm.reason == "falling", self.weights.latest_origin == ANCHOR
+        falling, is_deployed = alarm.reason == "falling", self.weights.latest.origin == ANCHOR
         if is_deployed:
             self._tell("alarm", alarm.reason, numbers)
         elif falling and self._evaluator.better_than_anchor(self._validation.texts):
@@ -297,7 +297,7 @@ class Learner:
         if falling:
             self._traffic_changed()
 
-    def _roll_back(self, reason: str, numbers: dict[str, float]) -> Restored:
+    def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
         condemned = self.weights.condemn()
         restored = self.weights.restore_before(condemned)
@@ -384,7 +384,7 @@ class Learner:
 
     def _restore_parts(self, saved: SavedLearner) -> None:
         """Whoever's state cannot be used starts anew; what was known about other weights is not wanted."""
-        if self.weights.latest_origin != saved.origin:
+        if self.weights.latest.origin != saved.origin:
             return
         for name, state in saved.parts.items():
             try:

@@ -50,6 +50,7 @@ class Refused(AdaptationError):
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: RefusalReason = reason
+        self.detail = detail
 
 
 class TrainingLost(AdaptationError):

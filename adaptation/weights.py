@@ -42,28 +42,17 @@ class ServedDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """Weights on their way to the engine."""
+class Version:
+    """Weights that are served, or on their way to the engine. They never change: any thread may read them."""
 
     version: int
-    origin: int
-    weights: dict[str, Tensor]
+    origin: int  # the version that first had them; 0 is the anchor
+    weights: dict[str, Tensor]  # by name, in the serving dtype
     write: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A restore: its version, and the one whose weights it brings back."""
-
-    version: int
-    origin: int
-
-
 class DrafterWeights:
-    """Owner of serving weights, training copy, frozen anchor, and of a replica on which drafters are scored.
-
-    `origin` names the version that first had the weights which are served now; 0 is the anchor.
-    """
+    """Owner of serving weights, training copy, frozen anchor, and of a replica on which drafters are scored."""
 
     def __init__(
         self,
@@ -80,18 +69,18 @@ class DrafterWeights:
         self.snapshots = snapshots
         self.waits: Callable[[], None] = lambda: None
         self._prepare = prepare
-        self._served = {name: value.detach().clone() for name, value in weights.items()}
-        self._first = {name: value.cpu().clone() for name, value in self._served.items()}
+        served = {name: value.detach().clone() for name, value in weights.items()}
+        self._first = {name: value.cpu().clone() for name, value in served.items()}
+        self._served = Version(ANCHOR, ANCHOR, served, lambda: None)
         self.layout = layout_of(self._first)
         self.anchor = _model(config, weights, torch.float32, train_device)
         self.training = _model(config, weights, torch.float32, train_device).requires_grad_(True)
         # The model on which drafters are scored, whatever it holds now.
-        self.replica = _model(config, weights, replica_dtype or self._dtype, train_device)
-        self.version = self.origin = ANCHOR
+        self.replica = _model(config, weights, replica_dtype or served["lm_head.weight"].dtype, train_device)
         self.condemned: set[int] = set()
         self.newest = self._claimed = max([ANCHOR, *snapshots.versions])
         self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
-        self._staged: Staged | None = None
+        self._staged: Version | None = None
         self._lock = threading.Lock()
 
     @property
@@ -100,15 +89,23 @@ class DrafterWeights:
         return self.training.d2t.device
 
     @property
-    def latest_origin(self) -> int:
-        """The origin of what is served, or on its way to be."""
-        staged = self._staged
-        return self.origin if staged is None else staged.origin
+    def version(self) -> int:
+        """Of what is served."""
+        return self._served.version
+
+    @property
+    def origin(self) -> int:
+        return self._served.origin
+
+    @property
+    def latest(self) -> Version:
+        """What is served, or on its way to be."""
+        return self._staged or self._served
 
     @property
     def num_exchanged(self) -> int:
         """Tokens that are proposed now, or soon, and were not as deployed."""
-        vocabulary = self._latest()[VOCABULARY].cpu()
+        vocabulary = self.latest.weights[VOCABULARY].cpu()
         return int(torch.isin(vocabulary, self._first[VOCABULARY], invert=True).sum())
 
     @property
@@ -116,27 +113,17 @@ class DrafterWeights:
         """Whether weights wait for the engine."""
         return self._staged is not None
 
-    def latest(self) -> tuple[int, Mapping[str, Tensor]]:
-        """Version and weights of what is served, or on its way to be. They never change: any thread may read them."""
-        with self._lock:
-            staged = self._staged
-            return (self.version, self._served) if staged is None else (staged.version, staged.weights)
-
     def between_steps(self) -> int:
         """Write what is staged, if anything; called by the engine thread. # -> the version of the next step"""
-        if self._staged is None:
-            return self.version
-        with self._lock:
-            staged = self._staged
-            if staged is not None:
-                self._write_staged(staged)
-                self._staged = None
+        if self._staged is not None:
+            with self._lock:
+                self._write(self._staged)
         return self.version
 
     def publish(self, scores: Mapping[str, float]) -> int:
         """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
         assert not self.pending, "the version before has not reached the engine"
-        replaced = self._served
+        replaced = self._served.weights
         version = self._add(self._as_served(weights_of(self.training)), scores)
         self._previous = replaced
         return version
@@ -147,12 +134,12 @@ class DrafterWeights:
         self._previous = None
         return version
 
-    def restore(self, version: int) -> Restored:
+    def restore(self, version: int) -> Version:
         """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
         weights = self._first if version == ANCHOR else self.snapshots.get(version, self.layout).tensors
         return self._bring_back(version, weights)
 
-    def restore_before(self, version: int) -> Restored:
+    def restore_before(self, version: int) -> Version:
         """Stage the newest trusted weights that are older than `version` and were not condemned."""
         for older in reversed(self.snapshots.versions):
             if older >= version or older in self.condemned:
@@ -165,7 +152,7 @@ class DrafterWeights:
 
     def condemn(self) -> int:
         """Never go back to what is served, or on its way to be. # -> its version"""
-        origin = self.latest_origin
+        origin = self.latest.origin
         if origin != ANCHOR:
             self.condemned.add(origin)
         return origin
@@ -179,16 +166,18 @@ class DrafterWeights:
     @torch.no_grad()
     def train_from_served(self) -> dict[str, Tensor]:
         """The served weights, for the training copy to go on from."""
-        return {name: value.float() if value.is_floating_point() else value for name, value in self._latest().items()}
+        return {
+            name: value.float() if value.is_floating_point() else value for name, value in self.latest.weights.items()
+        }
 
     def served(self) -> SpecBlock:
         """The replica with the weights that are served. It is one model: the next call of its kind changes it."""
-        return self._as_replica(self._latest())
+        return self._as_replica(self.latest.weights)
 
     def served_in_full(self) -> SpecBlock:
         """A new model with the served weights in fp32, as the anchor is held."""
         model = copy.deepcopy(self.anchor)
-        write_weights(model, self._latest())
+        write_weights(model, self.latest.weights)
         return model
 
     def candidate(self) -> SpecBlock:
@@ -209,19 +198,11 @@ class DrafterWeights:
         """The replica with the anchor's weights."""
         return self._as_replica(self._first)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._served["lm_head.weight"].dtype
-
-    def _latest(self) -> dict[str, Tensor]:
-        staged = self._staged
-        return self._served if staged is None else staged.weights
-
-    def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Restored:
+    def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Version:
         staged = self._prepared(self._claim(), origin, self._as_served(weights))
         self._previous = None
         self._stage(staged)
-        return Restored(staged.version, origin)
+        return staged
 
     def _claim(self) -> int:
         """A version that nobody has; one whose publish breaks is not used again, for it may have reached the disk."""
@@ -232,21 +213,21 @@ class DrafterWeights:
         version = self._claim()
         staged = self._prepared(version, version, weights)
         try:
-            self.snapshots.add(SnapshotInfo(version, self.latest_origin, now(), dict(scores)), weights)
+            self.snapshots.add(SnapshotInfo(version, self.latest.origin, now(), dict(scores)), weights)
         except NotRemoved as error:
             logger.warning("%s; the next publish tries again", error)
         self._stage(staged)
         return version
 
-    def _prepared(self, version: int, origin: int, weights: dict[str, Tensor]) -> Staged:
+    def _prepared(self, version: int, origin: int, weights: dict[str, Tensor]) -> Version:
         """Ready to be written. Whatever breaks here has changed nothing yet."""
-        staged = Staged(version, origin, weights, self._prepare(weights))
-        device = self._served["lm_head.weight"].device
+        staged = Version(version, origin, weights, self._prepare(weights))
+        device = self._served.weights["lm_head.weight"].device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
         return staged
 
-    def _stage(self, staged: Staged) -> None:
+    def _stage(self, staged: Version) -> None:
         """A restore may replace what waits: that version is then never served."""
         with self._lock:
             self.newest = staged.version
@@ -254,19 +235,19 @@ class DrafterWeights:
         self.waits()
 
     @torch.no_grad()
-    def _write_staged(self, staged: Staged) -> None:
+    def _write(self, staged: Version) -> None:
         staged.write()
         for value in staged.weights.values():
             if value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(value.device))
-        self._served = staged.weights
-        self.version, self.origin = staged.version, staged.origin
+        self._served = staged  # first, so that `latest` is never what was before
+        self._staged = None
 
     @torch.no_grad()
     def _as_served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: weights[name].detach().to(device=value.device, dtype=value.dtype, copy=True)
-            for name, value in self._served.items()
+            for name, value in self._served.weights.items()
         }
 
     def _as_replica(self, weights: Mapping[str, Tensor]) -> SpecBlock:

@@ -25,7 +25,7 @@ from adaptation.policy import EveryBatch
 from adaptation.process import TrainingProcess
 from adaptation.samples import SampleBuffers
 from adaptation.trainer import Adam, Trainer
-from adaptation.weights import DrafterWeights, Restored
+from adaptation.weights import DrafterWeights, Version
 from tests.adaptation.damage import all_files, flip, truncate
 from tests.fault_parts import Fault, Stream, Strike, learning_stream
 from tests.practised import Practised
@@ -135,9 +135,9 @@ def rollbacks(stream: Stream, times: int) -> None:
     """Asked for in the middle of an update: it comes after that update, and takes it back if it was published."""
     for stage in _shuffled(stream.rng, ["optimizer step", "replaying", "snapshot write", "state write"] * times):
         stream.publish()
-        answers: list[Future[Restored]] = []
+        answers: list[Future[Version]] = []
 
-        def ask(answers: list[Future[Restored]] = answers) -> None:
+        def ask(answers: list[Future[Version]] = answers) -> None:
             answers.append(stream.adaptive.worker.ask(stream.adaptive.learner.rollback))
 
         stream.survive(f"rollback during {stage}", _at(stream, stage, ask))

@@ -171,7 +171,7 @@ class Stream:
         adaptive = self.adaptive
         adaptive.engine.assert_conserved()
         assert adaptive.status().version == adaptive.learner.weights.version
-        assert same(weights_of(adaptive.network), adaptive.learner.weights._served)
+        assert same(weights_of(adaptive.network), adaptive.learner.weights._served.weights)
         print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:

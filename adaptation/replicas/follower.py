@@ -87,7 +87,7 @@ class ServedWeights:
 
     def now(self) -> ServedVersion:
         """What is served, or on its way to be."""
-        if self._weights.latest()[0] != self.last_seen.version:
+        if self._weights.latest.version != self.last_seen.version:
             self.last_seen = self._look()
         return self.last_seen
 
@@ -100,10 +100,10 @@ class ServedWeights:
         return self.last_seen.version if sha256 == self.last_seen.sha256 else -1
 
     def _look(self) -> ServedVersion:
-        version, weights = self._weights.latest()
-        data = weights_to_bytes(weights)
-        served = ServedVersion(version, hashlib.sha256(data).hexdigest(), data)
-        self._hashes[version] = served.sha256
+        latest = self._weights.latest
+        data = weights_to_bytes(latest.weights)
+        served = ServedVersion(latest.version, hashlib.sha256(data).hexdigest(), data)
+        self._hashes[latest.version] = served.sha256
         for old in sorted(self._hashes)[:-_REMEMBERED_VERSIONS]:
             del self._hashes[old]
         return served

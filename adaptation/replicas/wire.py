@@ -25,10 +25,9 @@ from pydantic import (
 )
 from torch import Tensor
 
-from adaptation.checkpoint import Layout, layout_of, seal, unseal
+from adaptation.checkpoint import Layout, load_tensors, seal, unseal
 from adaptation.records import Damaged, Refused
 from adaptation.replicas.redis_store import QueryMessage
-from adaptation.trainer import all_finite
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.specblock.checkpoint import VOCABULARY, names_tokens
 
@@ -107,14 +106,7 @@ def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> 
     """Raises Refused unless every bit is as announced and the weights could be served. `vocab`: the target's tokens"""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise Refused("torn", f"weights that do not have the hash {sha256[:16]} they were announced with")
-    try:
-        weights = safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise Refused("misfit", f"announced weights hold no tensors: {error}") from error
-    if layout_of(weights) != dict(layout):
-        raise Refused("misfit", "announced weights do not have the names, shapes and types of this drafter's")
-    if not all_finite(weights.values()):
-        raise Refused("not_finite", "announced weights")
+    weights = load_tensors(data, layout)
     if not names_tokens(weights[VOCABULARY], vocab):
         raise Refused("misfit", "announced weights are for tokens that the target does not have, or for one twice")
     return weights

@@ -106,7 +106,7 @@ def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
     assert same(weights_of(later.serving), weights_of(tried.serving))
     assert later.learner._vocabulary.counts.of(torch.tensor([foreign])).item() > 0
     tried.learner.rollback()
-    while tried.weights.latest_origin:
+    while tried.weights.latest.origin:
         tried.learner.rollback()
     tried.weights.between_steps()
     assert same(weights_of(tried.serving), weights_of(drafter()))
@@ -428,7 +428,7 @@ def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
 
 def test_the_deployed_drafter_served_again_has_a_version_in_a_later_process_too(tmp_path: Path) -> None:
     before = taught(tmp_path)
-    while before.weights.latest_origin > 0:
+    while before.weights.latest.origin > 0:
         before.learner.rollback()
     before.weights.between_steps()
     after = full_bench(tmp_path, collapse_verifies=8)

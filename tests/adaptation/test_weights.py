@@ -244,7 +244,7 @@ def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faste
     assert all(torch.equal(scored[name], value) for name, value in wanted.items())
     weights.publish({})
     assert all(torch.equal(bits(weights.served())[name], value) for name, value in wanted.items())
-    assert {value.dtype for name, value in weights.latest()[1].items() if name != VOCABULARY} == {torch.bfloat16}
+    assert {value.dtype for name, value in weights.latest.weights.items() if name != VOCABULARY} == {torch.bfloat16}
 
 
 def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     events: list[Event] = []
     built = serving_the_good_one(known, tmp_path, events)
     observe(built, known.stream(0, 80, version=1))
-    served = {name: value.clone() for name, value in built.weights._served.items()}
+    served = {name: value.clone() for name, value in built.weights._served.weights.items()}
     seeds = iter(range(20))
 
     def spoil(
@@ -114,7 +114,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     assert [(event.kind, event.reason) for event in events] == [("refused", "worse_than_serving")] * 20
     assert min(falls) > 0.05
     assert built.weights.version == 1
-    assert same(built.weights._served, served)
+    assert same(built.weights._served.weights, served)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -138,7 +138,7 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     print(f"taken back after {queries} queries: {[(event.kind, event.reason) for event in events]}")
     assert [event.kind for event in events] == ["rolled_back"]
     assert (built.weights.origin, built.weights.condemned) == (1, {poisoned})
-    assert same(built.weights._served, known.good)
+    assert same(built.weights._served.weights, known.good)
 
 
 def negate_head(network: SpecBlock) -> None:
@@ -172,7 +172,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
             assert adaptive.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
-        mended = same(weights_of(adaptive.network), adaptive.learner.weights._served)
+        mended = same(weights_of(adaptive.network), adaptive.learner.weights._served.weights)
     print(f"mended after {queries} queries")
     assert [answer.token_ids for answer in run.answers] == plain
     assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]

@@ -20,14 +20,14 @@ def experienced(folder: Path, policy: str) -> Bench:
 
 def test_the_latest_weights_are_those_on_their_way(tmp_path: Path) -> None:
     tried = bench(tmp_path)
-    assert tried.weights.latest()[0] == 0
+    assert tried.weights.latest.version == 0
     tried.learner.adopt(weights_of(drafter(5)), "leader")
-    version, waiting = tried.weights.latest()
-    assert (version, tried.weights.version) == (1, 0)
+    waiting = tried.weights.latest
+    assert (waiting.version, tried.weights.version) == (1, 0)
     tried.weights.between_steps()
     tried.learner.rollback()
-    assert same(waiting, weights_of(drafter(5)))  # whoever looks at them need not hurry
-    assert tried.weights.latest()[0] == 2
+    assert same(waiting.weights, weights_of(drafter(5)))  # whoever looks at them need not hurry
+    assert tried.weights.latest.version == 2
 
 
 def test_whose_weights_they_are_is_told(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     rows = untrained_rows(weights.anchor, None)
     trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, generator=torch.Generator())
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
-    served_too = _numbers(weights._served.values())
+    served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(list(served.parameters()))
