@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -17,23 +17,11 @@ from adaptation.config import PolicyName
 from benchmarks.options import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import Measure, read_sets
-from service.bench.shift import columns_table, learning_cells
-from service.bench.shift_figures import (
-    Window,
-    explain_marks,
-    json_event,
-    mark,
-    mismatches,
-    name_axes,
-    tau_gain,
-    tau_of,
-    windows_of,
-)
+from service.bench.driver import Run
+from service.bench.experiment import Measure, mismatches, read_sets, tau
+from service.bench.shift import columns_table, json_event, learning_cells, mark, middles, name_axes, paired_ratio
 from service.bench.shift_play import (
     PLAIN,
-    AnsweredQuery,
-    AskedQuery,
     Counts,
     Noted,
     Phase,
@@ -41,12 +29,16 @@ from service.bench.shift_play import (
     Prompt,
     Stream,
     Turn,
+    joined,
     mixed,
-    play_with_bars,
+    play_all,
     players_of,
+    request_of,
     turns_of,
+    windows_of,
 )
 from service.config import LoadedConfig
+from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.prompts import refuse_too_long
 from service.tokenizer import ChatTokenizer
@@ -129,34 +121,33 @@ def honest_stream(prompts: Sequence[Prompt]) -> Stream:
     return Stream(tuple(Phase(name, tuple(piece)) for name, piece in pieces.items() if piece), new_from=0)
 
 
-def honest_turns(stream: Stream, size: int, clients: int, rng: random.Random) -> list[Turn]:
+def honest_turns(stream: Stream, size: int, clients: int, measure: Measure, rng: random.Random) -> list[Turn]:
     """The stream in turns of `size` queries, each of a client by chance."""
-    return [
-        replace(turn, queries=tuple(replace(query, client=_honest(rng.randrange(clients))) for query in turn.queries))
-        for turn in turns_of(stream, size)
-    ]
+
+    def asked(request: GenerationRequest) -> GenerationRequest:
+        return replace(request, client=f"honest {rng.randrange(clients) + 1}")
+
+    return [replace(turn, requests=tuple(map(asked, turn.requests))) for turn in turns_of(stream, size, measure)]
 
 
-def attacked(turns: Sequence[Turn], visits: Sequence[Visit], prompts: Mapping[Content, Iterator[Prompt]]) -> list[Turn]:
+def attacked(
+    turns: Sequence[Turn], visits: Sequence[Visit], prompts: Mapping[Content, Iterator[Prompt]], measure: Measure
+) -> list[Turn]:
     """The same turns with hostile queries at their places, numbered behind all honest ones."""
-    first = sum(len(turn.queries) for turn in turns)
+    first = sum(len(turn.requests) for turn in turns)
     hostile = [
-        (visit.place, AskedQuery(number, next(prompts[visit.content]), visit.client))
+        (visit.place, request_of(number, next(prompts[visit.content]), measure, visit.client))
         for number, visit in enumerate(visits, start=first)
     ]
     return [_with_visitors(turn, hostile) for turn in turns]
 
 
-def _with_visitors(turn: Turn, hostile: Sequence[tuple[float, AskedQuery]]) -> Turn:
-    end = turn.first + len(turn.queries)
-    honest = [(float(query.number), query) for query in turn.queries]
-    visitors = [(place, query) for place, query in hostile if turn.first <= place < end]
+def _with_visitors(turn: Turn, hostile: Sequence[tuple[float, GenerationRequest]]) -> Turn:
+    end = turn.first + len(turn.requests)
+    honest = [(float(number), request) for number, request in enumerate(turn.requests, start=turn.first)]
+    visitors = [(place, request) for place, request in hostile if turn.first <= place < end]
     in_order = sorted([*honest, *visitors], key=lambda placed: placed[0])
-    return replace(turn, queries=tuple(query for _, query in in_order))
-
-
-def _honest(number: int) -> str:
-    return f"honest {number + 1}"
+    return replace(turn, requests=tuple(request for _, request in in_order))
 
 
 ATTACKED, UNATTACKED, ANCHOR = "attacked", "unattacked", "anchor"
@@ -218,16 +209,22 @@ class HostileSummary:
     tau: float
 
 
+def answers_of(played: Played, clients: Callable[[str], bool]) -> Run:
+    """What was answered to some clients."""
+    pairs = zip(played.turn.requests, played.run.answers, strict=True)
+    return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.client)))
+
+
 def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]:
     """What a run did for honest clients, as if nobody else had asked: events are counted by honest queries too."""
     parts, answered = [], 0
     for mine, turn in zip(played, turns, strict=True):
-        honest = [asked.client not in HOSTILE for asked in mine.turn.queries]
-        queries = tuple(query for query, kept in zip(mine.queries, honest, strict=True) if kept)
+        honest = [asked.client not in HOSTILE for asked in mine.turn.requests]
+        run = answers_of(mine, lambda client: client not in HOSTILE)
         noted = tuple(
             replace(one, query=turn.first + sum(honest[: max(0, one.query - answered)])) for one in mine.noted
         )
-        parts.append(replace(mine, turn=turn, queries=queries, noted=noted))
+        parts.append(replace(mine, turn=turn, run=run, noted=noted))
         answered += len(honest)
     return parts
 
@@ -237,13 +234,13 @@ def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stre
     return [
         {
             "run": run,
-            "window": window.number,
-            "phase": stream.phases[window.phase].name,
-            "first_query": window.first,
-            "queries": window.num_queries,  # of honest clients, and so is tau
-            "hostile_queries": hostile.get(window.number, 0),
+            "window": window.turn.window,
+            "phase": stream.phases[window.turn.phase].name,
+            "first_query": window.turn.first,
+            "queries": len(window.turn.requests),  # of honest clients, and so is tau
+            "hostile_queries": hostile.get(window.turn.window, 0),
             "tau": window.tau,
-            **asdict(window.counts),
+            **window.counts,
         }
         for window in windows_of(played)
     ]
@@ -251,27 +248,33 @@ def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stre
 
 def summary_of(played: Sequence[Played], anchor: Sequence[Played], stream: Stream, *, seed: int) -> RunSummary:
     """The honest part of a run against the anchor's."""
+    whole = joined(played)
     return RunSummary(
-        tau=tau_of(played),
+        tau=whole.tau,
         tau_by_phase={
-            phase.name: tau_of(turn for turn in played if turn.turn.phase == index)
+            phase.name: tau(turn.run for turn in played if turn.turn.phase == index)
             for index, phase in enumerate(stream.phases)
         },
         over_anchor=ratio_of(played, anchor, seed=seed),
         worst=min(stretches(windows_of(played), windows_of(anchor)), key=lambda stretch: stretch.ratio),
-        mismatched_tokens=mismatches(played, anchor),
-        counts=sum((turn.counts for turn in played), Counts()),
-        events=tuple(noted for turn in played for noted in turn.noted),
+        mismatched_tokens=mismatches([turn.run for turn in anchor], [turn.run for turn in played]),
+        counts=whole.counts,
+        events=whole.noted,
     )
 
 
 def ratio_of(mine: Sequence[Played], theirs: Sequence[Played], *, seed: int) -> Ratio:
     """Tau of one run by that of another on the same queries."""
-    gain = tau_gain(mine, theirs, seed=seed)
-    return Ratio(*(1 + percent / 100 for percent in (gain.percent, gain.low, gain.high)))
+    return Ratio(*paired_ratio(mine, theirs, _emitted, seed=seed))
 
 
-def stretches(mine: Sequence[Window], anchor: Sequence[Window]) -> list[Stretch]:
+def _emitted(played: Played) -> tuple[float, float]:
+    """Emitted tokens and verifies."""
+    verifies = [count for answer in played.run.answers for count in answer.accepted_per_step]
+    return len(verifies) + sum(verifies), len(verifies)
+
+
+def stretches(mine: Sequence[Played], anchor: Sequence[Played]) -> list[Stretch]:
     """Every three windows in a row, or all windows where there are fewer."""
     length = min(STRETCH, len(mine))
     starts = range(len(mine) - length + 1)
@@ -292,29 +295,22 @@ def hostile_by_window(played: Sequence[Played]) -> dict[str, dict[int, int]]:
     }
 
 
-def _stretch(mine: Sequence[Window], anchor: Sequence[Window]) -> Stretch:
-    tau, anchor_tau = (tau_of(turn for window in windows for turn in window.played) for windows in (mine, anchor))
-    return Stretch(mine[0].first, tau, anchor_tau)
+def _stretch(mine: Sequence[Played], anchor: Sequence[Played]) -> Stretch:
+    return Stretch(mine[0].turn.first, joined(mine).tau, joined(anchor).tau)
 
 
 def _came(played: Sequence[Played], client: str) -> int:
-    return sum(asked.client == client for turn in played for asked in turn.turn.queries)
+    return sum(asked.client == client for turn in played for asked in turn.turn.requests)
 
 
 def _hostile(played: Sequence[Played], client: str) -> HostileSummary:
-    mine = [replace(turn, queries=_answers_to(turn, client)) for turn in played]
-    return HostileSummary(_came(played, client), sum(turn.num_tokens for turn in mine), tau_of(mine))
-
-
-def _answers_to(played: Played, client: str) -> tuple[AnsweredQuery, ...]:
-    pairs = zip(played.turn.queries, played.queries, strict=True)
-    return tuple(answer for asked, answer in pairs if asked.client == client)
+    runs = [answers_of(turn, lambda asked: asked == client) for turn in played]
+    return HostileSummary(_came(played, client), sum(run.num_tokens for run in runs), tau(runs))
 
 
 def draw(
     file: Path,
-    windows: Mapping[str, Sequence[Window]],
-    events: Mapping[str, Sequence[Noted]],
+    windows: Mapping[str, Sequence[Played]],
     hostile: Mapping[str, Mapping[int, int]],
     stream: Stream,
 ) -> None:
@@ -323,8 +319,8 @@ def draw(
     taus, ratios, attacks = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.4))
     for index, (run, mine) in enumerate(windows.items()):
         heights = [window.tau for window in mine]
-        taus.plot(_middles(mine), heights, marker=".", color=f"C{index}", label=run)
-        mark(taus, events[run], mine, heights, f"C{index}")
+        taus.plot(middles(mine), heights, marker=".", color=f"C{index}", label=run)
+        mark(taus, mine, heights, f"C{index}")
     _ratios(ratios, windows)
     _attacks(attacks, windows[ATTACKED], hostile)
     titles = {
@@ -332,39 +328,34 @@ def draw(
         ratios: f"tau by another run's on the same queries; over {STRETCH} windows where the anchor's",
         attacks: "queries of hostile clients in a window",
     }
-    name_axes(titles, stream)
+    name_axes(titles, stream, marked=taus)
     for axes in (taus, ratios, attacks):
         axes.legend(fontsize=8)
-    explain_marks(taus)
     figure.savefig(file, dpi=110)
 
 
-def _ratios(axes: Any, windows: Mapping[str, Sequence[Window]]) -> None:
+def _ratios(axes: Any, windows: Mapping[str, Sequence[Played]]) -> None:
     attacked, unattacked = windows[ATTACKED], windows[UNATTACKED]
-    middles = _middles(attacked)
+    centres = middles(attacked)
     for index, run in enumerate((ATTACKED, UNATTACKED)):
         found = stretches(windows[run], windows[ANCHOR])
         # A stretch stands where its middle window does.
-        places = middles[(len(middles) - len(found)) // 2 :][: len(found)]
+        places = centres[(len(centres) - len(found)) // 2 :][: len(found)]
         ratios = [stretch.ratio for stretch in found]
         axes.plot(places, ratios, marker=".", color=f"C{index}", label=f"{run} / {ANCHOR}")
     ratios = [mine.tau / theirs.tau for mine, theirs in zip(attacked, unattacked, strict=True)]
-    axes.plot(middles, ratios, marker=".", color="C3", label=f"{ATTACKED} / {UNATTACKED}")
+    axes.plot(centres, ratios, marker=".", color="C3", label=f"{ATTACKED} / {UNATTACKED}")
     for height in (1.0, ASKED_RATIO):
         axes.axhline(height, color="grey", linewidth=0.8)
 
 
-def _attacks(axes: Any, windows: Sequence[Window], hostile: Mapping[str, Mapping[int, int]]) -> None:
-    width = 0.8 * min(window.num_queries for window in windows)
+def _attacks(axes: Any, windows: Sequence[Played], hostile: Mapping[str, Mapping[int, int]]) -> None:
+    width = 0.8 * min(len(window.turn.requests) for window in windows)
     below = [0] * len(windows)
     for client, by_window in hostile.items():
-        heights = [by_window[window.number] for window in windows]
-        axes.bar(_middles(windows), heights, width, bottom=below, label=client)
+        heights = [by_window[window.turn.window] for window in windows]
+        axes.bar(middles(windows), heights, width, bottom=below, label=client)
         below = [height + more for height, more in zip(below, heights, strict=True)]
-
-
-def _middles(windows: Sequence[Window]) -> list[float]:
-    return [window.first + window.num_queries / 2 for window in windows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,7 +423,7 @@ def run(
     assembly = assemble(loaded.config)
     scene = scene_of(assembly, attack, measure)
     with players_of(assembly, policies, measure.seed) as players:
-        played = play_with_bars(players, scene.turns, measure)
+        played = play_all(players, scene.turns, measure)
     outcome = outcome_of(played, scene, seed=measure.seed)
     Console().print(table_of(outcome))
     _write(out, assembly, outcome, scene, attack)
@@ -454,14 +445,14 @@ def scene_of(assembly: Assembly, attack: Attack, measure: Measure) -> Scene:
     sets = read_sets(assembly, attack.honest, None, measure.max_tokens)
     prompts = mixed(sets, attack.queries + lent, rng)
     stream = honest_stream(prompts[: attack.queries])
-    honest = honest_turns(stream, attack.turn_queries, attack.honest_clients, rng)
+    honest = honest_turns(stream, attack.turn_queries, attack.honest_clients, measure, rng)
     contents: dict[Content, Iterator[Prompt]] = {
         "honest": iter(prompts[attack.queries :]),
         "garbage": garbage(assembly.tokenizer, assembly.target.vocab_size, rng),
         "narrow": _narrow(assembly, attack.narrow, measure, rng),
     }
-    poisoned = attacked(honest, visits, contents)
-    everything = [prompt for turn in poisoned for prompt in turn.prompts]
+    poisoned = attacked(honest, visits, contents, measure)
+    everything = [request.prompt for turn in poisoned for request in turn.requests]
     refuse_too_long(everything, measure.max_tokens, assembly.limits.max_model_len, "hostile prompts")
     return Scene(stream, honest, {ATTACKED: poisoned, UNATTACKED: honest, ANCHOR: honest})
 
@@ -492,8 +483,7 @@ def _write(out: Path | None, assembly: Assembly, outcome: Outcome, scene: Scene,
     ]
     write_report(out, conditions_of(assembly), rows, summary_json(outcome, attack))
     windows = {run: windows_of(outcome.honest[run]) for run in RUNS}
-    events = {run: outcome.summaries[run].events for run in RUNS}
-    draw(out.with_suffix(".png"), windows, events, by_client, scene.stream)
+    draw(out.with_suffix(".png"), windows, by_client, scene.stream)
 
 
 def summary_json(outcome: Outcome, attack: Attack) -> dict[str, object]:
@@ -508,7 +498,7 @@ def summary_json(outcome: Outcome, attack: Attack) -> dict[str, object]:
         "ratio": asdict(outcome.ratio),
         "asked_ratio": ASKED_RATIO,
         "worst_three_windows": outcome.summaries[ATTACKED].worst.as_json(),
-        "over_share": outcome.summaries[ATTACKED].counts.over_share,
+        "over_share": outcome.summaries[ATTACKED].counts["over_share"],
         "mismatched_tokens": sum(summary.mismatched_tokens for summary in outcome.summaries.values()),
         "runs": {run: outcome.summaries[run].as_json() for run in RUNS},
         "hostile": {name: asdict(client) for name, client in hostile.items()},
@@ -528,17 +518,17 @@ def table_of(outcome: Outcome) -> Table:
     return table
 
 
-def _cells(summary: RunSummary) -> dict[str, str]:
+def _cells(summary: RunSummary) -> dict[str, object]:
     return {
-        "mismatched": str(summary.mismatched_tokens),
+        "mismatched": summary.mismatched_tokens,
         "tau": f"{summary.tau:.3f}",
         **{f"tau {phase}": f"{tau:.3f}" for phase, tau in summary.tau_by_phase.items()},
         f"tau / {ANCHOR}": _ratio(summary.over_anchor).replace(" ", "\n", 1),
         "worst": f"{summary.worst.ratio:.3f}",
-        "its query": str(summary.worst.first_query),
+        "its query": summary.worst.first_query,
         **learning_cells(summary.counts),
-        "over share": str(summary.counts.over_share),
-        "training": f"{summary.counts.training_seconds:.1f} s",
+        "over share": summary.counts["over_share"],
+        "training": f"{summary.counts['training_seconds']:.1f} s",
     }
 
 

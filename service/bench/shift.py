@@ -1,33 +1,42 @@
 """`adaptree bench shift`: load, let the policies take turns, print the table, write and draw."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from statistics import fmean
+from typing import Any, get_args
 
+import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from adaptation.config import PolicyName
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import Measure, read_sets
-from service.bench.shift_figures import Gain, PolicySummary, draw, rows_of, summary_of, windows_of
+from service.bench.experiment import Measure, mismatches, paired_bootstrap, percentile, read_sets
 from service.bench.shift_play import (
     PLAIN,
     Counts,
+    Noted,
     Played,
     Stream,
-    play_with_bars,
+    joined,
+    play_all,
     players_of,
     repeated,
     shifted,
     turns_of,
+    windows_of,
 )
 from service.config import ServiceConfig
 from service.errors import StartupError
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+_RECOVERED = 0.9
+_REPORTED = ("training_seconds", "updates_head", "updates_full", "publishes", "refusals", "rollbacks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +57,24 @@ def run_shift(
     refuse_unwritable(out)
     assembly = assemble(config)
     stream = stream_of(assembly, traffic, measure)
-    turns = turns_of(stream, traffic.turn_queries)
+    turns = turns_of(stream, traffic.turn_queries, measure)
     with players_of(assembly, {policy: policy for policy in policies}, measure.seed) as players:
-        played = play_with_bars(players, {policy: turns for policy in policies}, measure)
+        played = play_all(players, dict.fromkeys(policies, turns), measure)
     summaries = {name: summary_of(mine, played[PLAIN], stream, seed=measure.seed) for name, mine in played.items()}
     Console().print(table_of(summaries, stream))
-    _write(out, assembly, played, summaries, stream)
-    return not any(summary.mismatched_tokens for summary in summaries.values())
+    mismatched = sum(summary.mismatched_tokens for summary in summaries.values())
+    if out is not None:
+        windows = {name: windows_of(mine) for name, mine in played.items()}
+        rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
+        summary = {
+            "queries": stream.num_queries,
+            "new_from": stream.new_from,
+            "mismatched_tokens": mismatched,
+            "policies": {name: mine.as_json() for name, mine in summaries.items()},
+        }
+        write_report(out, conditions_of(assembly), rows, summary)
+        draw(out.with_suffix(".png"), windows, stream)
+    return not mismatched
 
 
 def policies_of(names: str) -> list[PolicyName]:
@@ -70,32 +90,137 @@ def policies_of(names: str) -> list[PolicyName]:
 
 def stream_of(assembly: Assembly, traffic: Traffic, measure: Measure) -> Stream:
     """The prompts, as tokens and in their order. Raises StartupError."""
-    before = read_sets(assembly, traffic.before, None, measure.max_tokens)
-    after = read_sets(assembly, traffic.after, None, measure.max_tokens)
+    before, after = (read_sets(assembly, files, None, measure.max_tokens) for files in (traffic.before, traffic.after))
     if traffic.epochs is not None:
         return repeated([*before, *after], traffic.queries, traffic.epochs, measure.seed)
     return shifted(before, after, traffic.queries, measure.seed)
 
 
-def _write(
-    out: Path | None,
-    assembly: Assembly,
-    played: Mapping[str, Sequence[Played]],
-    summaries: Mapping[str, PolicySummary],
-    stream: Stream,
-) -> None:
-    if out is None:
-        return
-    windows = {name: windows_of(mine) for name, mine in played.items()}
-    rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
-    summary = {
-        "queries": stream.num_queries,
-        "new_from": stream.new_from,
-        "mismatched_tokens": sum(mine.mismatched_tokens for mine in summaries.values()),
-        "policies": {name: mine.as_json() for name, mine in summaries.items()},
-    }
-    write_report(out, conditions_of(assembly), rows, summary)
-    draw(out.with_suffix(".png"), windows, {name: mine.events for name, mine in summaries.items()}, stream)
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Percent more tokens per second than another, with what holds 95 % of resampled turns."""
+
+    percent: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:+.1f} %\n[{self.low:+.1f}, {self.high:+.1f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySummary:
+    """One policy over the whole stream; `before` is its first phase and `after` its last."""
+
+    net_tokens_per_second_before: float
+    net_tokens_per_second_after: float
+    engine_tokens_per_second_before: float
+    engine_tokens_per_second_after: float
+    net_gain_before: Gain | None  # None for the plain comparison itself
+    net_gain_after: Gain | None
+    tau_before: float
+    tau_after: float
+    final_tau_gain: float | None  # from the first to the last windows with something new, above the plain comparison's
+    recovery_queries: int | None  # None where nothing was gained, or nothing published
+    mismatched_tokens: int
+    counts: Counts
+    training_share: float  # training seconds of all net seconds
+    waited_seconds: float  # between a turn's last answer and its end
+    itl_p50_seconds: float
+    itl_p99_seconds: float
+    events: tuple[Noted, ...]
+
+    def as_json(self) -> dict[str, object]:
+        values = asdict(self)
+        return {**values, **values.pop("counts"), "events": [json_event(noted) for noted in self.events]}
+
+
+def rows_of(policy: str, windows: Sequence[Played], stream: Stream) -> list[dict[str, object]]:
+    """The windows as they are reported."""
+    return [
+        {
+            "policy": policy,
+            "window": window.turn.window,
+            "phase": stream.phases[window.turn.phase].name,
+            "first_query": window.turn.first,
+            "queries": len(window.turn.requests),
+            "tau": window.tau,
+            "tokens_per_second": window.net_speed,  # all seconds of its turns, training included
+            "engine_tokens_per_second": window.engine_speed,  # without waiting until training stood still
+            **{name: window.counts[name] for name in _REPORTED},
+        }
+        for window in windows
+    ]
+
+
+def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream, *, seed: int) -> PolicySummary:
+    """One policy against the plain comparison; `plain` may be its own turns."""
+    (old, plain_old), (new, plain_new) = (
+        [[one for one in turns if one.turn.phase == phase] for turns in (played, plain)]
+        for phase in (0, len(stream.phases) - 1)
+    )
+    before, after, whole = joined(old), joined(new), joined(played)
+    final_gain, recovery = recovery_of(
+        *([one for one in windows_of(turns) if one.turn.first >= stream.new_from] for turns in (played, plain))
+    )
+    gaps = [gap for step in whole.run.steps for gap in step.stats.itl_seconds]
+    compares = played is not plain
+    return PolicySummary(
+        net_tokens_per_second_before=before.net_speed,
+        net_tokens_per_second_after=after.net_speed,
+        engine_tokens_per_second_before=before.engine_speed,
+        engine_tokens_per_second_after=after.engine_speed,
+        net_gain_before=net_gain(old, plain_old, seed=seed) if compares else None,
+        net_gain_after=net_gain(new, plain_new, seed=seed) if compares else None,
+        tau_before=before.tau,
+        tau_after=after.tau,
+        final_tau_gain=final_gain if compares else None,
+        recovery_queries=recovery if whole.counts["publishes"] else None,
+        mismatched_tokens=mismatches([one.run for one in plain], [one.run for one in played]),
+        counts=whole.counts,
+        training_share=whole.counts["training_seconds"] / whole.net_seconds,
+        waited_seconds=whole.net_seconds - whole.run.seconds,
+        itl_p50_seconds=percentile(gaps, 50, method="linear"),
+        itl_p99_seconds=percentile(gaps, 99, method="linear"),
+        events=whole.noted,
+    )
+
+
+def net_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Gain:
+    """How much faster, training included."""
+    ratio = paired_ratio(mine, plain, lambda one: (one.run.num_tokens, one.net_seconds), seed=seed)
+    return Gain(*(100 * (value - 1) for value in ratio))
+
+
+def paired_ratio(
+    mine: Sequence[Played], plain: Sequence[Played], rate: Callable[[Played], tuple[float, float]], *, seed: int
+) -> tuple[float, float, float]:
+    """One rate, of (tokens, units) in each turn, by another on the same queries; and what holds 95 % of it."""
+
+    def ratio(sums: np.ndarray) -> np.ndarray:  # [4, ...] -> [...]
+        tokens, units, plain_tokens, plain_units = sums
+        found: np.ndarray = tokens / units * plain_units / plain_tokens
+        return found
+
+    columns = np.array([(*rate(ours), *rate(theirs)) for ours, theirs in zip(mine, plain, strict=True)], float).T
+    return paired_bootstrap(ratio, columns, seed=seed)
+
+
+def recovery_of(mine: Sequence[Played], plain: Sequence[Played]) -> tuple[float, int | None]:
+    """How tau grew over the windows in the end (mean of their last quarter minus the first), the plain comparison's own
+    course taken off, and the queries until a window had reached 90 % of that; None where nothing was gained."""
+    ahead = [ours.tau - theirs.tau for ours, theirs in zip(mine, plain, strict=True)]
+    final = fmean(ahead[-max(1, len(ahead) // 4) :]) - ahead[0]
+    if final <= 0:
+        return final, None
+    reached = next(place for place, value in enumerate(ahead) if value - ahead[0] >= _RECOVERED * final)
+    return final, sum(len(window.turn.requests) for window in mine[: reached + 1])
+
+
+def json_event(noted: Noted) -> dict[str, object]:
+    """JSON knows no NaN, which is what a score without texts is."""
+    numbers = {name: value if math.isfinite(value) else None for name, value in noted.event.numbers.items()}
+    return {"query": noted.query, **asdict(noted.event), "numbers": numbers}
 
 
 def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:
@@ -109,41 +234,35 @@ def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:
     return table
 
 
-def columns_table(corner: str, columns: Mapping[str, Mapping[str, str]], section_ends: Sequence[str]) -> Table:
+def columns_table(corner: str, columns: Mapping[str, Mapping[str, object]], section_ends: Sequence[str]) -> Table:
     """One column for each name, whose cells have the same titles."""
     table = Table(corner, *columns)
     for title in next(iter(columns.values())):
-        table.add_row(title, *(column[title] for column in columns.values()), end_section=title in section_ends)
+        table.add_row(title, *(str(column[title]) for column in columns.values()), end_section=title in section_ends)
     return table
 
 
-def learning_cells(counts: Counts) -> dict[str, str]:
+def learning_cells(counts: Counts) -> dict[str, object]:
     """What learning did."""
-    return {
-        "updates, head": str(counts.updates_head),
-        "updates, full": str(counts.updates_full),
-        "publishes": str(counts.publishes),
-        "refusals": str(counts.refusals),
-        "rollbacks": str(counts.rollbacks),
-    }
+    return {name.replace("_", ", "): counts[name] for name in _REPORTED[1:]}
 
 
 _SECTION_ENDS = ("mismatched", "engine after", "recovery", "rollbacks")
 
 
-def _cells(summary: PolicySummary) -> dict[str, str]:
+def _cells(summary: PolicySummary) -> dict[str, object]:
     return {
-        "mismatched": str(summary.mismatched_tokens),
+        "mismatched": summary.mismatched_tokens,
         "net before": f"{summary.net_tokens_per_second_before:.1f}",
-        "gain before": _gain(summary.net_gain_before),
+        "gain before": summary.net_gain_before or "",
         "net after": f"{summary.net_tokens_per_second_after:.1f}",
-        "gain after": _gain(summary.net_gain_after),
+        "gain after": summary.net_gain_after or "",
         "engine before": f"{summary.engine_tokens_per_second_before:.1f}",
         "engine after": f"{summary.engine_tokens_per_second_after:.1f}",
         "tau before": f"{summary.tau_before:.3f}",
         "tau after": f"{summary.tau_after:.3f}",
-        "recovery": "" if summary.recovery_queries is None else str(summary.recovery_queries),
-        "training": f"{summary.counts.training_seconds:.1f} s",
+        "recovery": "" if summary.recovery_queries is None else summary.recovery_queries,
+        "training": f"{summary.counts['training_seconds']:.1f} s",
         "its share": f"{100 * summary.training_share:.1f} %",
         "waited for": f"{summary.waited_seconds:.1f} s",
         **learning_cells(summary.counts),
@@ -152,5 +271,58 @@ def _cells(summary: PolicySummary) -> dict[str, str]:
     }
 
 
-def _gain(gain: Gain | None) -> str:
-    return "" if gain is None else f"{gain.percent:+.1f} %\n[{gain.low:+.1f}, {gain.high:+.1f}]"
+_MARKS = {"published": ("^", "publish"), "refused": ("x", "refusal"), "rolled_back": ("v", "rollback")}
+
+
+def draw(file: Path, windows: Mapping[str, Sequence[Played]], stream: Stream) -> None:
+    """Draw all policies' windows, by name; the plain comparison is one of them."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    (taus, speeds), (tau_gains, speed_gains) = figure.subplots(2, 2, sharex=True)
+    for index, (policy, mine) in enumerate(windows.items()):
+        style = {"color": f"C{index}", "label": policy, "marker": "."}
+        places = middles(mine)
+        taus.plot(places, [window.tau for window in mine], **style)
+        speeds.plot(places, [window.net_speed for window in mine], **style)
+        if policy != PLAIN:
+            pairs = list(zip(mine, windows[PLAIN], strict=True))
+            ahead = [ours.tau - theirs.tau for ours, theirs in pairs]
+            tau_gains.plot(places, ahead, **style)
+            speed_gains.plot(places, [100 * (ours.net_speed / theirs.net_speed - 1) for ours, theirs in pairs], **style)
+            mark(tau_gains, mine, ahead, f"C{index}")
+    titles = {
+        taus: "tau",
+        speeds: "net tokens per second, training included",
+        tau_gains: f"tau above {PLAIN}, same queries",
+        speed_gains: f"percent more net tokens per second than {PLAIN}, same queries",
+    }
+    name_axes(titles, stream, marked=tau_gains)
+    taus.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def middles(windows: Sequence[Played]) -> list[float]:
+    return [window.turn.first + len(window.turn.requests) / 2 for window in windows]
+
+
+def mark(axes: Any, windows: Sequence[Played], heights: Sequence[float], color: str) -> None:
+    """Each event at its query, at the height of the window it fell into."""
+    for window, height in zip(windows, heights, strict=True):
+        for noted in window.noted:
+            if noted.event.kind in _MARKS:
+                marker = _MARKS[noted.event.kind][0]
+                axes.scatter([noted.query], [height], marker=marker, color=color, s=45, zorder=3)
+
+
+def name_axes(titles: Mapping[Any, str], stream: Stream, *, marked: Any) -> None:
+    """Title each axes, show where phases begin, and say below one of them what its marks mean."""
+    for axes, title in titles.items():
+        axes.set_title(title)
+        axes.set_xlabel("queries")
+        axes.grid(alpha=0.3)
+        first = 0
+        for phase in stream.phases:
+            axes.axvline(first, color="grey", linestyle=":")
+            place = {"xycoords": ("data", "axes fraction"), "va": "top"}
+            axes.annotate(f" {phase.name}", (first, 0.99), fontsize=7, color="grey", **place)
+            first += len(phase.prompts)
+    marked.set_xlabel(f"queries ({', '.join(f'{marker} {name}' for marker, name in _MARKS.values())})")

@@ -2,25 +2,24 @@
 
 import random
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from itertools import chain, zip_longest
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event as Signal
-from threading import Lock
-from typing import Final, Protocol
+from typing import Final
 
 from adaptation.config import PolicyName, Tuning
 from adaptation.records import AdaptationStatus, Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
-from service.bench.experiment import Measure
-from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
+from service.bench.driver import ClosedLoop, Drive, Run
+from service.bench.experiment import Measure, tau
+from service.engine.engine import Engine, StepReport
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.logging import counting
@@ -36,38 +35,22 @@ _WINDOWS = 24  # of the whole stream, about: enough to see a course, few enough 
 
 Prompt = tuple[int, ...]
 
+Counts = Mapping[str, float]
+"""What learning has done, by name."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What learning has done."""
+NOTHING: Final[Counts] = {
+    **{"training_seconds": 0.0, "updates_head": 0, "updates_full": 0, "publishes": 0, "refusals": 0, "rollbacks": 0},
+    **{"discards": 0, "over_share": 0},  # queries not learnt from because their client had had its quota
+}
 
-    training_seconds: float = 0.0
-    updates_head: int = 0
-    updates_full: int = 0
-    publishes: int = 0
-    refusals: int = 0
-    rollbacks: int = 0
-    discards: int = 0
-    over_share: int = 0  # queries not learnt from because their client had had its quota
 
-    @staticmethod
-    def of(status: AdaptationStatus) -> "Counts":
-        return Counts(
-            training_seconds=status.training_seconds,
-            updates_head=status.updates.get("head", 0),
-            updates_full=status.updates.get("full", 0),
-            publishes=status.publishes,
-            refusals=status.refusals,
-            rollbacks=status.rollbacks,
-            discards=status.discards,
-            over_share=status.excluded.get("over_share", 0),
-        )
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-    def __sub__(self, other: "Counts") -> "Counts":
-        return Counts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(self)})
+def counts_of(status: AdaptationStatus) -> Counts:
+    return {
+        **{name: getattr(status, name, 0) for name in NOTHING},
+        "updates_head": status.updates.get("head", 0),
+        "updates_full": status.updates.get("full", 0),
+        "over_share": status.excluded.get("over_share", 0),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,61 +62,19 @@ class Noted:
 
 
 class Notes:
-    """Takes down events, told by any thread."""
+    """Takes down events, told by the thread that learns."""
 
     def __init__(self) -> None:
         self.answered = 0  # queries of the stream
         self._noted: list[Noted] = []
-        self._lock = Lock()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.take()
-        self.answered = 0
 
     def note(self, event: Event) -> None:
-        with self._lock:
-            self._noted.append(Noted(self.answered, event))
+        self._noted.append(Noted(self.answered, event))
 
     def take(self) -> tuple[Noted, ...]:
         """What was noted since the last call."""
-        with self._lock:
-            noted, self._noted = tuple(self._noted), []
-        return noted
-
-
-class Beside(Protocol):
-    """What goes on beside an engine during its turns, and only then."""
-
-    def go_on(self) -> None:
-        """A turn begins."""
-        ...
-
-    def hold(self) -> None:
-        """The turn is over: do nothing until the next one."""
-        ...
-
-    def counts(self) -> Counts:
-        """What was done so far; to be asked while it is held."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Nobody:
-    """Nobody learns: the plain comparison."""
-
-    def go_on(self) -> None:
-        """Nothing was held."""
-
-    def hold(self) -> None:
-        """Nothing goes on."""
-
-    def counts(self) -> Counts:
-        return Counts()
-
-    def close(self) -> None:
-        """Nothing was started."""
+        noted, self._noted = self._noted, []
+        return tuple(noted)
 
 
 class Learning:
@@ -144,6 +85,7 @@ class Learning:
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
         self._loop = adaptive.worker.loop
+        self.recover, self.save = self._loop.recover, self._loop.save
         self._process = adaptive.learner.process
         self._free, self._standing = Signal(), Signal()
         self._free.set()
@@ -154,6 +96,7 @@ class Learning:
         self.hold()
 
     def go_on(self) -> None:
+        """A turn begins."""
         self._standing.clear()
         self._free.set()
         if self._process is not None:
@@ -171,7 +114,8 @@ class Learning:
         asked.cancel()
 
     def counts(self) -> Counts:
-        return Counts.of(self._adaptive.learner.status(self._adaptive.worker))  # not by the thread: it stands
+        """What was done so far; to be asked while it is held."""
+        return counts_of(self._adaptive.learner.status(self._adaptive.worker))  # not by the thread: it stands
 
     def close(self) -> None:
         self.go_on()
@@ -190,12 +134,6 @@ class Learning:
             return interrupted()
 
         return self._loop.update(passed)
-
-    def recover(self, error: str) -> None:
-        self._loop.recover(error)
-
-    def save(self, *, training: bool) -> None:
-        self._loop.save(training=training)
 
     def stand(self) -> None:
         """Wait until nobody holds it."""
@@ -232,27 +170,13 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedQuery:
-    """One query of a stream."""
-
-    number: int  # its seed follows from it
-    prompt: Prompt
-    client: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """Queries that a policy answers in one go. Neither turns nor windows reach over the end of a phase."""
 
-    number: int
     phase: int
     window: int
     first: int  # number of its first query
-    queries: tuple[AskedQuery, ...]
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return tuple(query.prompt for query in self.queries)
+    requests: tuple[GenerationRequest, ...]
 
 
 def shifted(before: Sequence[PromptSet], after: Sequence[PromptSet], queries: int, seed: int) -> Stream:
@@ -279,148 +203,115 @@ def mixed(sets: Sequence[PromptSet], count: int, rng: random.Random) -> tuple[Pr
     return tuple(rng.sample(dealt, count))
 
 
-def turns_of(stream: Stream, size: int) -> list[Turn]:
+def _name(sets: Sequence[PromptSet]) -> str:
+    return " + ".join(chosen.name for chosen in sets)
+
+
+def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
     """The whole stream in turns of `size` queries; the last turn of a phase may be shorter."""
     total = sum(-(-len(phase.prompts) // size) for phase in stream.phases)
     per_window = max(1, round(total / _WINDOWS))
     turns: list[Turn] = []
     first = window = 0
     for index, phase in enumerate(stream.phases):
-        pieces = list(_pieces(phase.prompts, size))
-        windows = max(1, len(pieces) // per_window)
-        for place, prompts in enumerate(pieces):
-            mine = window + min(place // per_window, windows - 1)
-            queries = tuple(AskedQuery(number, prompt) for number, prompt in enumerate(prompts, start=first))
-            turns.append(Turn(len(turns), index, mine, first, queries))
-            first += len(prompts)
+        starts = range(0, len(phase.prompts), size)
+        windows = max(1, len(starts) // per_window)
+        for place, start in enumerate(starts):
+            prompts = enumerate(phase.prompts[start : start + size], first + start)
+            requests = tuple(request_of(number, prompt, measure) for number, prompt in prompts)
+            turns.append(Turn(index, window + min(place // per_window, windows - 1), first + start, requests))
+        first += len(phase.prompts)
         window += windows
     return turns
 
 
-def _name(sets: Sequence[PromptSet]) -> str:
-    return " + ".join(chosen.name for chosen in sets)
-
-
-def _pieces(prompts: tuple[Prompt, ...], size: int) -> Iterator[tuple[Prompt, ...]]:
-    return (prompts[start : start + size] for start in range(0, len(prompts), size))
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweredQuery:
-    """One answer and what speculation did for it."""
-
-    token_ids: tuple[int, ...]
-    accepted: int  # drafted tokens, in all its verifies
-    verifies: int
+def request_of(number: int, prompt: Prompt, measure: Measure, client: str = "") -> GenerationRequest:
+    """Unlike other benchmarks this one lets answers end by themselves: what follows an end is nobody's traffic."""
+    sampling = SamplingParams(
+        seed=measure.seed + number, max_tokens=measure.max_tokens, temperature=measure.temperature
+    )
+    return GenerationRequest(request_id=f"query-{number}", prompt=prompt, sampling=sampling, client=client)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one policy did in one turn."""
+    """What one policy did in one turn, or in several in a row."""
 
     turn: Turn
-    queries: tuple[AnsweredQuery, ...]
-    gaps: tuple[float, ...]  # seconds between outputs of a sequence
-    engine_seconds: float
-    net_seconds: float
+    run: Run
+    net_seconds: float  # until learning stood still
     counts: Counts
-    noted: tuple[Noted, ...]
+    noted: tuple[Noted, ...] = ()
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(query.token_ids) for query in self.queries)
+    def tau(self) -> float:
+        return tau([self.run])
+
+    @property
+    def net_speed(self) -> float:
+        """Tokens per second, training included."""
+        return self.run.num_tokens / self.net_seconds
+
+    @property
+    def engine_speed(self) -> float:
+        """Tokens per second until the last answer of each turn."""
+        return self.run.num_tokens / self.run.seconds
+
+
+def joined(turns: Sequence[Played]) -> Played:
+    """Turns in a row as one."""
+    return Played(
+        replace(turns[0].turn, requests=tuple(chain.from_iterable(one.turn.requests for one in turns))),
+        Run(
+            tuple(chain.from_iterable(one.run.answers for one in turns)),
+            tuple(chain.from_iterable(one.run.steps for one in turns)),
+            sum(one.run.seconds for one in turns),
+        ),
+        sum(one.net_seconds for one in turns),
+        {name: sum(one.counts[name] for one in turns) for name in NOTHING},
+        tuple(chain.from_iterable(one.noted for one in turns)),
+    )
+
+
+def windows_of(played: Sequence[Played]) -> list[Played]:
+    """A policy's turns, window by window."""
+    return [joined(list(turns)) for _, turns in groupby(played, lambda one: one.turn.window)]
 
 
 class Player:
     """One policy: its engine, and who learns beside it."""
 
-    def __init__(self, name: str, engine: Engine, beside: Beside, notes: Notes) -> None:
+    def __init__(self, name: str, engine: Engine, learning: Learning | None = None, notes: Notes | None = None) -> None:
         self.name = name
         self._engine = engine
-        self._beside = beside
-        self._notes = notes
-        self._counts = Counts()
+        self._learning = learning
+        self._notes = notes or Notes()
+        self._counts = NOTHING
 
-    def warm_up(self, prompt: Prompt) -> None:
+    def warm_up(self, prompt: Sequence[int]) -> None:
         """One answer that nobody measures or learns from: first calls allocate and choose code paths."""
-        measure = Measure(temperature=0.0, max_tokens=_WARM_UP_TOKENS, concurrency=1, seed=0)
-        self._beside.go_on()
-        self._serve([_request(AskedQuery(0, prompt), measure, store=False)], 1)
-        self._beside.hold()
-        self._counts = self._beside.counts()
-        self._notes.clear()
+        sampling = SamplingParams(seed=0, max_tokens=_WARM_UP_TOKENS, temperature=0.0)
+        request = GenerationRequest(request_id="warm-up", prompt=prompt, sampling=sampling, store=False)
+        self.play(Turn(0, 0, 0, (request,)), 1)
+        self._notes.answered = 0
 
-    def play(self, turn: Turn, measure: Measure) -> Played:
-        """Answer the turn's queries, `measure.concurrency` at a time, and learn meanwhile."""
-        requests = [_request(query, measure) for query in turn.queries]
-        began = time.perf_counter()
-        self._beside.go_on()
-        queries, gaps = self._serve(requests, measure.concurrency)
-        served = time.perf_counter()
-        self._beside.hold()
-        held = time.perf_counter()
-        before, self._counts = self._counts, self._beside.counts()
-        return Played(turn, queries, gaps, served - began, held - began, self._counts - before, self._notes.take())
+    def play(self, turn: Turn, concurrency: int) -> Played:
+        """Answer the turn's queries, so many at a time, and learn meanwhile."""
+        drive = Drive(self._engine, turn.requests, ClosedLoop(concurrency), after_step=self._count)
+        began, before = time.perf_counter(), self._counts
+        if self._learning is not None:
+            self._learning.go_on()
+        drive.go_on()
+        if self._learning is not None:
+            self._learning.hold()
+        net_seconds = time.perf_counter() - began
+        if self._learning is not None:
+            self._counts = self._learning.counts()
+        done = {name: self._counts[name] - before[name] for name in NOTHING}
+        return Played(turn, drive.result(), net_seconds, done, self._notes.take())
 
-    def close(self) -> None:
-        self._beside.close()
-
-    def _serve(
-        self, requests: Sequence[GenerationRequest], concurrency: int
-    ) -> tuple[tuple[AnsweredQuery, ...], tuple[float, ...]]:
-        """Keep so many of the requests in flight until all are answered."""
-        waiting = deque(requests)
-        outputs: defaultdict[str, list[SequenceOutput]] = defaultdict(list)
-        gaps: list[float] = []
-        in_flight = 0
-        while waiting or in_flight:
-            while waiting and in_flight < concurrency:
-                self._engine.add(waiting.popleft())
-                in_flight += 1
-            report = self._engine.step()
-            for output in report.outputs:
-                outputs[output.request_id].append(output)
-            in_flight -= len(report.finished)
-            self._notes.answered += len(report.finished)
-            if report.stats is not None:
-                gaps += report.stats.itl_seconds
-        return tuple(_answered(outputs[request.request_id]) for request in requests), tuple(gaps)
-
-
-def play_all(
-    players: Sequence[Player],
-    turns: Mapping[str, Sequence[Turn]],
-    measure: Measure,
-    advance: Callable[[str, int], None] = lambda player, queries: None,
-) -> dict[str, list[Played]]:
-    """Every player's turns, by its name, equally many for all. `advance` hears of queries as they are done."""
-    played: dict[str, list[Played]] = {player.name: [] for player in players}
-    rng = random.Random(measure.seed)
-    for together in zip(*(turns[player.name] for player in players), strict=True):
-        pairs = list(zip(players, together, strict=True))
-        for player, turn in rng.sample(pairs, len(pairs)):
-            played[player.name].append(player.play(turn, measure))
-            advance(player.name, len(turn.queries))
-    return played
-
-
-def _request(query: AskedQuery, measure: Measure, *, store: bool = True) -> GenerationRequest:
-    """Unlike other benchmarks this one lets answers end by themselves: what follows an end is nobody's traffic."""
-    return GenerationRequest(
-        request_id=f"query-{query.number}",
-        prompt=query.prompt,
-        sampling=SamplingParams(
-            seed=measure.seed + query.number, max_tokens=measure.max_tokens, temperature=measure.temperature
-        ),
-        store=store,
-        client=query.client,
-    )
-
-
-def _answered(outputs: Sequence[SequenceOutput]) -> AnsweredQuery:
-    speculation = outputs[-1].speculation
-    accepted = speculation.accepted_per_step if speculation else ()
-    return AnsweredQuery(tuple(token for output in outputs for token in output.token_ids), sum(accepted), len(accepted))
+    def _count(self, report: StepReport) -> None:
+        self._notes.answered += len(report.finished)
 
 
 @contextmanager
@@ -429,31 +320,38 @@ def players_of(assembly: Assembly, policies: Mapping[str, PolicyName], seed: int
     with TemporaryDirectory(prefix="adaptree-bench-") as folder, ExitStack() as closing:
         players = []
         for name, policy in policies.items():
-            player = _player(assembly, name, policy, Path(folder) / name, seed)
-            closing.callback(player.close)
-            players.append(player)
+            if policy == PLAIN:
+                players.append(Player(name, assembly.engine()))
+                continue
+            notes = Notes()
+            config = assembly.config.adaptation.model_copy(update={"policy": policy})
+            # Rests between updates pass while others have their turn; waiting for them too would be time nobody loses.
+            tuning = Tuning(duty_cycle=1.0)
+            adaptive = build_adaptive(
+                assembly, config, folder=Path(folder) / name, emit=notes.note, seed=seed, tuning=tuning
+            )
+            learning = Learning(adaptive)
+            closing.callback(learning.close)
+            players.append(Player(name, adaptive.engine, learning, notes))
         yield players
 
 
-def play_with_bars(
+def play_all(
     players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure
 ) -> dict[str, list[Played]]:
-    """Every player's turns, by its name, after an answer that nobody measures."""
+    """Every player's turns, by its name, equally many for all, after an answer that nobody measures."""
     for player in players:
-        player.warm_up(turns[player.name][0].prompts[0])
+        player.warm_up(turns[player.name][0].requests[0].prompt)
+    played: dict[str, list[Played]] = {player.name: [] for player in players}
+    rng = random.Random(measure.seed)
     with counting() as progress:
         tasks = {
-            name: progress.add_task(name, total=sum(len(turn.queries) for turn in mine)) for name, mine in turns.items()
+            name: progress.add_task(name, total=sum(len(turn.requests) for turn in mine))
+            for name, mine in turns.items()
         }
-        return play_all(players, turns, measure, lambda name, done: progress.advance(tasks[name], done))
-
-
-def _player(assembly: Assembly, name: str, policy: PolicyName, folder: Path, seed: int) -> Player:
-    notes = Notes()
-    if policy == PLAIN:
-        return Player(name, assembly.engine(), Nobody(), notes)
-    # Rests between updates pass while others have their turn; waiting for them as well would be time nobody loses.
-    config = assembly.config.adaptation.model_copy(update={"policy": policy})
-    tuning = Tuning(duty_cycle=1.0)
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=notes.note, seed=seed, tuning=tuning)
-    return Player(name, adaptive.engine, Learning(adaptive), notes)
+        for together in zip(*(turns[player.name] for player in players), strict=True):
+            pairs = list(zip(players, together, strict=True))
+            for player, turn in rng.sample(pairs, len(pairs)):
+                played[player.name].append(player.play(turn, measure.concurrency))
+                progress.advance(tasks[player.name], len(turn.requests))
+    return played

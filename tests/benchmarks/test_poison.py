@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -35,20 +35,25 @@ from benchmarks.poison import (
 )
 from service.assembly import Assembly
 from service.bench.conditions import Conditions
+from service.bench.driver import Answer, Run
 from service.bench.experiment import Measure
-from service.bench.shift_figures import windows_of
-from service.bench.shift_play import AnsweredQuery, Counts, Nobody, Noted, Notes, Played, Player, Turn, play_with_bars
+from service.bench.shift_play import NOTHING, Noted, Played, Player, Turn, play_all, windows_of
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, played, prompt_set
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, played, prompt_set
 from tests.tuned import tune
 
-Run = Callable[..., tuple[int, str]]
+Command = Callable[..., tuple[int, str]]
 PROMPTS = prompt_set("honest", 40).prompts
 STREAM = honest_stream(PROMPTS)
-HONEST = honest_turns(STREAM, 5, 4, random.Random(1))
+HONEST = honest_turns(STREAM, 5, 4, MEASURE, random.Random(1))
 VISITS = visits_of(40, 0.3, random.Random(0))
-TURNS = attacked(HONEST, VISITS, {"honest": cycle([(7,)]), "garbage": cycle([(8,)]), "narrow": cycle([(9,)])})
+HOSTILE_PROMPTS: dict[Content, Iterator[tuple[int, ...]]] = {
+    "honest": cycle([(7,)]),
+    "garbage": cycle([(8,)]),
+    "narrow": cycle([(9,)]),
+}
+TURNS = attacked(HONEST, VISITS, HOSTILE_PROMPTS, MEASURE)
 
 
 def test_hostile_clients_send_their_share_of_all_queries() -> None:
@@ -102,43 +107,52 @@ def test_the_narrow_client_asks_for_a_few_formats(assembly: Assembly) -> None:
 
 
 def test_an_attack_leaves_honest_queries_as_they_are() -> None:
-    kept = [[query for query in turn.queries if query.client not in HOSTILE] for turn in TURNS]
-    assert kept == [list(turn.queries) for turn in HONEST]
-    assert [replace(turn, queries=()) for turn in TURNS] == [replace(turn, queries=()) for turn in HONEST]
-    assert [query.prompt for turn in HONEST for query in turn.queries] == list(PROMPTS)
-    assert {query.client for turn in HONEST for query in turn.queries} == {f"honest {n}" for n in (1, 2, 3, 4)}
+    kept = [[query for query in turn.requests if query.client not in HOSTILE] for turn in TURNS]
+    assert kept == [list(turn.requests) for turn in HONEST]
+    assert [replace(turn, requests=()) for turn in TURNS] == [replace(turn, requests=()) for turn in HONEST]
+    assert [query.prompt for turn in HONEST for query in turn.requests] == list(PROMPTS)
+    assert {query.client for turn in HONEST for query in turn.requests} == {f"honest {n}" for n in (1, 2, 3, 4)}
 
 
 def test_hostile_queries_come_at_their_places_under_numbers_of_their_own() -> None:
-    hostile = [query for turn in TURNS for query in turn.queries if query.client in HOSTILE]
-    assert [query.number for query in hostile] == list(range(40, 57))
+    hostile = [query for turn in TURNS for query in turn.requests if query.client in HOSTILE]
+    assert [query.request_id for query in hostile] == [f"query-{number}" for number in range(40, 57)]
+    assert [query.sampling.seed for query in hostile] == list(range(40, 57))
     assert [query.client for query in hostile] == [visit.client for visit in VISITS]
     contents: dict[Content, tuple[int, ...]] = {"honest": (7,), "garbage": (8,), "narrow": (9,)}
     assert [query.prompt for query in hostile] == [contents[visit.content] for visit in VISITS]
-    one = attacked(HONEST, [Visit(7.5, "narrow", "narrow")], {"narrow": cycle([(9,)])})
-    assert [query.number for query in one[1].queries] == [5, 6, 7, 40, 8, 9]
-    assert [len(turn.queries) for turn in one] == [5, 6, 5, 5, 5, 5, 5, 5]
+    one = attacked(HONEST, [Visit(7.5, "narrow", "narrow")], {"narrow": cycle([(9,)])}, MEASURE)
+    assert [query.sampling.seed for query in one[1].requests] == [5, 6, 7, 40, 8, 9]
+    assert [len(turn.requests) for turn in one] == [5, 6, 5, 5, 5, 5, 5, 5]
 
 
 def test_turns_end_where_the_burst_begins_and_ends() -> None:
     stream = honest_stream(PROMPTS[:30])
     assert [(phase.name, len(phase.prompts)) for phase in stream.phases] == [("before", 15), ("burst", 7), ("after", 8)]
-    assert [len(turn.queries) for turn in honest_turns(stream, 5, 1, random.Random(0))] == [5, 5, 5, 5, 2, 5, 3]
+    assert [len(turn.requests) for turn in honest_turns(stream, 5, 1, MEASURE, random.Random(0))] == [
+        5,
+        5,
+        5,
+        5,
+        2,
+        5,
+        3,
+    ]
 
 
 def with_answers(turn: Turn, honest: int, hostile: int, noted: tuple[Noted, ...] = ()) -> Played:
     """Four verifies of every query, that accepted so many tokens."""
-    accepted = [hostile if query.client in HOSTILE else honest for query in turn.queries]
-    answers = tuple(AnsweredQuery((1, 2, 3), count, 4) for count in accepted)
-    return Played(turn, answers, (), 0.5, 1.0, Counts(over_share=1), noted)
+    accepted = [hostile if query.client in HOSTILE else honest for query in turn.requests]
+    answers = tuple(Answer((1, 2, 3), accepted_per_step=(count, 0, 0, 0)) for count in accepted)
+    return Played(turn, Run(answers, (), 0.5), 1.0, {**NOTHING, "over_share": 1}, noted)
 
 
 def test_only_honest_queries_count() -> None:
     mine = honest_part([with_answers(turn, 4, 12) for turn in TURNS], HONEST)
     assert [turn.turn for turn in mine] == HONEST
-    assert [len(turn.queries) for turn in mine] == [5] * 8
+    assert [len(turn.run.answers) for turn in mine] == [5] * 8
     summary = summary_of(mine, [played(turn, accepted=4) for turn in HONEST], STREAM, seed=0)
-    assert (summary.tau, summary.counts.over_share) == (2.0, 8)
+    assert (summary.tau, summary.counts["over_share"]) == (2.0, 8)
     assert summary.tau_by_phase == {"before": 2.0, "burst": 2.0, "after": 2.0}
 
 
@@ -161,10 +175,10 @@ def test_hostile_queries_are_counted_apart() -> None:
 def test_events_are_placed_by_honest_queries() -> None:
     """The third event comes after the turn's second honest query, with one hostile one before it."""
     visits = [Visit(0.5, "garbage", "garbage"), Visit(5.5, "garbage", "garbage")]
-    turns = attacked(HONEST, visits, {"garbage": cycle([(8,)])})
+    turns = attacked(HONEST, visits, {"garbage": cycle([(8,)])}, MEASURE)
     event = Event("published", 1, "better")
     noted = {0: (Noted(1, event), Noted(6, event)), 1: (Noted(9, event), Noted(12, event))}
-    mine = honest_part([with_answers(turn, 4, 0, noted.get(turn.number, ())) for turn in turns], HONEST)
+    mine = honest_part([with_answers(turn, 4, 0, noted.get(turn.first // 5, ())) for turn in turns], HONEST)
     assert [one.query for turn in mine for one in turn.noted] == [1, 5, 7, 10]
 
 
@@ -194,8 +208,8 @@ def test_the_worst_three_windows_in_a_row() -> None:
 
 def test_every_differing_token_of_honest_clients_counts() -> None:
     mine, anchor = runs_with([4] * 8), runs_with([4] * 8)
-    other = AnsweredQuery((0, 1, 9, 3, 4, 5, 6), 4, 4)  # one differs and one is missing
-    mine[7] = replace(mine[7], queries=(other, *mine[7].queries[1:]))
+    other = Answer((0, 1, 9, 3, 4, 5, 6))  # one differs and one is missing
+    mine[7] = replace(mine[7], run=replace(mine[7].run, answers=(other, *mine[7].run.answers[1:])))
     assert summary_of(mine, anchor, STREAM, seed=0).mismatched_tokens == 2
 
 
@@ -218,9 +232,11 @@ def test_the_engine_hears_who_asks(assembly: Assembly) -> None:
         add(request)  # type: ignore[arg-type]
 
     engine.add = listening  # type: ignore[method-assign]
-    turn = attacked(HONEST, [Visit(1.5, "narrow", "narrow")], {"narrow": cycle([(9,)])})[0]
-    Player("attacked", engine, Nobody(), Notes()).play(turn, Measure(0.0, 4, 2, seed=100))
-    assert heard == [(f"query-{query.number}", query.client, 100 + query.number) for query in turn.queries]
+    measure = Measure(0.0, 4, 2, seed=100)
+    honest = honest_turns(STREAM, 5, 4, measure, random.Random(1))
+    turn = attacked(honest, [Visit(1.5, "narrow", "narrow")], {"narrow": cycle([(9,)])}, measure)[0]
+    Player("attacked", engine).play(turn, 2)
+    assert [name for name, _, _ in heard] == [f"query-{number}" for number in (0, 1, 40, 2, 3, 4)]
     assert heard[2] == ("query-40", "narrow", 140)
 
 
@@ -244,24 +260,12 @@ def honest_file(tmp_path: Path, tiny: Assembly) -> Path:
 
 
 @pytest.mark.usefixtures("in_no_hurry")
-def test_the_command_runs_attacks_and_reports(run: Run, honest_file: Path, tmp_path: Path) -> None:
+def test_the_command_runs_attacks_and_reports(run: Command, honest_file: Path, tmp_path: Path) -> None:
     """One honest client has most of the traffic, so that beside an attack it soon has had its share."""
     out = tmp_path / "out.json"
     code, output = run(
-        *(
-            "poison",
-            "--honest",
-            honest_file,
-            "--queries",
-            16,
-            "--turn-queries",
-            4,
-            "--max-tokens",
-            8,
-            "--honest-clients",
-            1,
-        ),
-        *("--out", out),
+        *("poison", "--honest", honest_file, "--queries", 16, "--turn-queries", 4, "--max-tokens", 8),
+        *("--honest-clients", 1, "--out", out),
     )
     assert code == 0, output
     for words in ("attacked", "unattacked", "anchor", "asked for are 0.97", "garbage 3 queries", "stealth 2 queries"):
@@ -286,17 +290,17 @@ def test_the_command_runs_attacks_and_reports(run: Run, honest_file: Path, tmp_p
 
 
 def test_the_narrow_client_can_bring_its_own_prompts(
-    run: Run, honest_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Command, honest_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "narrow.jsonl"
     file.write_text('{"prompt": "in the hat"}\n{"prompt": "on the mat"}')
-    seen: list[tuple[int, ...]] = []
+    seen: list[Sequence[int]] = []
 
     def watched(players: list[Player], turns: dict[str, list[Turn]], measure: Measure) -> dict[str, list[Played]]:
-        seen.extend(query.prompt for turn in turns["attacked"] for query in turn.queries if query.client == "narrow")
-        return play_with_bars(players, turns, measure)
+        seen.extend(query.prompt for turn in turns["attacked"] for query in turn.requests if query.client == "narrow")
+        return play_all(players, turns, measure)
 
-    monkeypatch.setattr(poison, "play_with_bars", watched)
+    monkeypatch.setattr(poison, "play_all", watched)
     code, output = run(
         *("poison", "--honest", honest_file, "--queries", 8, "--share", 0.5, "--max-tokens", 4, "--narrow", file),
         *("--temperature", 0.8, "--concurrency", 3),
@@ -306,21 +310,22 @@ def test_the_narrow_client_can_bring_its_own_prompts(
     assert seen[0] == seen[2] != seen[1]
 
 
-def test_another_text_is_an_error(run: Run, honest_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_text_is_an_error(run: Command, honest_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(players: list[Player], turns: dict[str, list[Turn]], measure: Measure) -> dict[str, list[Played]]:
-        everything = play_with_bars(players, turns, measure)
+        everything = play_all(players, turns, measure)
         first = everything["attacked"][0]
-        honest = next(at for at, query in enumerate(first.turn.queries) if query.client not in HOSTILE)
-        answers = list(first.queries)
+        honest = next(at for at, query in enumerate(first.turn.requests) if query.client not in HOSTILE)
+        answers = list(first.run.answers)
         answers[honest] = replace(answers[honest], token_ids=(-1, *answers[honest].token_ids[1:]))
-        return {**everything, "attacked": [replace(first, queries=tuple(answers)), *everything["attacked"][1:]]}
+        wrong_first = replace(first, run=replace(first.run, answers=tuple(answers)))
+        return {**everything, "attacked": [wrong_first, *everything["attacked"][1:]]}
 
-    monkeypatch.setattr(poison, "play_with_bars", wrong)
+    monkeypatch.setattr(poison, "play_all", wrong)
     code, _ = run("poison", "--honest", honest_file, "--queries", 8, "--max-tokens", 4)
     assert code == 1
 
 
-def test_what_cannot_be_measured_is_refused(run: Run, honest_file: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(run: Command, honest_file: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="policy never learns nothing that could be poisoned"):
         run("poison", "--honest", honest_file, "--adaptation.policy", "never")
     with pytest.raises(StartupError, match="311 prompts are needed and there are 48; lower --queries"):

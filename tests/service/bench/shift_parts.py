@@ -1,8 +1,13 @@
 """Turns made by hand, and learning that only pretends, for the tests of the shift benchmark."""
 
+from dataclasses import replace
+
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
-from service.bench.shift_play import AnsweredQuery, Counts, Noted, Phase, Played, Stream, Turn
+from service.bench.driver import Answer, Run, TimedStep
+from service.bench.experiment import Measure
+from service.bench.shift_play import NOTHING, Counts, Noted, Phase, Played, Stream, Turn
+from service.engine.stats import StepStats
 from service.prompts import PromptSet
 
 EAGER = AdaptationConfig(head_queries=1, full_queries=1, head_learning_rate=0.02, full_learning_rate=0.02)
@@ -28,6 +33,24 @@ def stream_of_halves(queries: int) -> Stream:
     return Stream(phases, new_from=half)
 
 
+MEASURE = Measure(0.0, 8, 1, seed=0)
+STEP = StepStats(
+    prompt_tokens=0,
+    emitted_tokens=0,
+    drafts=0,
+    drafted_nodes=0,
+    accepted_tokens=0,
+    accepted_per_sequence=(),
+    accepted_by_source={},
+    budget=0,
+    budget_reason="fixed",
+    draft_seconds=0.0,
+    verify_seconds=0.0,
+    other_seconds=0.0,
+    preemptions=0,
+)
+
+
 def played(
     turn: Turn,
     *,
@@ -35,14 +58,16 @@ def played(
     seconds: float = 1.0,
     engine_seconds: float = 0.5,
     tokens: int = 8,
-    counts: Counts | None = None,
+    counts: Counts = NOTHING,
     noted: tuple[Noted, ...] = (),
     gaps: tuple[float, ...] = (0.02,),
 ) -> Played:
     """A turn in which every query took four verifies that accepted so many tokens in all."""
-    query = AnsweredQuery(tuple(range(tokens)), accepted, 4)
-    queries = (query,) * len(turn.prompts)
-    return Played(turn, queries, gaps, engine_seconds, seconds, counts or Counts(), noted)
+    answer = Answer(tuple(range(tokens)), accepted_per_step=(accepted, 0, 0, 0))
+    run = Run(
+        (answer,) * len(turn.requests), (TimedStep(replace(STEP, itl_seconds=gaps), engine_seconds),), engine_seconds
+    )
+    return Played(turn, run, seconds, {**NOTHING, **counts}, noted)
 
 
 def publish(query: int, **numbers: float) -> Noted:

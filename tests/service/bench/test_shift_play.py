@@ -1,0 +1,326 @@
+"""The stream of the shift benchmark, turns in which nobody works beside another, and learning that holds still between
+them."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from adaptation.config import PolicyName, Tuning
+from adaptation.records import Event
+from adaptation.trainer import UpdateReport
+from drafters.feedback import QueryFeedback
+from service.assembly import Assembly
+from service.bench.driver import generate
+from service.bench.experiment import Measure, mismatches
+from service.bench.shift_play import (
+    NOTHING,
+    Counts,
+    Learning,
+    Noted,
+    Notes,
+    Player,
+    joined,
+    play_all,
+    players_of,
+    repeated,
+    shifted,
+    turns_of,
+)
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.errors import StartupError
+from service.learning.adaptive import Adaptive, build_adaptive
+from service.prompts import PromptSet
+from tests.service.bench.parts import varied_prompts
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
+from tests.service.engine.test_thread import eventually
+from tests.tuned import tune
+
+PROMPTS = PromptSet("some", tuple(map(tuple, varied_prompts())))
+SHORT = PromptSet("some", tuple(prompt[:40] for prompt in PROMPTS.prompts))
+OLD = [prompt_set("few", 3), prompt_set("many", 50, first=100)]
+NEW = [prompt_set("new", 20, first=1000)]
+
+
+def test_a_shift_in_the_middle() -> None:
+    stream = shifted(OLD, NEW, 21, seed=4)
+    old, new = stream.phases
+    assert (old.name, new.name) == ("few + many", "new")
+    assert (len(old.prompts), len(new.prompts), stream.new_from, stream.num_queries) == (10, 11, 10, 21)
+    assert all(prompt < (1000,) for prompt in old.prompts)
+    assert all(prompt >= (1000,) for prompt in new.prompts)
+    assert len(set(old.prompts) | set(new.prompts)) == 21
+
+
+def test_files_have_equal_shares_while_they_last() -> None:
+    for queries, few in ((4, 1), (8, 2), (12, 3), (40, 3)):
+        old = shifted(OLD, NEW, queries, seed=1).phases[0]
+        assert sum(prompt < (100,) for prompt in old.prompts) == few
+
+
+def test_the_seed_alone_decides() -> None:
+    assert shifted(OLD, NEW, 20, seed=1) == shifted(OLD, NEW, 20, seed=1)
+    assert shifted(OLD, NEW, 20, seed=1) != shifted(OLD, NEW, 20, seed=2)
+
+
+def test_every_epoch_is_the_same_mix() -> None:
+    stream = repeated([*OLD, *NEW], 24, 4, seed=3)
+    assert [phase.name for phase in stream.phases] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
+    assert len({phase.prompts for phase in stream.phases}) == 1
+    assert (len(stream.phases[0].prompts), stream.num_queries, stream.new_from) == (6, 24, 0)
+
+
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(StartupError, match="new: 25 prompts are needed and there are 20"):
+        shifted(OLD, NEW, 50, seed=0)
+    with pytest.raises(StartupError, match="give a multiple of --epochs"):
+        repeated(OLD, 10, 3, seed=0)
+
+
+def test_turns_end_where_traffic_changes() -> None:
+    stream = shifted(OLD, NEW, 24, seed=0)
+    turns = turns_of(stream, 5, MEASURE)
+    assert [len(turn.requests) for turn in turns] == [5, 5, 2, 5, 5, 2]
+    assert [turn.phase for turn in turns] == [0, 0, 0, 1, 1, 1]
+    assert [turn.first for turn in turns] == [0, 5, 10, 12, 17, 22]
+    assert [turn.window for turn in turns] == list(range(6))
+    prompts = [request.prompt for turn in turns for request in turn.requests]
+    assert prompts == [prompt for phase in stream.phases for prompt in phase.prompts]
+
+
+def test_windows_hold_whole_turns_of_one_phase() -> None:
+    stream = shifted([prompt_set("old", 200)], [prompt_set("new", 200)], 350, seed=0)
+    turns = turns_of(stream, 5, MEASURE)
+    phases_of = {turn.window: {other.phase for other in turns if other.window == turn.window} for turn in turns}
+    assert all(len(phases) == 1 for phases in phases_of.values())
+    sizes = [sum(turn.window == window for turn in turns) for window in phases_of]
+    assert (min(sizes), max(sizes)) == (3, 5)
+    assert list(phases_of) == list(range(len(phases_of)))
+
+
+STREAM = shifted([PROMPTS], [PROMPTS], 12, seed=0)
+TURNS = turns_of(STREAM, 4, Measure(0.0, 6, 1, seed=1))
+
+
+class Diary(Learning):
+    """Stands beside an engine and writes down what it is told; it is a while until it stands still."""
+
+    def __init__(self, name: str, pages: list[tuple[str, str]], notes: Notes) -> None:
+        self._name = name
+        self._pages = pages
+        self._notes = notes
+        self._held = 0
+
+    def go_on(self) -> None:
+        self._pages.append((self._name, "go on"))
+
+    def hold(self) -> None:
+        self._pages.append((self._name, "hold"))
+        time.sleep(0.02)
+        self._held += 1
+        self._notes.note(Event("published", 1, "better", {}))
+
+    def counts(self) -> Counts:
+        return {**NOTHING, "training_seconds": 0.25 * self._held, "publishes": self._held}
+
+
+def test_only_one_works_at_a_time(assembly: Assembly) -> None:
+    pages: list[tuple[str, str]] = []
+    players = []
+    for name in "abc":
+        notes = Notes()
+        players.append(Player(name, assembly.engine(), Diary(name, pages, notes), notes))
+    everybody = play_all(players, dict.fromkeys("abc", TURNS), Measure(0.0, 6, 2, seed=1))
+    assert all(len({name for name, _ in pages[at : at + 2]}) == 1 for at in range(0, len(pages), 2))
+    assert [what for _, what in pages] == ["go on", "hold"] * (len(pages) // 2)
+    orders = [tuple(name for name, _ in pages[at : at + 6 : 2]) for at in range(6, len(pages), 6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len(set(orders)) > 1
+    assert {name: [turn.turn for turn in mine] for name, mine in everybody.items()} == dict.fromkeys("abc", TURNS)
+
+
+def test_a_turn_counts_its_own_learning_and_all_its_time(assembly: Assembly) -> None:
+    notes = Notes()
+    player = Player("a", assembly.engine(), Diary("a", [], notes), notes)
+    player.warm_up(PROMPTS.prompts[0])
+    turns = [player.play(turn, 1) for turn in TURNS]
+    assert [turn.counts for turn in turns] == [{**NOTHING, "training_seconds": 0.25, "publishes": 1}] * len(TURNS)
+    assert [[noted.query for noted in turn.noted] for turn in turns] == [[4], [6], [10], [12]]
+    assert all(turn.net_seconds >= turn.run.seconds + 0.02 for turn in turns)
+    gaps = [sum(gap for step in turn.run.steps for gap in step.stats.itl_seconds) for turn in turns]
+    assert all(0 < mine < turn.run.seconds for mine, turn in zip(gaps, turns, strict=True))
+
+
+@pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (0.9, 3)])
+def test_answers_are_those_of_an_engine_asked_by_hand(assembly: Assembly, temperature: float, concurrency: int) -> None:
+    assembly = replace(assembly, costs=None)  # a budget by cost follows the clock
+    player = Player("never", assembly.engine())
+    asked = turns_of(STREAM, 4, Measure(temperature, 16, concurrency, seed=7))
+    turns = [player.play(turn, concurrency) for turn in asked]
+    found = [answer for turn in turns for answer in turn.run.answers]
+    engine = assembly.engine()
+    for number, (prompt, answer) in enumerate(zip(chain(*(p.prompts for p in STREAM.phases)), found, strict=True)):
+        sampling = SamplingParams(seed=7 + number, max_tokens=16, temperature=temperature)
+        expected = generate(engine, [GenerationRequest(request_id="one", prompt=prompt, sampling=sampling)]).answers[0]
+        assert answer.token_ids == expected.token_ids
+        if concurrency == 1:
+            assert len(answer.accepted_per_step) == len(expected.accepted_per_step)
+
+
+def test_no_more_are_in_flight_than_asked_for(assembly: Assembly) -> None:
+    engine = assembly.engine()
+    player = Player("never", engine)
+    seen: list[int] = []
+    step = engine.step
+
+    def watched_step() -> object:
+        seen.append(len(engine.scheduler.running) + len(engine.scheduler.waiting))
+        return step()
+
+    engine.step = watched_step  # type: ignore[method-assign,assignment]
+    player.play(TURNS[0], 3)
+    assert max(seen) == 3
+    assert seen[0] == 3
+    assert engine.idle
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, EAGER_NUMBERS)
+
+
+@pytest.fixture
+def adaptive(at_once: None, trained_assembly: Assembly, tmp_path: Path) -> Iterator[Adaptive]:
+    built = build_adaptive(trained_assembly, EAGER, folder=tmp_path, emit=lambda event: None)
+    yield built
+    built.stop()
+
+
+def test_the_thread_holds_still_until_its_turn(adaptive: Adaptive) -> None:
+    learning = Learning(adaptive)
+    asked = adaptive.worker.ask(lambda: "awake")
+    with pytest.raises(TimeoutError):
+        asked.result(0.1)
+    learning.go_on()
+    assert asked.result(5) == "awake"
+    learning.hold()
+    assert learning.counts() == NOTHING
+    learning.close()
+    assert not adaptive.worker.alive
+
+
+class Endless:
+    """Learning that is always amid an update."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_interrupted = 0
+
+    def observe(self, feedback: QueryFeedback) -> None:
+        raise AssertionError("nobody asks anything")
+
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        while not interrupted():
+            self.num_steps += 1
+            time.sleep(0.001)
+        self.num_interrupted += 1
+        return None
+
+    def recover(self, error: str) -> None:
+        raise AssertionError(error)
+
+    def save(self, *, training: bool) -> None:
+        assert training
+
+    def goes_on(self, within_seconds: float) -> bool:
+        """Whether a step begins in that time; nobody waits longer than it takes."""
+        before, deadline = self.num_steps, time.monotonic() + within_seconds
+        while self.num_steps == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.num_steps > before
+
+
+def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -> None:
+    loop = Endless()
+    adaptive.worker.loop = loop
+    learning = Learning(adaptive)
+    for _ in range(3):
+        assert not loop.goes_on(within_seconds=0.1)
+        learning.go_on()
+        assert loop.goes_on(within_seconds=30)
+        learning.hold()
+    assert loop.num_interrupted == 0
+    learning.close()
+    assert loop.num_interrupted == 1
+    assert not adaptive.worker.alive
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
+def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
+    config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process"})
+    tuning = Tuning(full_steps=1024)
+    adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None, tuning=tuning)
+    process = adaptive.learner.process
+    assert process is not None
+    learning = Learning(adaptive)
+    player = Player("full_only", adaptive.engine, learning, Notes())
+    turns = turns_of(shifted([SHORT], [SHORT], 16, seed=0), 16, Measure(0.0, 10, 2, seed=3))
+    assert process.num_started == 1, "no query is to wait for its imports"
+    try:
+        player.play(turns[0], 2)
+        learning.go_on()
+        eventually(lambda: process.is_asked)
+        learning.hold()
+        assert process.pid is not None
+        eventually(lambda: state_of(process.pid) == "T")
+        learning.go_on()
+        eventually(lambda: state_of(process.pid) in "RS")
+    finally:
+        learning.close()
+    assert process.pid is None
+
+
+def state_of(pid: int | None) -> str:
+    """As Linux calls it: R running, S sleeping, T stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.usefixtures("at_once", "in_no_hurry")
+@pytest.mark.parametrize(("policy", "temperature"), [("head_only", 0.0), ("full_only", 0.8)])
+def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
+    trained_assembly: Assembly, policy: PolicyName, temperature: float
+) -> None:
+    """Under a fixed budget, or so small a target would seldom find that drafting pays."""
+    config = trained_assembly.config.model_copy(update={"adaptation": EAGER})
+    assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
+    measure = Measure(temperature, 10, 2, seed=3)
+    turns = turns_of(shifted([SHORT], [SHORT], 16, seed=0), 4, measure)
+    with players_of(assembly, {policy: policy, "never": "never"}, 0) as players:
+        played = play_all(players, dict.fromkeys((policy, "never"), turns), measure)
+    mine, plain = (joined(played[name]) for name in (policy, "never"))
+    assert plain.counts == NOTHING
+    updates = {"head_only": mine.counts["updates_head"], "full_only": mine.counts["updates_full"]}
+    assert updates.pop(policy) > 0
+    assert list(updates.values()) == [0]
+    assert mine.counts["training_seconds"] > 0
+    assert mismatches([plain.run], [mine.run]) == 0
+    noted = [(turn.turn.first, noted) for turn in played[policy] for noted in turn.noted]
+    kinds = [one.event.kind for _, one in noted]
+    assert (kinds.count("published"), kinds.count("refused")) == (mine.counts["publishes"], mine.counts["refusals"])
+    assert len(kinds) >= mine.counts["publishes"] + mine.counts["refusals"] == mine.counts[f"updates_{policy[:4]}"]
+    assert all(first <= one.query <= first + 4 for first, one in noted)
+
+
+def test_notes_know_after_how_many_queries_they_came() -> None:
+    notes, event = Notes(), Event("refused", 0, "no_gain")
+    notes.note(event)
+    notes.answered = 7
+    notes.note(event)
+    assert notes.take() == (Noted(0, event), Noted(7, event))
+    assert notes.take() == ()
