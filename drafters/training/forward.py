@@ -10,124 +10,32 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from drafters.specblock.model import BlockRows, Embed, SpecBlock
 from drafters.training.corpus import Batch
 
 
-class StreamAttention:
-    """The first forward: stream rows, then the rows of blocks in progress at the anchors.
+class MaskedAttention:
+    """A forward's rows see those rows, of the forward before and of their own, that a mask says.
 
     Keeps keys and values of each layer for the blocks that follow.
     """
 
-    def __init__(self, num_stream: int, last: Tensor, own: int) -> None:
-        self._num_stream = num_stream
-        self._last = last  # [batch, anchors] int64, the stream row of each anchor, the last one it sees
-        self._own = own
-        self.keys: list[Tensor] = []  # per layer [batch, kv_heads, rows, head_dim]
-        self.values: list[Tensor] = []
+    def __init__(self, seen: Tensor, before: "MaskedAttention | None" = None) -> None:
+        self._seen = seen  # [batch, rows, rows before + rows] bool
+        self._before = before
+        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values, both [batch, kv_heads, rows, head_dim]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
-        self.keys.append(key)
-        self.values.append(value)
-        stream = slice(self._num_stream)
-        out = scaled_dot_product_attention(
-            query[:, :, stream], key[:, :, stream], value[:, :, stream], is_causal=True, scale=scale, enable_gqa=True
+        self._layers.append((key, value))
+        if self._before is not None:
+            keys, values = self._before._layers[layer]
+            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=self._seen[:, None], scale=scale, enable_gqa=True
         )
-        if self._own == 0:
-            return out
-        past = _Past(key[:, :, stream], value[:, :, stream], _seen(self._num_stream, self._last))
-        inner = slice(self._num_stream, None)
-        blocks = _attend_blocks(query[:, :, inner], key[:, :, inner], value[:, :, inner], [], past, self._own, scale)
-        return torch.cat([out, blocks], dim=2)
-
-
-class NextBlockAttention:
-    """A further block at each anchor: sees the stream up to `last` and, of the first block's rows outside the stream,
-    the first `num_before` [batch, anchors]."""
-
-    def __init__(
-        self, first: StreamAttention, num_stream: int, last: Tensor, num_before: Tensor, own_before: int
-    ) -> None:
-        self._first = first
-        self._num_stream = num_stream
-        self._last = last  # [batch, anchors], the last stream row seen
-        self._own_before = own_before  # rows of the first block that are not in the stream
-        before = torch.arange(own_before, device=last.device)
-        self._on_path = before < num_before[:, :, None]  # [batch, anchors, own_before]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query, key, value = query.float(), key.float(), value.float()
-        keys, values = self._first.keys[layer], self._first.values[layer]
-        stream = slice(self._num_stream)
-        past = _Past(keys[:, :, stream], values[:, :, stream], _seen(self._num_stream, self._last))
-        earlier = []
-        if self._own_before:
-            inner = slice(self._num_stream, None)
-            earlier = [_Earlier(keys[:, :, inner], values[:, :, inner], self._on_path)]
-        own = query.shape[2] // self._last.shape[1]
-        return _attend_blocks(query, key, value, earlier, past, own, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """Entries shared by all anchors of a sequence."""
-
-    keys: Tensor  # [batch, kv_heads, stream, head_dim]
-    values: Tensor
-    seen: Tensor  # [batch, anchors, stream] bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """Entries of the anchors' own earlier block."""
-
-    keys: Tensor  # [batch, kv_heads, anchors * own_before, head_dim]
-    values: Tensor
-    seen: Tensor  # [batch, anchors, own_before] bool
-
-
-def _seen(num_stream: int, last: Tensor) -> Tensor:
-    return torch.arange(num_stream, device=last.device) <= last[:, :, None]
-
-
-def _attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, earlier: list[_Earlier], past: _Past, own: int, scale: float
-) -> Tensor:
-    """Softmax over past, earlier block and own block together. # query [batch, heads, anchors * own, dim]"""
-    batch, heads, rows, dim = query.shape
-    kv_heads, anchors = key.shape[1], rows // own
-    grouped = query.unflatten(1, (kv_heads, -1)) * scale  # [batch, kv, group, anchors * own, dim]
-    group = grouped.shape[2]
-    wide = grouped.reshape(batch, kv_heads, group * rows, dim)
-    scores = (wide @ past.keys.transpose(2, 3)).view(batch, kv_heads, group, anchors, own, -1)
-    parts = [scores.masked_fill(~past.seen[:, None, None, :, None], -torch.inf)]
-    per_anchor = grouped.view(batch, kv_heads, group, anchors, own, dim).permute(0, 1, 3, 2, 4, 5)
-    per_anchor = per_anchor.reshape(batch, kv_heads, anchors, group * own, dim)
-    values = []
-    causal = torch.ones(own, own, dtype=torch.bool, device=query.device).tril()
-    blocks = [(e.keys, e.values, e.seen[:, None, None, :, None]) for e in earlier]
-    for keys, block_values, seen in [*blocks, (key, value, causal)]:
-        apart = keys.unflatten(2, (anchors, -1))  # [batch, kv, anchors, own', dim]
-        block = (per_anchor @ apart.transpose(3, 4)).view(batch, kv_heads, anchors, group, own, -1)
-        parts.append(block.permute(0, 1, 3, 2, 4, 5).masked_fill(~seen, -torch.inf))
-        values.append(block_values.unflatten(2, (anchors, -1)))
-    weights = torch.cat(parts, dim=-1).softmax(-1)
-    num_stream = past.keys.shape[2]
-    out = (weights[..., :num_stream].reshape(batch, kv_heads, group * rows, -1) @ past.values).view(
-        batch, kv_heads, group, anchors, own, dim
-    )
-    start = num_stream
-    for block_values in values:
-        width = block_values.shape[3]
-        block = weights[..., start : start + width].permute(0, 1, 3, 2, 4, 5)
-        block = block.reshape(batch, kv_heads, anchors, group * own, width) @ block_values
-        out = out + block.view(batch, kv_heads, anchors, group, own, dim).permute(0, 1, 3, 2, 4, 5)
-        start += width
-    return out.reshape(batch, heads, rows, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +44,7 @@ class FirstBlocks:
 
     stream: Tensor  # [batch, length - 1, hidden], states of the first entry of every position
     states: Tensor  # [batch, anchors, block, hidden]
-    attention: StreamAttention
+    attention: MaskedAttention
 
 
 class TrainingForward:
@@ -157,7 +65,7 @@ class TrainingForward:
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
         last = anchors * entries + entries - 1
-        attention = StreamAttention(num_stream, last, self._own)
+        attention = MaskedAttention(self._first_seen(num_stream, last))
         rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
         rows = BlockRows(
             inputs=torch.cat([stream, rest], dim=1),
@@ -183,9 +91,16 @@ class TrainingForward:
         numbers = torch.arange(anchors.shape[1] * self._size, device=anchors.device)
         num_stream = (batch.tokens.shape[1] - 1) * self._entries
         in_stream = torch.minimum(cuts, torch.tensor(self._entries))  # entries on the path that the stream holds
-        attention = NextBlockAttention(
-            first.attention, num_stream, anchors * self._entries + in_stream - 1, cuts - self._entries, self._own
-        )
+        last = anchors * self._entries + in_stream - 1
+        own = torch.arange(self._own, device=anchors.device)
+        in_block = (own < (cuts - self._entries)[:, :, None]).flatten(1)  # [batch, anchors * own], on the path
+        same = _blocks(anchors.shape[1], anchors.device, self._size, self._own)
+        seen = [
+            _up_to(num_stream, last.repeat_interleave(self._size, dim=1)),
+            same & in_block[:, None],
+            _causal_blocks(anchors.shape[1], self._size, anchors.device).expand(anchors.shape[0], -1, -1),
+        ]
+        attention = MaskedAttention(torch.cat(seen, dim=2), first.attention)
         rows = BlockRows(
             inputs=inputs.flatten(1, 2),
             positions=(start[:, :, None] + ahead).flatten(1),
@@ -193,6 +108,14 @@ class TrainingForward:
         )
         states: Tensor = self._model(rows, attention)
         return states.view(*anchors.shape, self._size, -1)
+
+    def _first_seen(self, num_stream: int, last: Tensor) -> Tensor:
+        """The stream is causal; blocks see it up to their anchor, and themselves. # -> [batch, rows, rows] bool"""
+        batch, anchors = last.shape
+        stream = torch.arange(num_stream, device=last.device).expand(batch, -1)
+        ends = torch.cat([stream, last.repeat_interleave(self._own, dim=1)], dim=1)
+        inside = _causal_blocks(anchors, self._own, last.device)
+        return torch.cat([_up_to(num_stream, ends), pad(inside, (0, 0, num_stream, 0)).expand(batch, -1, -1)], dim=2)
 
     def _first_positions(self, num_stream: int, anchors: Tensor) -> Tensor:
         stream = torch.arange(num_stream, device=anchors.device)
@@ -210,6 +133,22 @@ class TrainingForward:
         rest = rest.expand(last.shape[0], -1, -1).clone()
         rest[:, :, :1] = last[:, :, None]  # the second entry follows the one in the stream
         return torch.cat([within, rest.flatten(1)], dim=1)
+
+
+def _up_to(num_stream: int, last: Tensor) -> Tensor:
+    """Who sees which row of the stream. # last [batch, rows] -> [batch, rows, stream] bool"""
+    return torch.arange(num_stream, device=last.device) <= last[:, :, None]
+
+
+def _blocks(number: int, device: torch.device, rows: int, columns: int) -> Tensor:
+    """Whether a row and a column are of the same block. # -> [number * rows, number * columns] bool"""
+    blocks = torch.arange(number, device=device)
+    return blocks.repeat_interleave(rows)[:, None] == blocks.repeat_interleave(columns)
+
+
+def _causal_blocks(number: int, size: int, device: torch.device) -> Tensor:
+    """Rows see those of their own block up to themselves. # -> [number * size, number * size] bool"""
+    return _blocks(number, device, size, size).tril()
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
