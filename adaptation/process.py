@@ -33,8 +33,7 @@ from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import Rows, untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
 EMBEDDING, HEAD = "embedding", "head"

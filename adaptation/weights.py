@@ -17,8 +17,7 @@ from torch import Tensor
 from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.records import Damaged, NotRemoved
 from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it

@@ -11,8 +11,8 @@ from rich.table import Table
 from benchmarks.draft_records import BlockRecord, Odds, Recorder, StepRecord, TokenPath, observed
 from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.registry import TRAINED, TrainedWeights
-from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.heads import CLASS_OF_RANK
+from drafters.specblock.model import RANK_CLASSES
 from service.assembly import Assembly, assemble
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.experiment import EngineContestant, Measure, read_sets, take_turns

@@ -19,8 +19,7 @@ from adaptation.weights import ServedDrafter, in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.drafter_weights import load_network

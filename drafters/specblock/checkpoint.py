@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.specblock.config import RANK_CLASSES
 from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
+from drafters.specblock.model import RANK_CLASSES
 from drafters.tree import MAX_DEPTH, ROOT
 from kernels.rank_features import TOP
 

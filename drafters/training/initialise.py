@@ -8,7 +8,7 @@ deviation, because single dimensions of a residual stream are hundreds of times 
 The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,26 +55,28 @@ def initialise(
             f"the target has {len(target.layers)} layers, so a drafter of {config.num_layers} cannot copy its end"
         )
     samples = _Samples(examples, target.embedding, model, positions, generator)
+    layer = model.input_layer
     with torch.no_grad():
         _copy_end(model, target)
-        _scale_taps(model.input_layer, samples)
-        _fit_condition(model.input_layer, samples)
-        explained = _fit_fuse(model.input_layer, samples, generator)
+        if layer.feature_norms:
+            _scale_taps(layer, samples)
+        # W_cond: the part of the prediction that comes from the features, every dimension of unit size.
+        solution, deviation, _ = _ridge(
+            (torch.cat([*_normalised(layer, taps), known], -1), y) for taps, known, y in samples
+        )
+        width = layer.condition_proj.weight.shape[1]
+        layer.condition_proj.weight.copy_((solution[:width] / deviation).T)
+        explained = _fit_fuse(layer, samples, generator)
     received_from = len(target.layers) - 1 - config.num_layers
     return Initialisation(explained, max(config.tap_layers) == received_from, samples.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Some positions of texts: what is known at them, and what is to be predicted of the next."""
-
-    taps: list[Tensor]  # each [positions, hidden]
-    embedded: Tensor  # [positions, hidden], the next token's
-    wanted: Tensor  # [positions, hidden], the next position's top tap
-
-
 class _Samples:
-    """Positions of randomly chosen examples, read anew at each pass: their features may not fit into memory."""
+    """Positions of randomly chosen examples, read anew at each pass: their features may not fit into memory.
+
+    Yields what is known at some of them, taps and the next token's normalised embedding, and what is to be predicted,
+    the next position's top tap; all [positions, hidden].
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class _Samples:
         positions: int,
         generator: torch.Generator,
     ) -> None:
-        self._embedding = embedding
+        self._embedding, self._norm = embedding, model.input_layer.token_norm
         self._taps = len(model.config.tap_layers)
         self._top = model.config.tap_layers.index(max(model.config.tap_layers))
         self._device = model.d2t.device
@@ -99,65 +101,25 @@ class _Samples:
         if not self._chosen:
             raise TrainingError("no response has two tokens: there is nothing to train on; give more responses")
 
-    def __iter__(self) -> Iterator[_Sample]:
+    def __iter__(self) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
         waiting: list[Example] = []
         for example in self._chosen:
             waiting.append(example)
-            if sum(e.length for e in waiting) >= _CHUNK:
+            if sum(e.length for e in waiting) >= _CHUNK or example is self._chosen[-1]:
                 yield self._sample(waiting)
                 waiting = []
-        if waiting:
-            yield self._sample(waiting)
 
-    def _sample(self, examples: list[Example]) -> _Sample:
+    def _sample(self, examples: list[Example]) -> tuple[list[Tensor], Tensor, Tensor]:
         known = torch.cat([e.features[self._first(e) : -1] for e in examples]).to(self._device).float()
         following = torch.cat([e.features[self._first(e) + 1 :] for e in examples]).to(self._device).float()
         tokens = torch.cat([e.tokens[self._first(e) + 1 :] for e in examples]).to(self._embedding.device)
-        return _Sample(
-            taps=list(known.chunk(self._taps, dim=-1)),
-            embedded=self._embedding[tokens].to(self._device).float(),
-            wanted=following.chunk(self._taps, dim=-1)[self._top],
-        )
+        embedded = self._norm(self._embedding[tokens].to(self._device).float())
+        return list(known.chunk(self._taps, dim=-1)), embedded, following.chunk(self._taps, dim=-1)[self._top]
 
     @staticmethod
     def _first(example: Example) -> int:
         """Responses are what a drafter will continue; the position before the first is its first anchor."""
         return max(0, example.prompt - 2)
-
-
-class _Sums:
-    """What least squares needs to know of its data."""
-
-    def __init__(self) -> None:
-        self.gram: Tensor = torch.zeros(())  # [in, in]
-        self.cross: Tensor = torch.zeros(())  # [in, out]
-        self.squares: Tensor = torch.zeros(())  # [out]
-        self.count = 0
-
-    def add(self, inputs: Tensor, wanted: Tensor) -> None:
-        self.gram = self.gram.to(inputs.device) + (inputs.T @ inputs).double()
-        self.cross = self.cross.to(inputs.device) + (inputs.T @ wanted).double()
-        self.squares = self.squares.to(inputs.device) + wanted.double().square().sum(0)
-        self.count += inputs.shape[0]
-
-    @property
-    def variance(self) -> Tensor:
-        """Of each output; the last input is the constant 1. # -> [out]"""
-        mean = self.cross[-1] / self.count
-        return (self.squares / self.count - mean.square()).clamp(min=_LEAST_DEVIATION**2)
-
-    def solve(self, penalty: float) -> Tensor:
-        """The penalty is a share of each input's own size. # -> [in, out]"""
-        damped = self.gram.clone()
-        damped.diagonal().mul_(1.0 + penalty)
-        damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
-        solution: Tensor = torch.linalg.solve(damped, self.cross)
-        return solution
-
-    def explained(self, weights: Tensor) -> float:
-        """Mean over the outputs of the share of their variance that a solution explains; below 0 it only harms."""
-        missed = self.squares - 2 * (weights * self.cross).sum(0) + (weights * (self.gram @ weights)).sum(0)
-        return float((1.0 - missed / self.count / self.variance).mean())
 
 
 def penalty_for(inputs: int, positions: int) -> float:
@@ -168,34 +130,38 @@ def penalty_for(inputs: int, positions: int) -> float:
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))
 
 
-class _Ridge:
-    """Least squares with a penalty, judged on positions apart; the last input is the constant 1."""
+def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, float]:
+    """Least squares with a penalty, in one pass over inputs and outputs, both [positions, size].
 
-    def __init__(self) -> None:
-        self._known = _Sums()
-        self._apart = _Sums()
+    Every tenth position only judges, or a second solution on top of this one could not be judged by them.
+    -> the solution, whose last input is the constant 1 [in + 1, out], the standard deviation of each output [out], and
+    the mean share of their variance that is explained on the positions apart; below 0 it only harms
+    """
+    moments: list[Tensor] = [torch.zeros(()), torch.zeros(())]  # of inputs, 1 and outputs: positions known and apart
+    size = 0
+    for inputs, wanted in pairs:
+        size = inputs.shape[1] + 1
+        wide = torch.cat([inputs, torch.ones_like(inputs[:, :1]), wanted], dim=1)
+        cut = wide.shape[0] - wide.shape[0] // _APART  # texts stand one behind the other
+        for place, part in enumerate((wide[:cut], wide[cut:])):
+            moments[place] = moments[place].to(part.device) + (part.T @ part).double()
+    known, apart = moments
+    if not apart[size - 1, size - 1]:
+        raise TrainingError(f"fewer than {_APART} positions to start from; give more responses")
+    damped = known[:size, :size].clone()  # the penalty is a share of each input's own size
+    damped.diagonal().mul_(1.0 + penalty_for(size, round(float(known[size - 1, size - 1]))))
+    damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
+    solution: Tensor = torch.linalg.solve(damped, known[:size, size:])
+    gram, cross, squares = apart[:size, :size], apart[:size, size:], apart[size:, size:].diagonal()
+    missed = squares - 2 * (solution * cross).sum(0) + (solution * (gram @ solution)).sum(0)
+    explained = (1.0 - missed / apart[size - 1, size - 1] / _variance(apart, size)).mean()
+    return solution.float(), _variance(known, size).sqrt().float(), float(explained)
 
-    def add(self, inputs: Tensor, wanted: Tensor) -> None:
-        """inputs [positions, in], wanted [positions, out]; texts stand one behind the other."""
-        wide = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
-        cut = wide.shape[0] - wide.shape[0] // _APART
-        self._known.add(wide[:cut], wanted[:cut])
-        self._apart.add(wide[cut:], wanted[cut:])
 
-    def solve(self) -> tuple[Tensor, float]:
-        """The solution, and what it explains of the positions apart. # -> [in + 1, out] float32
-
-        Those stay out of it, or a second solution on top of this one could not be judged by them.
-        """
-        if not self._apart.count:
-            raise TrainingError(f"fewer than {_APART} positions to start from; give more responses")
-        solution = self._known.solve(penalty_for(self._known.gram.shape[0], self._known.count))
-        return solution.float(), self._apart.explained(solution)
-
-    @property
-    def deviation(self) -> Tensor:
-        """Standard deviation of each output. # -> [out] float32"""
-        return self._known.variance.sqrt().float()
+def _variance(moments: Tensor, size: int) -> Tensor:
+    """Of each output, from the moments behind so many inputs. # -> [out]"""
+    count, sums = moments[size - 1, size - 1], moments[size - 1, size:]
+    return (moments[size:, size:].diagonal() / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2)
 
 
 def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
@@ -213,38 +179,22 @@ def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
 
 
 def _scale_taps(layer: InputLayer, samples: _Samples) -> None:
-    """Norm gains under which every dimension of a tap has the same size; a drafter without norms has none to set."""
-    if not layer.feature_norms:
-        return
-    for norm in layer.feature_norms.children():
-        norm.get_parameter("weight").fill_(1.0)
-    squares = [torch.zeros(()) for _ in layer.feature_norms]
-    for sample in samples:
-        for place, tap in enumerate(_normalised(layer, sample.taps)):
-            squares[place] = squares[place].to(tap.device) + tap.double().square().sum(0)
-    for norm, square in zip(layer.feature_norms.children(), squares, strict=True):
-        deviation = (square / samples.count).sqrt().clamp(min=_LEAST_DEVIATION)
-        norm.get_parameter("weight").copy_(1.0 / deviation)
-
-
-def _fit_condition(layer: InputLayer, samples: _Samples) -> None:
-    """W_cond: the part of the prediction that comes from the features, every dimension of unit size."""
-    ridge = _Ridge()
-    for sample in samples:
-        taps = _normalised(layer, sample.taps)
-        ridge.add(torch.cat([*taps, layer.token_norm(sample.embedded)], dim=-1), sample.wanted)
-    width = layer.condition_proj.weight.shape[1]
-    solution, _ = ridge.solve()
-    layer.condition_proj.weight.copy_((solution[:width] / ridge.deviation).T)
+    """Norm gains under which every dimension of a tap has the same size."""
+    gains = [norm.get_parameter("weight") for norm in layer.feature_norms.children()]
+    for gain in gains:
+        gain.fill_(1.0)
+    squares = [torch.zeros_like(gain, dtype=torch.float64) for gain in gains]
+    for taps, _, _ in samples:
+        for square, tap in zip(squares, _normalised(layer, taps), strict=True):
+            square += tap.double().square().sum(0)
+    for gain, square in zip(gains, squares, strict=True):
+        gain.copy_(1.0 / (square / samples.count).sqrt().clamp(min=_LEAST_DEVIATION))
 
 
 def _fit_fuse(layer: InputLayer, samples: _Samples, generator: torch.Generator) -> float:
     """W_fuse on what W_cond makes; the constant enters through the position queries, which start close together."""
-    ridge = _Ridge()
-    for sample in samples:
-        condition = layer.condition_norm(layer.condition(torch.cat(sample.taps, dim=-1)))
-        ridge.add(torch.cat([condition, layer.token_norm(sample.embedded)], dim=-1), sample.wanted)
-    solution, explained = ridge.solve()
+    conditions = ((layer.condition_norm(layer.condition(torch.cat(taps, -1))), known, y) for taps, known, y in samples)
+    solution, _, explained = _ridge((torch.cat([condition, known], -1), y) for condition, known, y in conditions)
     entries, hidden = layer.position_queries.shape
     queries = 1.0 + _QUERY_SPREAD * torch.randn(entries, hidden, generator=generator)
     queries[0] = 1.0

@@ -6,6 +6,7 @@ Legend: batch, anchors, block = K entries, flat = entries of a step that have a 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,26 +44,13 @@ class StepScores:
     seen: Tensor  # [2 * block], entries with a label and a valid prefix
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
+class _Entries(NamedTuple):
     """Entries that teach."""
 
     states: Tensor  # [flat, hidden]
     logits: Tensor  # [flat, draft_vocab]
     labels: Tensor  # [flat] int64, row of the batch's labels
     place: Tensor  # [flat] int64, on the path from the anchor
-
-    def take(self, mask: Tensor) -> "_Entries":
-        return _Entries(self.states[mask], self.logits[mask], self.labels[mask], self.place[mask])
-
-    @staticmethod
-    def joined(parts: list["_Entries"]) -> "_Entries":
-        return _Entries(
-            torch.cat([part.states for part in parts]),
-            torch.cat([part.logits for part in parts]),
-            torch.cat([part.labels for part in parts]),
-            torch.cat([part.place for part in parts]),
-        )
 
 
 class Objective:
@@ -105,7 +93,7 @@ class Objective:
             onward = self._reached(states, predicted, batch)[:, :, :-1] & reached.gather(2, cuts[:, :, None])
             predicted = predicted.masked_fill(~onward, -1)
             found.append(self._labelled(states, predicted, batch, place=cuts[:, :, None] + ahead))
-        return _Entries.joined(found)
+        return _Entries(*map(torch.cat, zip(*found, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""

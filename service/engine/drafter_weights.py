@@ -14,8 +14,7 @@ import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from service.engine import linear
 from service.engine.target import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel

@@ -12,8 +12,7 @@ from torch.nn.functional import embedding
 
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.config import PrefixEntries, SpecBlockConfig
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import Embed, PrefixEntries, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Corpus, Example, TrainingError, frequent_tokens, held_out
 from drafters.training.fit import (
     FitSettings,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from drafters.specblock import checkpoint
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny
 
 DRAFT_VOCAB = 64

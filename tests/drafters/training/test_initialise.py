@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.specblock import checkpoint
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, save_model
