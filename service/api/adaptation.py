@@ -5,6 +5,8 @@ Whoever gets here has shown the admin key. Answers may wait for an update under 
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import pydantic_core
@@ -29,19 +31,11 @@ def adaptation_router(server: Server) -> APIRouter:
 
     @router.get("/v1/adaptation")
     async def look() -> Response:
-        return await _state_after(server, _nothing)
+        return await _state_after(server)
 
-    @router.post("/v1/adaptation/pause")
-    async def pause() -> Response:
-        return await _state_after(server, lambda control: control.pause())
-
-    @router.post("/v1/adaptation/resume")
-    async def resume() -> Response:
-        return await _state_after(server, lambda control: control.resume())
-
-    @router.post("/v1/adaptation/rollback")
-    async def rollback() -> Response:
-        return await _state_after(server, lambda control: control.rollback())
+    for command in ("pause", "resume", "rollback"):
+        change = partial(_state_after, server, methodcaller(command))
+        router.add_api_route(f"/v1/adaptation/{command}", change, methods=["POST"])
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> Response:
@@ -50,11 +44,7 @@ def adaptation_router(server: Server) -> APIRouter:
     return router
 
 
-def _nothing(control: AdaptationControl) -> None:
-    """Look without touching."""
-
-
-async def _state_after(server: Server, change: Callable[[AdaptationControl], object]) -> Response:
+async def _state_after(server: Server, change: Callable[[AdaptationControl], object] = lambda _: None) -> Response:
     """Do what was asked, and answer with what is so from then on."""
 
     def changed(control: AdaptationControl) -> AdaptationStatus:
@@ -68,7 +58,7 @@ async def _state_after(server: Server, change: Callable[[AdaptationControl], obj
 async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
     """In the shape of the servers that other tools know: a refusal is an answer of its own, not an error."""
     for name in body.model_extra or {}:
-        server.ignored_fields.note(name)
+        server.note_ignored(name)
     try:
         version = await server.runtime.ask_adaptation(lambda control: control.load_from_disk(Path(body.model_path)))
     except (ValueError, AdaptationError) as error:

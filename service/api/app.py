@@ -12,8 +12,8 @@ from service.api.adaptation import adaptation_router
 from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
-from service.api.info import RenderMetrics, models_router, probes_router, tokenizer_router
-from service.api.middleware import AccessMiddleware, AuthMiddleware, BodyMiddleware, HostMiddleware
+from service.api.info import RenderMetrics, info_router
+from service.api.middleware import AccessMiddleware, BodyMiddleware, RefusingMiddleware
 from service.api.page import page_router
 from service.api.settings import ApiSettings, Server
 from service.api.sse import ClientGoneError, on_client_gone
@@ -28,7 +28,11 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
         title="adaptree",
         version=__version__,
         lifespan=_lifespan(runtime, feed),
-        middleware=_middleware(settings),
+        middleware=[  # outermost first
+            Middleware(AccessMiddleware),
+            Middleware(RefusingMiddleware, settings),
+            Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
+        ],
         openapi_url=None,
         redirect_slashes=False,
     )
@@ -36,10 +40,8 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     for gone in (ClientGoneError, ClientDisconnect):
         app.add_exception_handler(gone, on_client_gone)
     app.include_router(completions_router(server))
-    app.include_router(models_router(server))
-    app.include_router(tokenizer_router(server))
+    app.include_router(info_router(server, render_metrics))
     app.include_router(adaptation_router(server))
-    app.include_router(probes_router(server, render_metrics))
     app.include_router(page_router())
     app.include_router(feed_router(feed))
     return app
@@ -54,18 +56,3 @@ def _lifespan(runtime: Runtime, feed: Feed) -> Callable[[FastAPI], AbstractAsync
             await runtime.stop()
 
     return run
-
-
-def _middleware(settings: ApiSettings) -> list[Middleware]:
-    """Outermost first."""
-    return [
-        Middleware(AccessMiddleware),
-        *([] if settings.allowed_hosts is None else [Middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)]),
-        Middleware(
-            AuthMiddleware,
-            api_keys=settings.api_keys,
-            admin_key=settings.admin_key,
-            open_metrics=settings.open_metrics,
-        ),
-        Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
-    ]

@@ -19,7 +19,7 @@ from service.tokenizer import ChatTokenizer
 RenderMetrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
-def models_router(server: Server) -> APIRouter:
+def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
@@ -31,31 +31,10 @@ def models_router(server: Server) -> APIRouter:
         check_model(model_id, server)
         return whole(_model(model_id, server))
 
-    return router
-
-
-def _model(name: str, server: Server) -> dict[str, JsonValue]:
-    card = server.runtime.card
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "adaptree",
-        "root": card.name,
-        "parent": None,
-        "max_model_len": card.max_model_len,
-        "drafter": card.drafter,
-        "numerics": card.numerics,
-    }
-
-
-def tokenizer_router(server: Server) -> APIRouter:
-    router = APIRouter()
-
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeRequest, server)
-        _check_optional_model(body.model, server)
+        check_model(body.model, server)
         tokenizer = server.runtime.tokenizer
         ids = await server.runtime.off_loop(lambda: _tokenize(body, tokenizer))
         strings: JsonValue = [tokenizer.token_string(token_id) for token_id in ids] if body.return_token_strs else None
@@ -65,29 +44,10 @@ def tokenizer_router(server: Server) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, server)
-        _check_optional_model(body.model, server)
+        check_model(body.model, server)
         check_token_ids(body.tokens, server.runtime.card, param="tokens")
         tokenizer = server.runtime.tokenizer
         return whole({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
-
-    return router
-
-
-def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
-    if body.messages is not None and body.prompt is None:
-        return render(body.messages, body, tokenizer)
-    if body.prompt is not None and body.messages is None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
-
-
-def _check_optional_model(model: str | None, server: Server) -> None:
-    if model is not None:
-        check_model(model, server)
-
-
-def probes_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
-    router = APIRouter()
 
     @router.get("/livez")
     async def live() -> Response:
@@ -111,3 +71,26 @@ def probes_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         return whole({"version": __version__})
 
     return router
+
+
+def _model(name: str, server: Server) -> dict[str, JsonValue]:
+    card = server.runtime.card
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "adaptree",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+        "drafter": card.drafter,
+        "numerics": card.numerics,
+    }
+
+
+def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
+    if body.messages is not None and body.prompt is None:
+        return render(body.messages, body, tokenizer)
+    if body.prompt is not None and body.messages is None:
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")

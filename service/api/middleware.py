@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.errors import REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
 from service.api.page import PAGE_PATHS
+from service.api.settings import ApiSettings
 from service.api.sse import CLIENT_CLOSED_REQUEST
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
@@ -35,6 +36,11 @@ _POLICY_VIOLATION = 1008
 _MOST_LENGTH_DIGITS = 18
 _LONGEST_LOGGED_PATH = 200
 _BUG = 500
+_NO_KEY = "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'."
+_NO_ADMIN_KEY = (
+    "This is for operators: send the server's admin_key as 'Authorization: Bearer KEY'. "
+    "Where none is configured, nobody is let in."
+)
 
 
 class AccessMiddleware:
@@ -95,98 +101,82 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
     )
 
 
-class HostMiddleware:
-    """Refuses requests under a name that is not this server's, and changes that a page of another host asks for.
+class RefusingMiddleware:
+    """Answers whoever does not ask properly, before anything of it is read, and lets in the others."""
 
-    A web page can make its own name resolve to this machine (DNS rebinding), and its browser then takes our answers for
-    its own; but it sends that name.
-    """
-
-    def __init__(self, app: ASGIApp, *, allowed_hosts: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
-        self._allowed_hosts = allowed_hosts
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._complaint(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
-
-    def _complaint(self, scope: Scope) -> RequestError | None:
-        headers = Headers(scope=scope)
-        for host in headers.getlist("host"):
-            if not self._allows(host):
-                return _forbidden("host", host)
-        for origin in headers.getlist("origin") if scope["method"] not in _SAFE_METHODS else []:
-            if not self._allows(origin.partition("://")[2]):
-                return _forbidden("origin", origin)
-        return None
-
-    def _allows(self, address: str) -> bool:
-        match = _ADDRESS.fullmatch(address)
-        name = match["name"].lower().strip("[].") if match else ""
-        return name in self._allowed_hosts or is_loopback(name)
-
-
-def _forbidden(header: str, value: str) -> Forbidden:
-    message = f"This server does not answer to the {header} {value[:_LONGEST_LOGGED_PATH]!r}: see allowed_hosts."
-    return Forbidden(message, code=f"{header}_not_allowed")
-
-
-class AuthMiddleware:
-    """Refuses whoever shows no valid key. Only the probes, the files of the page, and `/metrics` and the feed when
-    opened, need none.
-
-    Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
-    closed.
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], admin_key: str | None, open_metrics: bool) -> None:
-        self._app = app
-        self._api_keys = tuple(key.encode() for key in api_keys)
-        self._admin_keys = () if admin_key is None else (admin_key.encode(),)
-        self._open_paths = _PROBES | PAGE_PATHS | (_OBSERVERS if open_metrics else frozenset())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._allowed(scope):
+        error = None if scope["type"] == "lifespan" else self._complaint(scope)
+        if error is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
-            await error_response(_unauthorized(scope["path"]))(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
-        path = scope["path"]
-        if path in self._open_paths:
-            return True
-        if _for_operators(path):
-            return _shows_key(scope, self._admin_keys)
-        return not self._api_keys or _shows_key(scope, self._api_keys)
+    def _complaint(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
+        if self._settings.allowed_hosts is not None:
+            error = _foreign_host(scope, headers, self._settings.allowed_hosts)
+            if error is not None:
+                return error
+        if not _shows_key(scope, headers, self._settings):
+            return Unauthorized(_NO_ADMIN_KEY if _for_operators(scope) else _NO_KEY, code="invalid_api_key")
+        announced, most = headers.get("content-length", ""), self._settings.max_request_bytes
+        if announced.isdecimal() and (len(announced) > _MOST_LENGTH_DIGITS or int(announced) > most):
+            return _too_large(most)
+        return None
 
 
-def _shows_key(scope: Scope, keys: tuple[bytes, ...]) -> bool:
-    scheme, _, shown = (Headers(scope=scope).get("authorization") or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
+def _foreign_host(scope: Scope, headers: Headers, allowed_hosts: frozenset[str]) -> RequestError | None:
+    """Under a name that is not this server's, or a change that a page of another host asks for.
+
+    A web page can make its own name resolve to this machine (DNS rebinding), and its browser then takes our answers for
+    its own; but it sends that name.
+    """
+    shown = [("host", host, host) for host in headers.getlist("host")]
+    if scope.get("method") not in _SAFE_METHODS:
+        shown += [("origin", origin, origin.partition("://")[2]) for origin in headers.getlist("origin")]
+    for header, value, address in shown:
+        match = _ADDRESS.fullmatch(address)
+        name = match["name"].lower().strip("[].") if match else ""
+        if name not in allowed_hosts and not is_loopback(name):
+            told = f"the {header} {value[:_LONGEST_LOGGED_PATH]!r}"
+            message = f"This server does not answer to {told}: see allowed_hosts."
+            return Forbidden(message, code=f"{header}_not_allowed")
+    return None
+
+
+def _shows_key(scope: Scope, headers: Headers, settings: ApiSettings) -> bool:
+    """Only the probes, the files of the page, and `/metrics` and the feed when opened, need no key.
+
+    Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
+    closed.
+    """
+    keys = settings.api_keys
+    if _for_operators(scope):
+        keys = () if settings.admin_key is None else (settings.admin_key,)
+    elif not keys or scope["path"] in _PROBES | PAGE_PATHS | (_OBSERVERS if settings.open_metrics else frozenset()):
+        return True
+    scheme, _, shown = headers.get("authorization", "").partition(" ")
     offered = shown.strip().encode("latin-1")
     # All keys are compared, so that the time taken does not tell which one was close.
-    return any([hmac.compare_digest(offered, key) for key in keys])
+    return any([scheme.lower() == "bearer" and hmac.compare_digest(offered, key.encode()) for key in keys])
 
 
-def _for_operators(path: str) -> bool:
-    return any(path == root or path.startswith(root + "/") for root in _OPERATORS)
+def _for_operators(scope: Scope) -> bool:
+    return any(scope["path"] == root or scope["path"].startswith(root + "/") for root in _OPERATORS)
 
 
-def _unauthorized(path: str) -> RequestError:
-    message = "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'."
-    if _for_operators(path):
-        message = (
-            "This is for operators: send the server's admin_key as 'Authorization: Bearer KEY'. "
-            "Where none is configured, nobody is let in."
-        )
-    return Unauthorized(message, code="invalid_api_key")
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestTooLarge(f"The request is larger than {max_bytes} bytes.", code="request_too_large")
 
 
 class BodyMiddleware:
-    """Refuses bodies over the limit, whether their length is announced or not, and those that come too slowly."""
+    """Gives up bodies that turn out to be over the limit, and those that come too slowly."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
         self._app = app
@@ -194,17 +184,7 @@ class BodyMiddleware:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "")
-        if self._announces_too_much(announced):
-            await error_response(self._too_large())(scope, receive, send)
-            return
-        await self._app(scope, self._limited(receive), send)
-
-    def _announces_too_much(self, announced: str) -> bool:
-        return announced.isdecimal() and (len(announced) > _MOST_LENGTH_DIGITS or int(announced) > self._max_bytes)
+        await self._app(scope, self._limited(receive) if scope["type"] == "http" else receive, send)
 
     def _limited(self, receive: Receive) -> Receive:
         received, complete = 0, False
@@ -222,10 +202,7 @@ class BodyMiddleware:
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if received > self._max_bytes:
-                raise self._too_large()
+                raise _too_large(self._max_bytes)
             return message
 
         return limited
-
-    def _too_large(self) -> RequestError:
-        return RequestTooLarge(f"The request is larger than {self._max_bytes} bytes.", code="request_too_large")

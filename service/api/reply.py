@@ -1,14 +1,15 @@
 """What every form of an answer shares: its head, numbers of choices, totals over outputs, and what single steps did."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import ClassVar
 
 from pydantic import JsonValue
 
 from service.api.request_builder import Job
-from service.api.schemas import SamplingFields
-from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, StepTree, Timings, TokenLogprob
+from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
@@ -17,35 +18,56 @@ Body = dict[str, JsonValue]
 _DIGITS = 4  # of a survival
 
 
-class Reply:
-    """One answer in the making. Feed it each output with `count`, then ask for usage and metrics."""
+class Reply(ABC):
+    """One answer in the making, whole or in chunks; routes differ in how a choice is worded."""
 
-    def __init__(
-        self, job: Job, body: SamplingFields, card: ModelCard, tokenizer: ChatTokenizer, *, chunk_object: str
-    ) -> None:
-        options = body.stream_options
-        self.tokenizer = tokenizer
-        self._chunk_object = chunk_object
-        self._trace = Trace(tokenizer, skip_special_tokens=job.requests[0].sampling.skip_special_tokens)
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
+        body, sampling, options = job.body, job.requests[0].sampling, job.body.stream_options
         self._job = job
         self._card = card
-        self._first_choice = {
-            request.request_id: position * job.choices_per_prompt for position, request in enumerate(job.requests)
-        }
+        self._tokenizer = tokenizer
+        self._num_top = sampling.num_logprobs or 0
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self._n = job.requests[0].n
+        self._first_choice = {request.request_id: place * self._n for place, request in enumerate(job.requests)}
+        self._begun: set[int] = set()  # choices of which something was sent
         self._completion_tokens = 0
         self._cached_tokens: dict[str, int] = {}
         self._speculation: list[SpeculationRecord] = []
         self._timings: list[Timings] = []
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # of traces, by choice
         self._detailed = body.speculation is not None and body.speculation.detailed is True
         self._include_usage = options is not None and options.include_usage is True
         self._continuous_usage = options is not None and options.continuous_usage_stats is True
-        self.return_token_ids = body.return_token_ids is True
+        self._return_token_ids = body.return_token_ids is True
 
-    def prompt_of(self, choice: int) -> list[JsonValue]:
+    @abstractmethod
+    def chunks(self, output: SequenceOutput) -> Iterator[Body]:
+        """What is streamed of one output."""
+
+    @abstractmethod
+    def _choice(self, number: int, choice: "Choice") -> Body:
+        """One choice of an answer that is sent whole."""
+
+    def whole(self, outputs: Iterable[SequenceOutput]) -> Body:
+        """An answer that is not streamed."""
+        choices = [Choice() for _ in range(len(self._job.requests) * self._n)]
+        for output in outputs:
+            choices[self._count(output)].append(output)
+        return self._body(self.whole_object, [self._choice(number, choice) for number, choice in enumerate(choices)])
+
+    def trailer(self) -> Iterator[Body]:
+        if self._include_usage:
+            yield self._body(self.chunk_object, [])
+
+    def _prompt_of(self, choice: int) -> list[JsonValue]:
         """Token ids of the prompt that a choice continues."""
-        return list(self._job.requests[choice // self._job.choices_per_prompt].prompt)
+        return list(self._job.requests[choice // self._n].prompt)
 
-    def count(self, output: SequenceOutput) -> int:
+    def _count(self, output: SequenceOutput) -> int:
         """Add an output to the totals; returns the number of the choice it belongs to."""
         self._completion_tokens += len(output.token_ids)
         self._cached_tokens[output.request_id] = max(
@@ -57,52 +79,69 @@ class Reply:
             self._timings.append(output.timings)
         return self._first_choice[output.request_id] + output.index
 
-    def gather(self, outputs: Iterable[SequenceOutput]) -> list["Choice"]:
-        choices = [Choice() for _ in range(len(self._job.requests) * self._job.choices_per_prompt)]
-        for output in outputs:
-            choices[self.count(output)].append(output)
-        return choices
-
-    def tells_tokens(self, output: SequenceOutput) -> bool:
+    def _tells_tokens(self, output: SequenceOutput) -> bool:
         """Whether a chunk without text has something to tell."""
-        return bool(output.token_ids) and bool(self.return_token_ids or output.logprobs or output.tree is not None)
+        return bool(output.token_ids) and bool(self._return_token_ids or output.logprobs or output.tree is not None)
 
-    def tokens(self, token_ids: Sequence[int]) -> Body:
+    def _tokens(self, token_ids: Sequence[int]) -> Body:
         """The tokens of a piece, for those who want them."""
-        return {"token_ids": list(token_ids)} if self.return_token_ids else {}
+        return {"token_ids": list(token_ids)} if self._return_token_ids else {}
 
-    def trace(self, number: int, output: SequenceOutput) -> Body:
-        """What a step did, for streams that ask with `speculation: {"trace": true}`; an extension of ours."""
-        return {} if output.tree is None else {"speculation": self._trace.of(number, output, output.tree)}
+    def _trace(self, number: int, output: SequenceOutput) -> Body:
+        """What a step did, for streams that ask with `speculation: {"trace": true}`; an extension of ours.
+
+        A token that stopped the answer may be the last of an accepted path.
+        """
+        tree = output.tree
+        if tree is None:
+            return {}
+        step: Body = {
+            "accepted": min(len(tree.path), len(output.token_ids)),
+            "drafted": len(tree.tokens),
+            "texts": list[JsonValue](self._texts(number, output)),
+            "tree": {
+                "texts": [self._tokenizer.decode([token]) for token in tree.tokens],
+                "parents": list[JsonValue](tree.parents),
+                "survival": [round(survival, _DIGITS) for survival in tree.survival],
+                "path": list[JsonValue](tree.path),
+            },
+        }
+        return {"speculation": step}
+
+    def _texts(self, choice: int, output: SequenceOutput) -> list[str]:
+        """Of each token. A character that several tokens share belongs to the last of them."""
+        if choice not in self._detokenizers:
+            self._detokenizers[choice] = self._tokenizer.detokenizer(self._skip_special_tokens)
+        detokenizer = self._detokenizers[choice]
+        texts = [detokenizer.push(token) for token in output.token_ids]
+        if output.finish_reason is not None and texts:
+            texts[-1] += detokenizer.flush()
+        return texts
 
     def _head(self, object_name: str) -> Body:
         return {
             "id": self._job.id,
             "object": object_name,
             "created": self._job.created,
-            "model": self._job.model,
+            "model": self._job.body.model,
             "system_fingerprint": self._card.system_fingerprint,
-            "seed": self._job.seed,
+            "seed": self._job.requests[0].sampling.seed,
         }
 
-    def body(self, object_name: str, choices: list[JsonValue]) -> Body:
+    def _body(self, object_name: str, choices: list[JsonValue]) -> Body:
         """An answer that is sent whole, or the end of a stream."""
-        head = self._head(object_name)
-        return {**head, "choices": choices, "usage": self._usage(), "metrics": self._metrics()}
+        metrics: Body = {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
+        return {**self._head(object_name), "choices": choices, "usage": self._usage(), "metrics": metrics}
 
-    def chunk(self, choice: Body) -> Body:
+    def _chunk(self, choice: Body) -> Body:
         """One streamed piece; it names `usage` only when the client asked for usage."""
-        chunk: Body = {**self._head(self._chunk_object), "choices": [choice]}
+        chunk: Body = {**self._head(self.chunk_object), "choices": [choice]}
         if self._include_usage:
             chunk["usage"] = self._usage() if self._continuous_usage else None
         return chunk
 
-    def trailer(self) -> Iterator[Body]:
-        if self._include_usage:
-            yield self.body(self._chunk_object, [])
-
     def _usage(self) -> Body:
-        prompt_tokens = self._job.num_prompt_tokens
+        prompt_tokens = sum(len(request.prompt) for request in self._job.requests)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -113,9 +152,6 @@ class Reply:
                 "rejected_prediction_tokens": sum(record.rejected_prediction_tokens for record in self._speculation),
             },
         }
-
-    def _metrics(self) -> Body:
-        return {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
 
     def _speculative_decoding(self) -> Body | None:
         """vLLM's record of acceptance, over all choices, and which drafter it was."""
@@ -166,36 +202,3 @@ class Choice:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
-
-
-class Trace:
-    """Words the steps of each choice in turn: the text of each token, how many were drafted, and their draft tree."""
-
-    def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
-
-    def of(self, choice: int, output: SequenceOutput, tree: StepTree) -> Body:
-        """One step. A token that stopped the answer may be the last of an accepted path."""
-        return {
-            "accepted": min(len(tree.path), len(output.token_ids)),
-            "drafted": len(tree.tokens),
-            "texts": list[JsonValue](self._texts(choice, output)),
-            "tree": {
-                "texts": [self._tokenizer.decode([token]) for token in tree.tokens],
-                "parents": list[JsonValue](tree.parents),
-                "survival": [round(survival, _DIGITS) for survival in tree.survival],
-                "path": list[JsonValue](tree.path),
-            },
-        }
-
-    def _texts(self, choice: int, output: SequenceOutput) -> list[str]:
-        """A character that several tokens share belongs to the last of them."""
-        if choice not in self._detokenizers:
-            self._detokenizers[choice] = self._tokenizer.detokenizer(self._skip_special_tokens)
-        detokenizer = self._detokenizers[choice]
-        texts = [detokenizer.push(token) for token in output.token_ids]
-        if output.finish_reason is not None and texts:
-            texts[-1] += detokenizer.flush()
-        return texts

@@ -16,7 +16,7 @@ from service.api.schemas import (
     SamplingFields,
     text_of,
 )
-from service.api.settings import IgnoredFields, Server
+from service.api.settings import Server
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard
@@ -55,14 +55,8 @@ class Job:
 
     id: str
     created: int  # seconds since the epoch
-    model: str
-    seed: int
-    choices_per_prompt: int
+    body: SamplingFields
     requests: tuple[GenerationRequest, ...]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request in self.requests)
 
 
 async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str) -> Job:
@@ -86,8 +80,8 @@ async def build_completion(body: CompletionRequest, server: Server, *, client: s
     return await _build(body, prompts, server, num_logprobs=body.logprobs, kind="cmpl", source="prompt", client=client)
 
 
-def check_model(model: str, server: Server) -> None:
-    if model not in server.settings.served_model_names:
+def check_model(model: str | None, server: Server) -> None:
+    if model is not None and model not in server.settings.served_model_names:
         raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
 
 
@@ -122,7 +116,7 @@ def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
 def _check_fields(body: SamplingFields, server: Server) -> None:
     check_model(body.model, server)
     assert isinstance(body, ChatCompletionRequest | CompletionRequest)
-    _refuse_unsupported(body, server.ignored_fields)
+    _refuse_unsupported(body, server)
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
@@ -135,7 +129,7 @@ def _check_fields(body: SamplingFields, server: Server) -> None:
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
 
 
-def _refuse_unsupported(body: SamplingFields, ignored_fields: IgnoredFields) -> None:
+def _refuse_unsupported(body: SamplingFields, server: Server) -> None:
     """Refuse what cannot be honoured, and log once what is not known at all."""
     extra = body.model_extra or {}
     _refuse(extra, _HARMLESS, prefix="")
@@ -143,7 +137,7 @@ def _refuse_unsupported(body: SamplingFields, ignored_fields: IgnoredFields) -> 
         for position, message in enumerate(body.messages):
             _refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
     for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
-        ignored_fields.note(name)
+        server.note_ignored(name)
 
 
 def _refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str) -> None:
@@ -205,7 +199,7 @@ async def _build(
                 priority=body.priority or 0,
             )
         )
-    return Job(job_id, int(time.time()), body.model, seed, n, tuple(requests))
+    return Job(job_id, int(time.time()), body, tuple(requests))
 
 
 async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int, ...]:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from service.api.schemas import CompletionRequest
-from service.api.settings import ClientNames
+from service.api.settings import client_name
 from tests.service.api.client import ASK, client_of
 from tests.service.scripted import ScriptedEngine, say
+
+SECRET = b"of this process"
 
 
 def scope(address: str | None = "10.0.0.1", authorization: str | None = None, port: int = 1) -> dict[str, Any]:
@@ -20,20 +22,16 @@ def body(**fields: Any) -> CompletionRequest:
 
 
 def test_the_key_counts_where_keys_are_checked() -> None:
-    names = ClientNames()
-
     def name(key: str, address: str = "a", **fields: Any) -> str:
-        return names.name(scope(address, key), body(**fields), by_api_key=True)
+        return client_name(SECRET, scope(address, key), body(**fields), by_api_key=True)
 
     assert name("Bearer one") == name("bearer  one ") == name("Bearer one", "b", user="u", safety_identifier="s")
     assert name("Bearer one") != name("Bearer two")
 
 
 def test_users_count_where_they_are_named() -> None:
-    names = ClientNames()
-
     def name(address: str = "a", key: str | None = None, **fields: Any) -> str:
-        return names.name(scope(address, key), body(**fields), by_api_key=False)
+        return client_name(SECRET, scope(address, key), body(**fields), by_api_key=False)
 
     assert name(user="u") == name("b", user="u") == name(safety_identifier="u") == name(key="Bearer k", user="u")
     assert name(safety_identifier="s", user="u") == name(safety_identifier="s", user="v")
@@ -42,26 +40,27 @@ def test_users_count_where_they_are_named() -> None:
 
 
 def test_the_address_counts_last_and_ports_do_not() -> None:
-    names = ClientNames()
-    assert names.name(scope(port=1), body(), by_api_key=False) == names.name(scope(port=2), body(), by_api_key=False)
-    assert names.name(scope(None), body(), by_api_key=False) != names.name(scope("a"), body(), by_api_key=False)
+    assert client_name(SECRET, scope(port=1), body(), by_api_key=False) == client_name(
+        SECRET, scope(port=2), body(), by_api_key=False
+    )
+    assert client_name(SECRET, scope(None), body(), by_api_key=False) != client_name(
+        SECRET, scope("a"), body(), by_api_key=False
+    )
 
 
 def test_what_a_name_is_made_of_keeps_apart() -> None:
-    names = ClientNames()
-    by_key = names.name(scope("x", "Bearer x"), body(), by_api_key=True)
-    by_user = names.name(scope("x"), body(user="x"), by_api_key=False)
-    by_address = names.name(scope("x"), body(), by_api_key=False)
+    by_key = client_name(SECRET, scope("x", "Bearer x"), body(), by_api_key=True)
+    by_user = client_name(SECRET, scope("x"), body(user="x"), by_api_key=False)
+    by_address = client_name(SECRET, scope("x"), body(), by_api_key=False)
     assert len({by_key, by_user, by_address}) == 3
 
 
 @pytest.mark.parametrize("user", ["ada@example.org", "\ud800"])
 def test_a_name_says_nothing_and_holds_for_one_process(user: str) -> None:
-    first, second = ClientNames(), ClientNames()
-    name = first.name(scope(), body().model_copy(update={"user": user}), by_api_key=False)
+    name = client_name(SECRET, scope(), body().model_copy(update={"user": user}), by_api_key=False)
     assert len(name) == 32
     assert set(name) <= set("0123456789abcdef")
-    assert name != second.name(scope(), body().model_copy(update={"user": user}), by_api_key=False)
+    assert name != client_name(b"another", scope(), body().model_copy(update={"user": user}), by_api_key=False)
 
 
 @pytest.mark.anyio
