@@ -19,7 +19,6 @@ _MOST_WAITING: Final = 65_536  # records nobody has added up yet; of more the ol
 _NO_LOAD: Final = LoadStats(num_running=0, num_waiting=0, slots_used=0, slots_total=0)
 
 
-
 Record = TypeVar("Record")
 Json = dict[str, Any]
 

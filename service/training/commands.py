@@ -6,7 +6,7 @@ Imports nothing heavy before a command runs, so that help answers at once.
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,8 +16,10 @@ from service.config import ServiceConfig, load_config
 from service.errors import StartupError
 
 if TYPE_CHECKING:
-    from service.training.fit import FitPlan
     from service.training.regenerate import Answering
+
+ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
+"""Parts of the method that a run can leave out, to see what they are worth."""
 
 _ANSWER_SHARE = 0.4
 _FEATURE_SHARE = 0.3
@@ -42,7 +44,7 @@ _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """Options of every command that trains; each field is one."""
+    """Options of every command that trains; each field is one. Raises StartupError for an unknown part to leave out."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly.")] = 2
@@ -62,6 +64,16 @@ class FitOptions:
         5.0
     )
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.without - set(ABLATIONS))
+        if unknown:
+            raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
+
+    @property
+    def without(self) -> frozenset[str]:
+        """Of ABLATIONS."""
+        return frozenset(name.strip() for name in self.ablate.split(",") if name.strip())
 
 
 def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -115,7 +127,7 @@ def _drafter(
     from service.training.fit import STATE_FILE, fit_drafter
     from service.training.regenerate import answer_prompts
 
-    plan = _plan(options, out / "work" / "features", out, minutes, None)
+    features = out / "work" / "features"
     ranks = processes(config)
     began = time.monotonic()
     # A run that is taken up again goes on with the texts it began with.
@@ -124,13 +136,13 @@ def _drafter(
             responses = [out / "work" / "responses.jsonl"]
             how = _answering(max_new_tokens, concurrency, options.seed, _ANSWER_SHARE * minutes)
             answer_prompts(config, prompts, responses[0], how)
-        make_features(config, responses, plan.features, deadline=_deadline(_FEATURE_SHARE * minutes))
+        make_features(config, responses, features, deadline=_deadline(_FEATURE_SHARE * minutes))
     ranks.wait()
     left = minutes * 60 - (time.monotonic() - began)
     say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
     if left <= 0:
         raise StartupError("answers and features took all the time: run again, they are kept, or give more --minutes")
-    fit_drafter(config, replace(plan, length=Length(seconds=left)), ranks)
+    fit_drafter(config, ranks, features, out, Length(seconds=left), options)
     ranks.leave()
 
 
@@ -182,12 +194,15 @@ def _fit(
 ) -> None:
     """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too."""
     config = _config(target, device, threads)
+    from drafters.training.fit import Length
     from service.training.features import processes
     from service.training.fit import fit_drafter
 
-    plan = _plan(options, features, out, minutes, steps)
+    if minutes is None and steps is None:
+        raise StartupError("say how long to train: give --minutes or --steps")
+    length = Length(steps, None if minutes is None else minutes * 60)
     ranks = processes(config)
-    fit_drafter(config, plan, ranks)
+    fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()
 
 
@@ -213,29 +228,3 @@ def _answering(max_tokens: int, concurrency: int, seed: int, minutes: float | No
 
 def _deadline(minutes: float | None) -> float | None:
     return None if minutes is None else time.monotonic() + minutes * 60
-
-
-def _plan(options: FitOptions, features: Path, out: Path, minutes: float | None, steps: int | None) -> "FitPlan":
-    from drafters.training.fit import FitSettings, Length
-    from service.training.fit import FitPlan
-
-    if minutes is None and steps is None:
-        raise StartupError("say how long to train: give --minutes or --steps")
-    return FitPlan(
-        features=features,
-        out=out,
-        length=Length(steps, None if minutes is None else minutes * 60),
-        draft_vocab_size=options.draft_vocab,
-        num_layers=options.layers,
-        prefix_entries=options.prefix_entries,
-        start_from=options.start_from,
-        without=frozenset(name.strip() for name in options.ablate.split(",") if name.strip()),
-        evaluate_seconds=options.evaluate_minutes * 60,
-        settings=FitSettings(
-            learning_rate=options.learning_rate,
-            batch_tokens=options.batch_tokens,
-            warm_up_steps=options.warm_up,
-            rank_from_step=options.warm_up,
-            seed=options.seed,
-        ),
-    )

@@ -11,9 +11,10 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -73,22 +74,15 @@ def dense_attention(
     if softcap is None and (sliding_window is None or sliding_window >= length):
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        out = _masked(query * scale, key, value, causal_mask(length, sliding_window, query.device), softcap)
+        out = _masked(query * scale, key, value, sliding_window, softcap)
     return out.transpose(1, 2).to(dtype).contiguous(), None
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Who sees whom: nobody ahead, and with a window only so many positions, the own one included.
-
-    -> [length, length] bool
-    """
-    positions = torch.arange(length, device=device)
+def _masked(query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
+    """softmax(cap(q k)) v over positions behind, and with a window only so many, the own one included."""
+    positions = torch.arange(query.shape[2], device=query.device)
     behind = positions[:, None] - positions
-    return (behind >= 0) & (behind < (window if window is not None else length))
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, softcap: float | None) -> Tensor:
-    """softmax(cap(q k)) v over what is seen. # seen [length, length]"""
+    seen = (behind >= 0) & (behind < (window if window is not None else query.shape[2]))
     grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
     scores = grouped @ key[:, :, None].transpose(3, 4)
     if softcap is not None:
@@ -116,6 +110,20 @@ class Manifest:
     tokens: int
     shards: int
 
+    @staticmethod
+    def of(answered: Answered, files: Sequence[Path], **made: Any) -> "Manifest":
+        """Of features made from these responses."""
+        responses = answered.responses
+        return Manifest(
+            files={file.name: sha256_of(file) for file in files},
+            responses_by_source=_counted(source_of(response.id) for response in responses),
+            responses_by_task=_counted(response.task or "unknown" for response in responses),
+            responses_by_temperature=_counted(f"{response.temperature:g}" for response in responses),
+            response_tokens=answered.num_response_tokens,
+            tokens=answered.num_tokens,
+            **made,
+        )
+
     def write(self, folder: Path) -> None:
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
@@ -141,46 +149,13 @@ class Manifest:
         return paths
 
 
-def describe(
-    answered: Answered,
-    files: Sequence[Path],
-    *,
-    target: str,
-    target_identity: str,
-    tap_layers: Sequence[int],
-    shards: int,
-) -> Manifest:
-    """The manifest of features made from these responses."""
-    responses = answered.responses
-    return Manifest(
-        target=target,
-        target_identity=target_identity,
-        tap_layers=tuple(tap_layers),
-        files={file.name: sha256_of(file) for file in files},
-        responses_by_source=_counted([source_of(response.id) for response in responses]),
-        responses_by_task=_counted([response.task or "unknown" for response in responses]),
-        responses_by_temperature=_counted([f"{response.temperature:g}" for response in responses]),
-        response_tokens=answered.num_response_tokens,
-        tokens=answered.num_tokens,
-        shards=shards,
-    )
-
-
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _counted(names: Sequence[str]) -> dict[str, int]:
+def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
-
-
-@dataclass(frozen=True, slots=True)
-class TextBatch:
-    """Texts that are read together, by their places in the shard."""
-
-    places: list[int]
-    length: int
 
 
 class FeatureReader:
@@ -203,10 +178,9 @@ class FeatureReader:
         texts = [response.prompt + response.response for response in responses]
         self._refuse_foreign(responses)
         found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        for batch in by_length([len(text) for text in texts], self._batch_tokens):
-            prompts = [len(responses[place].prompt) for place in batch.places]
-            outputs = self._run([texts[place] for place in batch.places], prompts, batch.length)
-            found.update(zip(batch.places, outputs, strict=True))
+        for places in by_length([len(text) for text in texts], self._batch_tokens):
+            prompts = [len(responses[place].prompt) for place in places]
+            found.update(zip(places, self._run([texts[place] for place in places], prompts), strict=True))
         features, logprobs, ids = zip(*(found[place] for place in range(len(texts))), strict=True)
         return Shard(
             tokens=torch.tensor([token for text in texts for token in text], dtype=torch.int32),
@@ -218,10 +192,9 @@ class FeatureReader:
             top_logprobs=torch.cat(logprobs),
         )
 
-    def _run(
-        self, texts: Sequence[list[int]], prompts: Sequence[int], length: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _run(self, texts: Sequence[list[int]], prompts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each text: features [length, taps * hidden], top log-probabilities and ids [labels, TOP]."""
+        length = max(map(len, texts))
         ids = torch.zeros(len(texts), length, dtype=torch.int64)
         for line, text in enumerate(texts):
             ids[line, : len(text)] = torch.tensor(text)
@@ -257,22 +230,22 @@ class FeatureReader:
             )
 
 
-def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[TextBatch]:
-    """Texts of similar length together, of at most so many tokens with padding; a longer text goes alone."""
+def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Places of texts of similar length, of at most so many tokens with padding; a longer text goes alone."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     waiting: list[int] = []
     for place in order:
         if waiting and lengths[place] * (len(waiting) + 1) > most_tokens:
-            yield TextBatch(waiting, lengths[waiting[-1]])
+            yield waiting
             waiting = []
         waiting.append(place)
     if waiting:
-        yield TextBatch(waiting, lengths[waiting[-1]])
+        yield waiting
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:
     """One shard after the other, those that were there included; yields what each holds. Raises StartupError."""
-    _make_folder(folder)
+    make_folder(folder)
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
     missing = [chunk for path, chunk in zip(paths, chunks, strict=True) if not _holds(path, chunk)]
@@ -306,7 +279,8 @@ def _save(shard: Shard, path: Path) -> None:
         raise StartupError(f"{path} cannot be written ({error}); free some space and start again: it goes on") from None
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Raises StartupError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -345,8 +319,8 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
             advance(kept.num_tokens, f"shard {shards}, {rate:.0f} tokens/s")
             if deadline is not None and time.monotonic() > deadline:
                 break
-    name, identity = config.public_model_name, loaded.parts.identity
-    describe(kept, responses, target=name, target_identity=identity, tap_layers=taps, shards=shards).write(out)
+    target = {"target": config.public_model_name, "target_identity": loaded.parts.identity, "tap_layers": tuple(taps)}
+    Manifest.of(kept, responses, shards=shards, **target).write(out)
 
 
 def load_target(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:

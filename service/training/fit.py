@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.model import Embed, PrefixEntries, SpecBlock, SpecBlockConfig
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Corpus, Example, TrainingError, frequent_tokens, held_out
 from drafters.training.fit import (
     FitSettings,
@@ -31,20 +30,23 @@ from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Examiner
 from service.assembly import device_of
 from service.config import ServiceConfig
+from service.engine.drafter_weights import embed_with
 from service.engine.target import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
-from service.logging import Advance, bar, say
-from service.training.features import Manifest, load_target, sha256_of
-from service.training.report import Curve, CurvePoint, facts_of, summary, write_card
+from service.logging import bar, say
+from service.training.commands import FitOptions
+from service.training.features import Manifest, load_target, make_folder, sha256_of
+from service.training.report import Curve, CurvePoint, facts_of, write_card
 
 STATE_FILE = "fit.pt"
-ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
-"""Parts of the method that a run can leave out, to see what they are worth."""
 
 _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
+_BLOCK_SIZE = 4
+_ANCHOR_SHARE = 0.125
+_MAX_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,47 +56,36 @@ class FitPlan:
     features: Path
     out: Path
     length: Length
-    settings: FitSettings = field(default_factory=FitSettings)
-    draft_vocab_size: int = 8192
-    num_layers: int = 2
-    block_size: int = 4
-    prefix_entries: PrefixEntries = "first"
-    anchor_share: float = 0.125
-    without: frozenset[str] = frozenset()  # of ABLATIONS
-    max_length: int = 512
-    evaluate_seconds: float = 300.0
-    start_from: Path | None = None  # folder of a trained drafter; None: from the target's own end
-
-    def __post_init__(self) -> None:
-        unknown = sorted(self.without - set(ABLATIONS))
-        if unknown:
-            raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
+    options: FitOptions
+    autocast: bool
 
     @property
-    def fit_settings(self) -> FitSettings:
-        return replace(self.settings, rank_from_step=None) if "rank" in self.without else self.settings
-
-    @property
-    def objective(self) -> ObjectiveSettings:
-        return ObjectiveSettings(
-            anchor_share=self.anchor_share,
-            valid_prefix="valid_prefix" not in self.without,
-            coupled="coupling" not in self.without,
+    def settings(self) -> FitSettings:
+        options = self.options
+        return FitSettings(
+            learning_rate=options.learning_rate,
+            batch_tokens=options.batch_tokens,
+            warm_up_steps=options.warm_up,
+            rank_from_step=None if "rank" in self.options.without else options.warm_up,
+            autocast=self.autocast,
+            seed=options.seed,
         )
 
     def describe(self) -> dict[str, Any]:
         """Everything that shapes the weights but the length of the run, as plain values."""
+        options, settings = self.options, self.settings
+        start_from = options.start_from
         return {
-            **asdict(self.fit_settings),
-            "betas": list(self.settings.betas),
-            "draft_vocab_size": self.draft_vocab_size,
-            "num_layers": self.num_layers,
-            "block_size": self.block_size,
-            "prefix_entries": self.prefix_entries,
-            "anchor_share": self.anchor_share,
-            "without": sorted(self.without),
-            "max_length": self.max_length,
-            "start_from": None if self.start_from is None else sha256_of(self.start_from / checkpoint.WEIGHTS_FILE),
+            **asdict(settings),
+            "betas": list(settings.betas),
+            "draft_vocab_size": options.draft_vocab,
+            "num_layers": options.layers,
+            "block_size": _BLOCK_SIZE,
+            "prefix_entries": options.prefix_entries,
+            "anchor_share": _ANCHOR_SHARE,
+            "without": sorted(self.options.without),
+            "max_length": _MAX_LENGTH,
+            "start_from": None if start_from is None else sha256_of(start_from / checkpoint.WEIGHTS_FILE),
         }
 
 
@@ -109,21 +100,45 @@ class _Start:
     notes: Mapping[str, Any]
 
 
-def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
-    """Train until the plan's end and write the drafter. Raises StartupError or TrainingError; `loaded` is unpacked."""
-    manifest = Manifest.read(plan.features)
+def fit_drafter(
+    config: ServiceConfig, ranks: Ranks, features: Path, out: Path, length: Length, options: FitOptions
+) -> None:
+    """Stage 3 as a command runs it: train until the end and write the drafter. Raises StartupError."""
+    device = local_device(device_of(config.device))
+    plan = FitPlan(features=features, out=out, length=length, options=options, autocast=bf16_is_faster(device))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
+    if ranks.rank:
+        ranks.wait()  # the first process may have to unpack the target's file before the others find it
+    loaded = load_target(config, dtype, device)
+    if not ranks.rank:
+        ranks.wait()
+    try:
+        _fit(loaded, plan, ranks)
+    except TrainingError as error:
+        raise StartupError(str(error)) from error
+    if ranks.rank == 0:
+        say(f"done; serve with it: adaptree serve --model {config.model} --drafter-path {out}")
+
+
+def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
+    manifest, settings = Manifest.read(plan.features), plan.settings
     _refuse_other_target(manifest, loaded, plan.features)
-    corpus = Corpus(manifest.shard_paths(plan.features), max_length=plan.max_length)
+    corpus = Corpus(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
     trained, apart = held_out(corpus.examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
     _refuse_too_few(trained, plan, ranks)
-    _make_folder(plan.out)
+    make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
+    objective = ObjectiveSettings(
+        anchor_share=_ANCHOR_SHARE,
+        valid_prefix="valid_prefix" not in plan.options.without,
+        coupled="coupling" not in plan.options.without,
+    )
     trainer = Trainer(
         start.model,
-        Objective(start.model, start.embed, plan.objective),
+        Objective(start.model, start.embed, objective),
         start.optimizer,
-        settings=plan.fit_settings,
-        reach=2 * plan.block_size,
+        settings=settings,
+        reach=2 * _BLOCK_SIZE,
         ranks=ranks,
         position=start.position,
     )
@@ -131,11 +146,10 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         for _ in trainer.run(trained, plan.length):  # the first process watches
             pass
         return
-    settings = plan.settings
     examiner = Examiner(
         start.model, start.embed, apart, batch_tokens=2 * settings.batch_tokens, autocast=settings.autocast
     )
-    points = _Watched(trainer, start, plan, examiner).run(trained)
+    points = _watched(trainer, trained, start, plan, examiner)
     facts = facts_of(
         manifest,
         trainer.position,
@@ -149,98 +163,57 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     write_card(plan.out, facts)
 
 
-def fit_drafter(config: ServiceConfig, plan: FitPlan, ranks: Ranks) -> None:
-    """Stage 3 as a command runs it."""
-    device = local_device(device_of(config.device))
-    plan = replace(plan, settings=replace(plan.settings, autocast=plan.settings.autocast and bf16_is_faster(device)))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
-    try:
-        fit(_load_in_turn(config, dtype, device, ranks), plan, ranks)
-    except TrainingError as error:
-        raise StartupError(str(error)) from error
-    if ranks.rank == 0:
-        say(f"done; serve with it: adaptree serve --model {config.model} --drafter-path {plan.out}")
+def _watched(
+    trainer: Trainer, examples: list[Example], start: _Start, plan: FitPlan, examiner: Examiner
+) -> list[CurvePoint]:
+    """The run with a bar, evaluations, a curve and a saved state."""
+    curve = Curve(plan.out, up_to_step=start.position.step)
+    reports: list[StepReport] = []
 
+    def evaluate() -> None:
+        curve.add(CurvePoint.of(reports, examiner()))
+        reports.clear()
+        described, state = plan.describe(), plan.out / STATE_FILE
+        save_state(state, start.model, start.optimizer, trainer.position, described=described, notes=start.notes)
 
-def _load_in_turn(config: ServiceConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """The first process may have to unpack the target's file before the others find it."""
-    if ranks.rank == 0:
-        loaded = load_target(config, dtype, device)
-        ranks.wait()
-        return loaded
-    ranks.wait()
-    return load_target(config, dtype, device)
-
-
-class _Watched:
-    """A run with a bar, evaluations, a curve and a saved state."""
-
-    def __init__(self, trainer: Trainer, start: _Start, plan: FitPlan, examiner: Examiner) -> None:
-        self._trainer = trainer
-        self._start = start
-        self._plan = plan
-        self._examiner = examiner
-        self._curve = Curve(plan.out, up_to_step=start.position.step)
-        self._reports: list[StepReport] = []
-        self._tokens_before = start.position.tokens
-
-    def run(self, examples: list[Example]) -> list[CurvePoint]:
-        if not self._curve.points:
-            self._note(CurvePoint.at_start(self._examiner()))
-        began = evaluated = time.perf_counter()
-        with bar("training", 1.0) as advance:
-            for report in self._trainer.run(examples, self._plan.length):
-                self._reports.append(report)
-                self._show(advance, report, time.perf_counter() - began)
-                if time.perf_counter() - evaluated > self._plan.evaluate_seconds:
-                    self._evaluate()
-                    evaluated = time.perf_counter()
-        if self._reports:
-            self._evaluate()
-        return self._curve.points
-
-    def _show(self, advance: Advance, report: StepReport, seconds: float) -> None:
-        rate = (report.position.tokens - self._tokens_before) / seconds
-        advance(report.fraction, f"step {report.position.step}, loss {report.loss:.2f}, {rate:.0f} tokens/s")
-
-    def _evaluate(self) -> None:
-        self._note(CurvePoint.of(self._reports, self._examiner()))
-        self._reports = []
-        save_state(
-            self._plan.out / STATE_FILE,
-            self._start.model,
-            self._start.optimizer,
-            self._trainer.position,
-            described=self._plan.describe(),
-            notes=self._start.notes,
-        )
-
-    def _note(self, point: CurvePoint) -> None:
-        self._curve.add(point)
-        say(summary(point))
+    if not curve.points:
+        curve.add(CurvePoint(scores=examiner()))
+    began = evaluated = time.perf_counter()
+    with bar("training", 1.0) as advance:
+        for report in trainer.run(examples, plan.length):
+            reports.append(report)
+            rate = (report.position.tokens - start.position.tokens) / (time.perf_counter() - began)
+            advance(report.fraction, f"step {report.position.step}, loss {report.loss:.2f}, {rate:.0f} tokens/s")
+            if time.perf_counter() - evaluated > plan.options.evaluate_minutes * 60:
+                evaluate()
+                evaluated = time.perf_counter()
+    if reports:
+        evaluate()
+    return curve.points
 
 
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
     saved = plan.out / STATE_FILE
     text = loaded.model.config.get_text_config()
-    begun = None if plan.start_from is None else _begun(plan.start_from, loaded)
+    start_from = plan.options.start_from
+    begun = None if start_from is None else _begun(start_from, loaded)
     if saved.exists():
         d2t = vocabulary_of(saved)
     elif begun is not None:
         d2t = begun.d2t
     else:
-        d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.draft_vocab_size)
+        d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
     described = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
     model = _model(plan, described, manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
-    embed = _embedding(loaded.parts.embedding)
+    embed = embed_with(loaded.parts.embedding)
     if saved.exists():
         position, notes = load_state(saved, model, optimizer, described=plan.describe())
         say(f"{saved}: going on from step {position.step}")
         return _Start(model, embed, optimizer, position, notes)
     if begun is not None:
-        say(f"starting from the drafter in {plan.start_from}")
+        say(f"starting from the drafter in {start_from}")
         _take_over(model, begun)
         return _Start(model, embed, optimizer, Position(), {"started_from": plan.describe()["start_from"]})
     say("copying the target's end and solving for its input")
@@ -273,13 +246,13 @@ def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t:
         target=target,
         tap_layers=taps,
         draft_vocab_size=d2t.shape[0],
-        num_layers=plan.num_layers,
-        block_size=plan.block_size,
-        prefix_entries=plan.prefix_entries,
-        shift="shift" not in plan.without,
-        broadcast="broadcast" not in plan.without,
-        coupled="coupling" not in plan.without,
-        trained_length=plan.max_length,
+        num_layers=plan.options.layers,
+        block_size=_BLOCK_SIZE,
+        prefix_entries=plan.options.prefix_entries,
+        shift="shift" not in plan.options.without,
+        broadcast="broadcast" not in plan.options.without,
+        coupled="coupling" not in plan.options.without,
+        trained_length=_MAX_LENGTH,
     )
     model = SpecBlock(config).float()  # a target held in bf16 would make its layers so
     model.set_vocabulary(d2t)
@@ -297,13 +270,6 @@ def _end(loaded: LoadedModel) -> TargetEnd:
     )
 
 
-def _embedding(table: Tensor) -> Embed:
-    def embed(tokens: Tensor) -> Tensor:
-        return embedding(tokens, table)
-
-    return embed
-
-
 def _refuse_other_target(manifest: Manifest, loaded: LoadedModel, folder: Path) -> None:
     if manifest.target_identity != loaded.parts.identity:
         raise StartupError(
@@ -319,10 +285,3 @@ def _refuse_too_few(examples: list[Example], plan: FitPlan, ranks: Ranks) -> Non
             f"{plan.features} leaves {tokens} tokens to train on beside the held-out texts, fewer than one step's "
             f"{needed}: answer more prompts, or lower --batch-tokens"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"--out {folder}: {error}") from error

@@ -18,6 +18,7 @@ from drafters.training.fit import Position, StepReport
 from drafters.training.scores import Scores
 from service import __version__
 from service.bench.conditions import command_line, commit_of, machine_name
+from service.logging import say
 from service.training.features import Manifest
 
 CARD_FILE = "README.md"
@@ -25,17 +26,17 @@ CURVE_FILE = "curve.jsonl"
 PICTURE_FILE = "curve.png"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One evaluation."""
+    """One evaluation; before the first step there is nothing to say of training."""
 
-    step: int
-    tokens: int
-    seconds: float
-    train_loss: float | None  # mean since the evaluation before; None before the first step
-    gradient_norm: float | None
-    learning_rate: float | None
-    skipped_steps: int
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    train_loss: float | None = None  # mean since the evaluation before
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+    skipped_steps: int = 0
     scores: Scores
 
     @staticmethod
@@ -53,13 +54,18 @@ class CurvePoint:
             scores=scores,
         )
 
-    @staticmethod
-    def at_start(scores: Scores) -> "CurvePoint":
-        return CurvePoint(0, 0, 0.0, None, None, None, 0, scores)
+    def __str__(self) -> str:
+        scores = self.scores
+        alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
+        return (
+            f"step {self.step}, {self.tokens / 1e6:.2f}M tokens, {self.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
+            f"alpha {alphas}, ranks 1-4 {scores.covered[0] or 0.0:.2f}, "
+            f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
+        )
 
 
 class Curve:
-    """The points so far, in the file and at hand."""
+    """The points so far, in the file and at hand; each is said, kept and drawn."""
 
     def __init__(self, folder: Path, *, up_to_step: int) -> None:
         """Points after `up_to_step` belong to steps that a kill undid."""
@@ -73,6 +79,7 @@ class Curve:
         with self._file.open("a") as stream:
             stream.write(_point_line(point))
         _draw(self.points, self._picture)
+        say(str(point))
 
 
 def _point_line(point: CurvePoint) -> str:
@@ -82,13 +89,11 @@ def _point_line(point: CurvePoint) -> str:
 def _read_points(file: Path) -> list[CurvePoint]:
     if not file.exists():
         return []
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    return [CurvePoint(**{**line, "scores": _scores_of(line["scores"])}) for line in lines]
-
-
-def _scores_of(values: dict[str, object]) -> Scores:
-    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Scores(**lists)  # type: ignore[arg-type]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    for line in lines:
+        lists = {name: tuple(value) for name, value in line["scores"].items() if isinstance(value, list)}
+        line["scores"] = Scores(**{**line["scores"], **lists})
+    return [CurvePoint(**line) for line in lines]
 
 
 def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
@@ -113,18 +118,6 @@ def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
-
-
-def summary(point: CurvePoint) -> str:
-    """One evaluation in one line."""
-    scores = point.scores
-    alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
-    covered = scores.covered[0]
-    return (
-        f"step {point.step}, {point.tokens / 1e6:.2f}M tokens, {point.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
-        f"alpha {alphas}, ranks 1-4 {0.0 if covered is None else covered:.2f}, "
-        f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
-    )
 
 
 def facts_of(
