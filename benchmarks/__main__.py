@@ -5,15 +5,13 @@ Exit code 1 if a token differs that should not, or a comparison fails.
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 
 import typer
 
 from benchmarks import ablation, anatomy, calibration, gpu_kernels, neighbours, observing, poison, prefill, prefix, tree
+from service.bench.commands import command
 from service.cli import STARTUP_EXIT_CODE, with_settings
-from service.config import LoadedConfig
 from service.errors import StartupError
-from service.logging import configure_logging
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "ablation": ablation.run,
@@ -32,20 +30,8 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _command(run: Callable[..., bool]) -> Callable[..., None]:
-    """Logs as configured, and an exit code for what did not hold."""
-
-    @wraps(run)
-    def command(loaded: LoadedConfig, **options: object) -> None:
-        configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
-        if not run(loaded, **options):
-            raise typer.Exit(1)
-
-    return with_settings(command)
-
-
 for _name, _run in EXPERIMENTS.items():
-    app.command(_name)(_command(_run))
+    app.command(_name)(with_settings(command(_run)))
 
 
 def main() -> None:

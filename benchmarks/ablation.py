@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +12,27 @@ from rich.table import Table
 
 from benchmarks.anatomy import Share, anatomy_of, observe_set
 from benchmarks.draft_records import observed, without_noise
-from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly, assemble
+from service.bench.commands import (
+    AnswerTokens,
+    Concurrency,
+    Limit,
+    MorePromptFiles,
+    Out,
+    PromptFiles,
+    Seed,
+    Temperatures,
+)
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.driver import Run
+from service.bench.driver import Run, generate
 from service.bench.experiment import (
     PLAIN,
-    Contestant,
-    EngineContestant,
     Measure,
-    first_prompts,
     mismatches,
-    plain_contestant,
+    plain_engine,
     read_sets,
     take_turns,
     tau,
@@ -126,12 +133,13 @@ def measure_variants(
     """Every variant at one temperature, in turn with plain decoding; then `observe` prompts of each set for alpha."""
     met = [variant for variant in variants if variant.coupled or measure.temperature > 0]
     policy = FixedBudget(nodes)
-    contestants: list[Contestant] = [plain_contestant(assembly)]
-    contestants += [EngineContestant(v.name, assembly.engine(_drafter(assembly, v), policy)) for v in met]
+    engines = {PLAIN: plain_engine(assembly)}
+    engines |= {v.name: assembly.engine(_drafter(assembly, v), policy) for v in met}
+    contestants = {name: partial(generate, engine) for name, engine in engines.items()}
     warm_up(contestants, sets[0].prompts[0], measure)
     turns = [take_turns(prompts.prompts, contestants, measure, advance) for prompts in sets]
-    runs = {c.name: [run for turn in turns for run in turn[c.name]] for c in contestants}
-    few = [first_prompts(prompts, observe) for prompts in sets]
+    runs = {name: [run for turn in turns for run in turn[name]] for name in contestants}
+    few = [replace(prompts, prompts=prompts.prompts[:observe]) for prompts in sets]
     rows = []
     for variant in met:
         with observed(assembly, DRAFTER, variant.weights, coupled=variant.coupled) as (drafter, recorder):

@@ -3,19 +3,30 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.draft_records import BlockRecord, Odds, Recorder, StepRecord, TokenPath, observed
-from benchmarks.options import AnswerTokens, Concurrency, Limit, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from drafters.registry import TRAINED, TrainedWeights
 from drafters.specblock.heads import CLASS_OF_RANK
 from drafters.specblock.model import RANK_CLASSES
 from service.assembly import Assembly, assemble
+from service.bench.commands import (
+    AnswerTokens,
+    Concurrency,
+    Limit,
+    MorePromptFiles,
+    Out,
+    PromptFiles,
+    Seed,
+    Temperatures,
+)
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import EngineContestant, Measure, read_sets, take_turns
+from service.bench.driver import generate
+from service.bench.experiment import Measure, read_sets, take_turns
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.logging import counting
@@ -328,7 +339,7 @@ def observe_set(
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> list[StepRecord]:
     """The steps of one set's answers."""
-    take_turns(prompts.prompts, [EngineContestant("observed", engine)], measure, advance)
+    take_turns(prompts.prompts, {"observed": partial(generate, engine)}, measure, advance)
     return recorder.take()
 
 

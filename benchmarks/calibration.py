@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.options import Out, Seed, Temperature
 from service.assembly import Assembly, assemble
-from service.bench.commands import numbers
+from service.bench.commands import Out, Seed, Temperature, numbers
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.driver import ClosedLoop, Run, drive
+from service.bench.driver import ClosedLoop, Run, generate
 from service.bench.experiment import Measure, cost_errors, percentile, read_sets, requests_from
 from service.bench.shift_play import Stream, shifted
 from service.config import LoadedConfig
@@ -66,7 +65,7 @@ def play(engine: Engine, legs: Sequence[Leg], advance: Callable[[int], None] = l
     """Serve all legs, one after the other. `advance` hears of queries as they are done."""
     played = []
     for leg in legs:
-        played.append(PlayedLeg(leg, drive(engine, leg.requests, ClosedLoop(leg.concurrency))))
+        played.append(PlayedLeg(leg, generate(engine, leg.requests, ClosedLoop(leg.concurrency))))
         advance(len(leg.requests))
     return played
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
-from benchmarks.options import Out
 from kernels import ops
 from kernels.exact_rows import exact_row_multiple
 from kernels.graph_runner import capture_for
 from kernels.linear import Product
 from kernels.tree_attention import WIDTH
+from service.bench.commands import Out
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.gpu import figures_table, forget
 from service.bench.gpu_sections import DRY, FULL, Figure, Plan, check_device, device_seconds, large_assembly

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.options import AnswerTokens, Out, PromptFile
+from benchmarks.options import PromptFile
 from service.assembly import Assembly, assemble
+from service.bench.commands import AnswerTokens, Out
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.config import LoadedConfig
 from service.engine.engine import Engine

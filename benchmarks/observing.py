@@ -14,10 +14,11 @@ import uvicorn
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.options import AnswerTokens, Concurrency, Limit, Out, PromptFile
+from benchmarks.options import PromptFile
 from service.api.app import create_app
 from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble
+from service.bench.commands import AnswerTokens, Concurrency, Limit, Out
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.experiment import count_mismatches
 from service.config import LoadedConfig

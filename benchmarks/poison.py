@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from benchmarks.options import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.assembly import Assembly, assemble
+from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Run
 from service.bench.experiment import Measure, mismatches, read_sets, tau

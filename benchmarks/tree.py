@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.draft_records import StepRecord, TokenPath, observed
-from benchmarks.options import Seed, Temperature
 from service.assembly import Assembly, assemble
+from service.bench.commands import Seed, Temperature
 from service.bench.conditions import refuse_unwritable
 from service.bench.driver import Answer, generate
 from service.config import LoadedConfig

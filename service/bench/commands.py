@@ -4,12 +4,13 @@ Imports nothing heavy before a command runs, so that help answers at once.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from service.config import LoadedConfig, ServiceConfig
+from service.config import LoadedConfig
 from service.errors import StartupError
 
 MISMATCH_EXIT_CODE = 1
@@ -17,27 +18,44 @@ MISMATCH_EXIT_CODE = 1
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
 """Adds one option per setting to a command, whose first argument then is the configuration."""
 
-_Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
-]
-_Prompts = Annotated[
+PromptFiles = Annotated[
     list[Path],
     typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
 ]
-_Temperatures = Annotated[
+MorePromptFiles = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each file.")]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")]
+Temperatures = Annotated[
     list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
 ]
-_Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32, help="Seed of everything random.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer.")]
+LongestAnswer = Annotated[int, typer.Option(min=1, help="Longest answer.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at the same time.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of everything random.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
+]
+
+
+def command(run: Callable[..., bool]) -> Callable[..., None]:
+    """Logs as configured, and an exit code for what did not hold."""
+
+    @wraps(run)
+    def logged(loaded: LoadedConfig, **options: object) -> None:
+        from service.logging import configure_logging
+
+        configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
+        if not run(loaded, **options):
+            raise typer.Exit(MISMATCH_EXIT_CODE)
+
+    return logged
 
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     """`adaptree bench`"""
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
-    app.command("speed")(with_settings(_speed))
-    app.command("load")(with_settings(_load))
-    app.command("drafters")(with_settings(_drafters))
-    app.command("shift")(with_settings(_shift))
-    app.command("gpu")(with_settings(_gpu))
+    for run in (_speed, _load, _drafters, _shift, _gpu):
+        app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
 
@@ -45,38 +63,37 @@ def check_app(with_settings: WithSettings) -> typer.Typer:
     """`adaptree check`"""
     app = typer.Typer(help="Check the running configuration.", no_args_is_help=True)
     app.callback()(lambda: None)
-    app.command("lossless")(with_settings(_lossless))
+    app.command("lossless")(with_settings(command(_lossless)))
     return app
 
 
 def _speed(
     loaded: LoadedConfig,
-    prompts: _Prompts,
-    more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each file.")] = None,
-    temperature: _Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts in flight at the same time.")] = 1,
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
+    limit: Limit = None,
+    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
+    max_tokens: AnswerTokens = 128,
+    concurrency: Concurrency = 1,
     peer: Annotated[
         Literal["transformers"] | None, typer.Option(help="Also measure Hugging Face generate on the same weights.")
     ] = None,
-    seed: _Seed = 0,
-    out: _Out = None,
-) -> None:
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
     """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
-    _log_as(loaded.config)
     from service.bench.experiment import Measure
     from service.bench.speed import run_speed
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     peers = () if peer is None else (peer,)
-    _exit(run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peers=peers, out=out))
+    return run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peers=peers, out=out)
 
 
 def _load(
     loaded: LoadedConfig,
-    prompts: _Prompts,
-    more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
     policies: Annotated[
         str,
@@ -87,8 +104,8 @@ def _load(
     requests: Annotated[
         int, typer.Option(min=1, help="Requests for each policy and concurrency; three for each client at least.")
     ] = 64,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 64,
+    temperature: Temperature = 0.0,
+    max_tokens: AnswerTokens = 64,
     arrival: Annotated[
         Literal["closed", "poisson"], typer.Option(help="closed: so many clients, one request each at a time.")
     ] = "closed",
@@ -98,11 +115,11 @@ def _load(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw throughput against concurrency.")
     ] = None,
-    seed: _Seed = 0,
-    out: _Out = None,
-) -> None:
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
     """Budget policies against each other under rising load. Exit code 1 if any token differs."""
-    _log_as(loaded.config)
+    from service.bench.experiment import Measure
     from service.bench.load import LoadPlan, Slo, run_load
 
     if (arrival == "poisson") != (rate is not None):
@@ -112,13 +129,11 @@ def _load(
         concurrency=numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
-        temperature=temperature,
-        max_tokens=max_tokens,
+        measure=Measure(temperature, max_tokens, 1, seed),
         rate_per_second=rate,
         slo=Slo(slo_ttft, slo_itl),
-        seed=seed,
     )
-    _exit(run_load(loaded.config, plan, plot=plot, out=out))
+    return run_load(loaded.config, plan, plot=plot, out=out)
 
 
 def _drafters(
@@ -128,24 +143,23 @@ def _drafters(
         typer.Option("--prompts", metavar="FILE", help="JSONL file. Give it again to mix several files."),
     ],
     queries: Annotated[int, typer.Option(min=1, help="Texts, each answered by every drafter.")] = 16,
-    concurrency: Annotated[int, typer.Option(min=1, help="Texts in flight at the same time.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
+    concurrency: Concurrency = 1,
+    temperature: Temperature = 0.0,
     max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 128,
-    seed: _Seed = 0,
-    out: _Out = None,
-) -> None:
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
     """What the worst and the best drafter do to throughput behind the budget that is served.
 
     Against plain decoding, text by text in turn: random (random tokens, odds as any drafter might claim), liar (random
     tokens that are all claimed to be certain) and perfect (replays the answer). A good budget soon leaves random and
     liar at 0.98 of plain decoding or more, and lets perfect be several times faster. Exit code 1 if any token differs.
     """
-    _log_as(loaded.config)
     from service.bench.drafters import run_drafters
     from service.bench.experiment import Measure
 
     measure = Measure(temperature, max_tokens, concurrency, seed)
-    _exit(run_drafters(loaded.config, prompts, measure, queries=queries, out=out))
+    return run_drafters(loaded.config, prompts, measure, queries=queries, out=out)
 
 
 def _shift(
@@ -161,23 +175,22 @@ def _shift(
         str,
         typer.Option(metavar="POLICY,...", help="Who decides about updates; `never` is what all are compared with."),
     ] = "bandit,always,head_only,full_only,never",
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    temperature: Temperature = 0.0,
+    max_tokens: LongestAnswer = 64,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Instead of a shift, one mix of all files, so many times over.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Queries in flight at the same time.")] = 1,
+    concurrency: Concurrency = 1,
     turn_queries: Annotated[
         int, typer.Option(min=1, help="Queries a policy answers before it is the next one's turn.")
     ] = 5,
-    seed: _Seed = 0,
+    seed: Seed = 0,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write the result, with its conditions, as JSON, and a PNG beside it."),
     ] = None,
-) -> None:
+) -> bool:
     """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
-    _log_as(loaded.config)
     from service.bench.experiment import Measure
     from service.bench.shift import Traffic, policies_of, run_shift
 
@@ -187,7 +200,7 @@ def _shift(
         before=tuple(before), after=tuple(after or ()), queries=queries, epochs=epochs, turn_queries=turn_queries
     )
     measure = Measure(temperature, max_tokens, concurrency, seed)
-    _exit(run_shift(loaded.config, traffic, policies_of(policies), measure, out=out))
+    return run_shift(loaded.config, traffic, policies_of(policies), measure, out=out)
 
 
 def _gpu(
@@ -196,13 +209,12 @@ def _gpu(
         bool, typer.Option("--dry-run", help="Run every part on a CPU with tiny shapes; the figures say nothing.")
     ] = False,
     tests: Annotated[bool, typer.Option(help="Run the tests marked gpu first.")] = True,
-    out: _Out = None,
-) -> None:
+    out: Out = None,
+) -> bool:
     """Confirm and measure this GPU, in under eight minutes. Exit code 1 if anything fails or a token differs."""
-    _log_as(loaded.config)
     from service.bench.gpu import run_gpu
 
-    _exit(run_gpu(loaded.config, dry_run=dry_run, with_tests=tests, out=out))
+    return run_gpu(loaded.config, dry_run=dry_run, with_tests=tests, out=out)
 
 
 def _lossless(
@@ -211,14 +223,13 @@ def _lossless(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
     ] = None,
-    seed: _Seed = 0,
-    out: _Out = None,
-) -> None:
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
     """Compare every way of decoding with plain decoding, token by token. Exit code 1 if any differs."""
-    _log_as(loaded.config)
     from service.bench.lossless import run_lossless
 
-    _exit(run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out))
+    return run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -227,14 +238,3 @@ def numbers(text: str) -> tuple[int, ...]:
     if not parts or not all(part.isdigit() and int(part) for part in parts):
         raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
     return tuple(dict.fromkeys(map(int, parts)))
-
-
-def _log_as(config: ServiceConfig) -> None:
-    from service.logging import configure_logging
-
-    configure_logging(config.log_level, as_json=config.log_json)
-
-
-def _exit(holds: bool) -> None:
-    if not holds:
-        raise typer.Exit(MISMATCH_EXIT_CODE)

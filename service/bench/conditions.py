@@ -1,6 +1,6 @@
 """Under which conditions a result was found, and the file it is written to.
 
-A number without machine, versions and command cannot be compared with anything. Knows nothing of what was measured.
+A number without machine, versions and command cannot be compared with anything.
 """
 
 import json
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,59 +25,37 @@ from service.errors import StartupError
 _CPU_INFO = Path("/proc/cpuinfo")
 _SECRETS = ("--api-keys", "--admin-key")
 
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """Everything that a result depends on beside its own parameters."""
-
-    command: str
-    commit: str
-    machine: str
-    cpu_count: int
-    device: str
-    torch: str
-    transformers: str
-    model: str
-    drafter: str
-    numerics: str
-    date: str
+Conditions = Mapping[str, str | int]
 
 
 def conditions_of(assembly: Assembly) -> Conditions:
-    """The conditions of a run on this assembly, now."""
-    device = assembly.target.device
-    return Conditions(
-        command=command_line(sys.argv),
-        commit=commit_of(Path(__file__).resolve().parents[2]),
-        machine=machine_name(),
-        cpu_count=os.cpu_count() or 1,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        model=_model_of(assembly),
-        drafter=assembly.drafter_name,
-        numerics=assembly.numerics,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def _model_of(assembly: Assembly) -> str:
-    dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
+    """Everything that a run on this assembly depends on, now, beside its own parameters."""
+    device, dtype = assembly.target.device, str(assembly.loaded.model.dtype).removeprefix("torch.")
     made_up = ", random weights: costs only" if assembly.config.load_format == "dummy" else ""
-    return f"{assembly.config.model} {dtype}{made_up}"
+    return {
+        "command": command_line(sys.argv),
+        "commit": commit_of(_CHECKOUT),
+        "machine": machine_name(),
+        "cpu_count": os.cpu_count() or 1,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": f"{assembly.config.model} {dtype}{made_up}",
+        "drafter": assembly.drafter_name,
+        "numerics": assembly.numerics,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def write_report(
-    file: Path | None,
-    conditions: Conditions,
-    rows: Sequence[Mapping[str, object]],
-    summary: Mapping[str, object],
+    file: Path | None, conditions: Conditions, rows: Sequence[object], summary: Mapping[str, object]
 ) -> None:
-    """Write the result as one JSON object; nothing without a file."""
-    if file is None:
-        return
-    report = {"conditions": asdict(conditions), "rows": list(rows), "summary": dict(summary)}
-    file.write_text(json.dumps(report, indent=2) + "\n")
+    """Write the result, of records or of what JSON knows, as one JSON object; nothing without a file."""
+    if file is not None:
+        report = {"conditions": conditions, "rows": rows, "summary": summary}
+        file.write_text(json.dumps(report, indent=2, default=asdict) + "\n")
 
 
 def refuse_unwritable(file: Path | None) -> None:

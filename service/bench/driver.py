@@ -1,7 +1,7 @@
 """The one driver of engines: requests in, answers and steps out, each with its times.
 
-All at once (`generate`), in a closed loop or at random times (`drive`), and in slices with pauses between (`Drive`).
-No thread and no HTTP, so that what is measured is the engine itself.
+All at once, in a closed loop or at random times (`generate`), and in slices with pauses between (`Drive`). No thread
+and no HTTP, so that what is measured is the engine itself.
 """
 
 import math
@@ -65,15 +65,12 @@ class Arrivals(Protocol):
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
         """How many requests should have been sent by now."""
-        ...
 
     def is_steady(self, finished: int, total: int) -> bool:
         """Whether what is served now is the load in question, after so many of all requests."""
-        ...
 
     def since(self, number: int, elapsed_seconds: float) -> float:
         """From when on the request of that number waits, when it is sent now."""
-        ...
 
 
 class ClosedLoop:
@@ -117,38 +114,23 @@ class Served:
     """An answer while it grows."""
 
     arrival_seconds: float
-    first_token_seconds: float = 0.0
     last_seconds: float = 0.0  # when it emitted last
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    gaps_seconds: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    accepted_per_step: tuple[int, ...] = ()
+    answer: Answer = Answer(())
 
     def add(self, output: SequenceOutput, now: float) -> None:
         """Tokens that come together share the time since the ones before."""
-        count = len(output.token_ids)
-        if count and not self.token_ids:
-            self.first_token_seconds = now - self.arrival_seconds
+        before, count = self.answer, len(output.token_ids)
+        first, gaps = before.first_token_seconds, before.gaps_seconds
+        if count and not before.token_ids:
+            first = now - self.arrival_seconds
         elif count:
-            self.gaps_seconds += [(now - self.last_seconds) / count] * count
+            gaps += ((now - self.last_seconds) / count,) * count
         if count:
             self.last_seconds = now
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.finish_reason = output.finish_reason
-        if output.speculation is not None:
-            self.accepted_per_step = output.speculation.accepted_per_step
-
-    def answer(self) -> Answer:
-        return Answer(
-            token_ids=tuple(self.token_ids),
-            text=self.text,
-            finish_reason=self.finish_reason,
-            accepted_per_step=self.accepted_per_step,
-            first_token_seconds=self.first_token_seconds,
-            gaps_seconds=tuple(self.gaps_seconds),
-        )
+        speculation = output.speculation
+        accepted = before.accepted_per_step if speculation is None else speculation.accepted_per_step
+        tokens, text = before.token_ids + tuple(output.token_ids), before.text + output.text
+        self.answer = Answer(tokens, text, output.finish_reason, accepted, first, gaps)
 
 
 class Drive:
@@ -198,7 +180,7 @@ class Drive:
 
     def result(self) -> Run:
         """What was served until now."""
-        answers = tuple(served.answer() for served in self._served.values())
+        answers = tuple(served.answer for served in self._served.values())
         return Run(answers, tuple(self._steps), self._seconds, self._steady)
 
     def _send(self, elapsed: float) -> None:
@@ -228,20 +210,14 @@ class Drive:
         return sum(emitted.values())
 
 
-def drive(engine: Engine, requests: Sequence[GenerationRequest], arrivals: Arrivals) -> Run:
-    """Serve all requests without a pause."""
-    driven = Drive(engine, requests, arrivals)
-    driven.go_on()
-    return driven.result()
-
-
 def generate(
     engine: Engine,
     requests: Sequence[GenerationRequest],
+    arrivals: Arrivals | None = None,
     *,
     before_step: Callable[[int], None] = lambda number: None,
 ) -> Run:
-    """Answer all requests together."""
-    driven = Drive(engine, requests, ClosedLoop(len(requests)), before_step=before_step)
+    """Answer all requests without a pause: together, unless they arrive one after the other."""
+    driven = Drive(engine, requests, arrivals or ClosedLoop(len(requests)), before_step=before_step)
     driven.go_on()
     return driven.result()

@@ -1,63 +1,45 @@
-"""What experiments share: how prompts are answered, in whose turn, and what runs come to.
+"""The frame of an experiment: its parts, its prompts, turns, figures and report.
 
-An experiment is one file. It names
-
-- its contestants: `EngineContestant(name, engine)`, or anything with a name and `run(requests) -> Run`;
-- its plan: the prompt sets (`read_sets`) and one `Measure` for each way of answering them;
-- the order: `warm_up`, then `take_turns`, in which everybody is first equally often;
-- its figures: a record per row, made of runs by `tokens_per_second`, `tau`, `percentile`, `mismatches`,
-  `paired_bootstrap`;
-- its columns: `report.Column`s over that record, from which `report.table_of` makes the table.
-
-What it returns is whether all texts were the same: a faster engine with another text would prove nothing.
+An experiment is one file: it gets its `Assembly` from `prepare` and its prompts from `read_sets`, lets contestants
+answer in turn (`take_turns`), makes records of their runs by the figures below, and hands these to `conclude`. What it
+returns is whether all texts were the same: a faster engine with another text would prove nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from drafters.registry import NoDrafter
-from service.assembly import Assembly
-from service.bench.driver import Run, generate
+from service.assembly import Assembly, assemble
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.driver import Run
+from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
+from service.engine.build import EngineLimits
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
+from service.logging import counting
 from service.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 
+Contestant = Callable[[Sequence[GenerationRequest]], Run]
+"""Answers requests: `partial(generate, engine)`, or another engine on the same weights."""
+
 T = TypeVar("T")
+Row = TypeVar("Row")
 
 _RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)
-
-
-class Contestant(Protocol):
-    """Somebody who answers requests."""
-
-    name: str
-
-    def run(self, requests: Sequence[GenerationRequest]) -> Run: ...
-
-
-class EngineContestant:
-    """One of our own engines."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name = name
-        self.latest: Run | None = None
-        self._engine = engine
-
-    def run(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Answer all requests together."""
-        self.latest = generate(self._engine, requests)
-        return self.latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +52,33 @@ class Measure:
     seed: int
 
 
-def plain_contestant(assembly: Assembly) -> EngineContestant:
-    return EngineContestant(PLAIN, assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0)))
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A title and what stands below it."""
+
+    title: str
+    cell: Callable[[Row], str]
+
+
+def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
+    """Everything as it is served. Raises StartupError, before loading for files that could not be written."""
+    for file in files:
+        refuse_unwritable(file)
+    return assemble(config)
+
+
+def conclude(
+    assembly: Assembly, out: Path | None, rows: Sequence[object], summary: Mapping[str, object], *shown: RenderableType
+) -> bool:
+    """Print what is to be shown and write the report; whether no token differed."""
+    Console().print(*shown, sep="\n")
+    write_report(out, conditions_of(assembly), rows, summary)
+    return summary["mismatched_tokens"] == 0
+
+
+def plain_engine(assembly: Assembly, limits: EngineLimits | None = None) -> Engine:
+    """One that decodes plainly."""
+    return assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits)
 
 
 def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_tokens: int) -> list[PromptSet]:
@@ -82,17 +89,12 @@ def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_
     return sets
 
 
-def first_prompts(prompts: PromptSet, count: int) -> PromptSet:
-    """The set's first prompts."""
-    return replace(prompts, prompts=prompts.prompts[:count])
-
-
 def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
-    """The requests that run together from the prompt with this number on."""
+    """Requests for the prompts in flight together, beginning with the first of them."""
     chosen = prompts[first : first + measure.concurrency]
     return [
         GenerationRequest(
-            request_id=f"prompt-{index}",
+            request_id=str(index),
             prompt=prompt,
             sampling=SamplingParams(
                 seed=measure.seed + index,
@@ -114,29 +116,60 @@ def rotated(contestants: Sequence[T], turn: int) -> list[T]:
 
 def take_turns(
     prompts: Sequence[Sequence[int]],
-    contestants: Sequence[Contestant],
+    contestants: Mapping[str, Contestant],
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
     *,
-    last: Sequence[Contestant] = (),
+    told: Mapping[str, Contestant] | None = None,
 ) -> dict[str, list[Run]]:
     """Every contestant's runs over the prompts, by its name. A machine that slows down for a while slows all of them.
 
-    `last` are those who need to know the others' answers. `advance` hears of prompts as they are done.
+    Those who are `told` go last: their requests come with plain decoding's answers as predictions. `advance` is told
+    how many prompts are done with each turn.
     """
-    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in [*contestants, *last]}
+    told = told or {}
+    runs: dict[str, list[Run]] = {name: [] for name in [*contestants, *told]}
     for turn, first in enumerate(range(0, len(prompts), measure.concurrency)):
         requests = requests_from(prompts, first, measure)
-        for contestant in [*rotated(contestants, turn), *last]:
-            runs[contestant.name].append(contestant.run(requests))
+        for name in rotated(list(contestants), turn):
+            runs[name].append(contestants[name](requests))
+        for name, contestant in told.items():
+            pairs = zip(requests, runs[PLAIN][-1].answers, strict=True)
+            runs[name].append(contestant([replace(asked, prediction=answer.token_ids) for asked, answer in pairs]))
         advance(len(requests))
     return runs
 
 
-def warm_up(contestants: Sequence[Contestant], prompt: Sequence[int], measure: Measure) -> None:
+def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measure: Measure) -> None:
     """One answer that is not measured: first calls allocate and choose code paths."""
-    for contestant in contestants:
-        contestant.run(requests_from([prompt] * measure.concurrency, 0, measure))
+    take_turns([prompt] * measure.concurrency, contestants, measure)
+
+
+@contextmanager
+def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
+    """A bar while the block runs; what it yields is told how many more are done, and perhaps a new title."""
+    with counting() as progress:
+        task = progress.add_task(title, total=total)
+
+        def advance(done: int, title: str | None = None) -> None:
+            progress.update(task, advance=done, description=title)
+
+        yield advance
+
+
+def table_of(
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row],
+    *,
+    caption: str | None = None,
+    section: Callable[[Row], object] = lambda row: None,
+) -> Table:
+    """One line per row; a rule wherever `section` changes."""
+    table = Table(*(column.title for column in columns), caption=caption)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        ends = following is None or section(row) != section(following)
+        table.add_row(*(column.cell(row) for column in columns), end_section=ends)
+    return table
 
 
 def tokens_per_second(runs: Sequence[Run]) -> float:

@@ -17,10 +17,10 @@ from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
 from drafters.specblock import checkpoint
 from service.assembly import Assembly, assemble
-from service.bench.driver import ClosedLoop, Run, drive, generate
-from service.bench.experiment import PLAIN, SPECULATIVE, EngineContestant, Measure, requests_from, warm_up
+from service.bench.driver import ClosedLoop, Run, generate
+from service.bench.experiment import Measure, requests_from, warm_up
 from service.bench.lossless import built_in_prompts, check
-from service.bench.speed import measure_set
+from service.bench.speed import contestants_of, measure_set
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.costs.measuring import Point, Stage
@@ -300,7 +300,7 @@ def read_bytes(assembly: Assembly, context: int) -> int:
 def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Speculation against plain decoding on the same replayed forwards, greedy and sampled."""
     prompts = PromptSet("built-in", tuple(map(tuple, small_prompts(assembly, plan)[: plan.answers])))
-    contestants = [EngineContestant(PLAIN, _plain(assembly)), EngineContestant(SPECULATIVE, assembly.engine())]
+    contestants = contestants_of(assembly)
     for temperature in (0.0, 1.0):
         measure = Measure(temperature, plan.answer_tokens, concurrency=1, seed=0)
         warm_up(contestants, prompts.prompts[0], measure)
@@ -333,8 +333,8 @@ def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         answer_tokens=min(64, plan.answer_tokens),
     )
     at: dict[str, int | float | str] = {"numerics": assembly.numerics, "cases": len(result.cases)}
-    yield Figure("exactness", "tokens compared", result.tokens_compared, "tokens", at)
-    yield Figure("exactness", "mismatched tokens", result.mismatched_tokens, "tokens", at)
+    yield Figure("exactness", "tokens compared", result.total.tokens_compared, "tokens", at)
+    yield Figure("exactness", "mismatched tokens", result.total.mismatched_tokens, "tokens", at)
 
 
 def _plain(assembly: Assembly) -> Engine:
@@ -348,7 +348,7 @@ def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, coun
     measure = Measure(0.0, plan.answer_tokens, concurrency=count, seed=0)
     requests = [replace(one, request_id=f"load-{n}") for n, one in enumerate(requests_from(chosen, 0, measure))]
     with serving(assembly.target.device):
-        return drive(engine, requests, ClosedLoop(concurrency))
+        return generate(engine, requests, ClosedLoop(concurrency))
 
 
 def num_tokens(run: Run) -> int:

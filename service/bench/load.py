@@ -10,40 +10,55 @@ adaptive                  the configured budget by cost
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from drafters.registry import NoDrafter
 from drafters.tree import MAX_NODES
-from service.assembly import Assembly, assemble
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.driver import Answer, Arrivals, ClosedLoop, Drive, PoissonArrivals, Run, drive
+from service.assembly import Assembly
+from service.bench.driver import Answer, Arrivals, ClosedLoop, Drive, PoissonArrivals, Run, generate
 from service.bench.experiment import (
     PLAIN,
+    Column,
     Measure,
+    conclude,
     cost_errors,
+    counted,
     mismatches,
     percentile,
+    plain_engine,
+    prepare,
+    read_sets,
     requests_from,
     rotated,
+    table_of,
     tau,
+    warm_up,
 )
-from service.bench.report import Column, table_of
 from service.config import ServiceConfig
-from service.engine.budget import BudgetPolicy, FixedBudget
-from service.engine.build import EngineLimits
+from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
-from service.logging import counting
-from service.prompts import read_prompt_set, refuse_too_long
 
 ADAPTIVE = "adaptive"
 FIXED = "fixed:"
+PER_BATCH_SIZE = "per_batch_size"
+
+_DEFAULT_TABLE = {1: 32, 2: 16, 4: 8, 8: 4, 16: 0}
+_WARM_UP_TOKENS = 8
+_ROUNDS = 8
+"""Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
+_SPREAD = 0.5
+"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next
+prompts be read together, for ever."""
+_SLICE_SECONDS = 2.0
+"""After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,36 @@ class Slo:
     def is_met_by(self, request: Answer) -> bool:
         slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
         return request.first_token_seconds <= self.first_token_seconds and slowest <= self.token_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What is asked, how and how often."""
+
+    files: tuple[Path, ...]
+    concurrency: tuple[int, ...]
+    policies: str
+    requests: int  # for each policy and concurrency, at least
+    measure: Measure  # but for the concurrency
+    rate_per_second: float | None  # None: a closed loop
+    slo: Slo
+
+    @property
+    def arrival(self) -> str:
+        return "closed" if self.rate_per_second is None else "poisson"
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer."""
+        return self.measure.max_tokens + int(_SPREAD * self.measure.max_tokens)
+
+    def requests_at(self, concurrency: int) -> int:
+        return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
+
+    def arrivals(self, concurrency: int) -> Arrivals:
+        if self.rate_per_second is None:
+            return ClosedLoop(concurrency)
+        return PoissonArrivals(self.rate_per_second, self.requests_at(concurrency), seed=self.measure.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +130,11 @@ class LoadRow:
     survival_error: float | None  # calibration error of survival at the end
     mismatched_tokens: int
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
-
-def row_of(
-    policy: str,
-    run: Run,
-    reference: Run,
-    *,
-    concurrency: int,
-    arrival: str,
-    rate: float | None,
-    slo: Slo,
-) -> LoadRow:
+def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> LoadRow:
     """A policy's run as one row; `reference` is another policy's run of the same requests."""
-    served, steps, seconds = run.answers, [step.stats for step in run.steps], run.seconds
-    well_served = sum(len(request.token_ids) for request in served if slo.is_met_by(request))
+    served, steps = run.answers, [step.stats for step in run.steps]
+    well_served = sum(len(request.token_ids) for request in served if plan.slo.is_met_by(request))
     speed = run.steady.tokens / run.steady.seconds
     gaps = [gap for request in served for gap in request.gaps_seconds]
     firsts = [request.first_token_seconds for request in served]
@@ -111,11 +144,11 @@ def row_of(
     return LoadRow(
         policy=policy,
         concurrency=concurrency,
-        arrival=arrival,
-        rate_per_second=rate,
+        arrival=plan.arrival,
+        rate_per_second=plan.rate_per_second,
         requests=len(served),
         tokens=run.num_tokens,
-        seconds=seconds,
+        seconds=run.seconds,
         tokens_per_second=speed,
         goodput_tokens_per_second=speed * well_served / run.num_tokens,
         ttft_p50_seconds=percentile(firsts, 50),
@@ -126,7 +159,7 @@ def row_of(
         itl_p99_seconds=percentile(gaps, 99),
         mean_budget=sum(step.drafted_nodes for step in steps) / max(1, verifies),
         tau=tau([run]),
-        draft_share=sum(step.draft_seconds for step in steps) / seconds,
+        draft_share=sum(step.draft_seconds for step in steps) / run.seconds,
         undrafted_share=fmean(step.drafted_nodes == 0 for step in steps),
         cost_error=median(errors) if errors else None,
         survival_error=calibration[-1] if calibration else None,
@@ -136,57 +169,33 @@ def row_of(
 
 def summary_of(rows: Sequence[LoadRow]) -> dict[str, object]:
     """Means per policy, and what the adaptive budget is worth beside plain decoding and fixed budgets."""
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    means = {policy: fmean(_speeds(rows, policy)) for policy in policies}
+    policies = dict.fromkeys(row.policy for row in rows)
+    speeds = {name: np.array([row.tokens_per_second for row in rows if row.policy == name]) for name in policies}
     summary: dict[str, object] = {
-        "mean_tokens_per_second": means,
+        "mean_tokens_per_second": {name: float(mine.mean()) for name, mine in speeds.items()},
         "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
     }
-    if ADAPTIVE in means:
-        summary |= _adaptive_summary(rows, means)
+    fixed = [mine for name, mine in speeds.items() if name.startswith(FIXED)]  # [concurrency] each
+    if ADAPTIVE in speeds and PLAIN in speeds:
+        summary["adaptive_over_plain_lowest"] = float((speeds[ADAPTIVE] / speeds[PLAIN]).min())
+    if ADAPTIVE in speeds and fixed:
+        summary["adaptive_over_best_fixed_lowest"] = float((speeds[ADAPTIVE] / np.max(fixed, axis=0)).min())
+        summary["adaptive_over_best_single_fixed_mean"] = min(float((speeds[ADAPTIVE] / one).mean()) for one in fixed)
     return summary
 
 
-def _adaptive_summary(rows: Sequence[LoadRow], means: dict[str, float]) -> dict[str, object]:
-    mine = _speeds(rows, ADAPTIVE)
-    fixed = [_speeds(rows, policy) for policy in means if policy.startswith(FIXED)]
-    found: dict[str, object] = {}
-    if PLAIN in means:
-        found["adaptive_over_plain_lowest"] = min(_ratios(mine, _speeds(rows, PLAIN)))
-    if fixed:
-        best = [max(speeds) for speeds in zip(*fixed, strict=True)]
-        found["adaptive_over_best_fixed_lowest"] = min(_ratios(mine, best))
-        found["adaptive_over_best_single_fixed_mean"] = min(fmean(_ratios(mine, speeds)) for speeds in fixed)
-    return found
-
-
-def _speeds(rows: Sequence[LoadRow], policy: str) -> list[float]:
-    """By concurrency."""
-    return [row.tokens_per_second for row in rows if row.policy == policy]
-
-
-def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [speed / other for speed, other in zip(speeds, others, strict=True)]
-
-
-PER_BATCH_SIZE = "per_batch_size"
-_DEFAULT_TABLE = {1: 32, 2: 16, 4: 8, 8: 4, 16: 0}
-
-
-def policy_names(text: str) -> list[str]:
-    """Names from a list with commas. Raises StartupError for an unknown one."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def policies_of(text: str) -> dict[str, FixedBudget | None]:
+    """Names in a list with commas, each with its static policy; None: the configured one. Raises StartupError."""
+    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise StartupError("--policies names nobody: give for example plain,fixed:16,adaptive")
-    for name in names:
-        if name not in (PLAIN, ADAPTIVE):
-            static_budget(name)
-    return names
+    return {name: None if name == ADAPTIVE else _static(name) for name in names}
 
 
-def static_budget(name: str) -> BudgetPolicy:
-    """The static policy of that name. Raises StartupError."""
+def _static(name: str) -> FixedBudget:
     kind, _, rest = name.partition(":")
+    if name == PLAIN:
+        return FixedBudget(0)
     if name.startswith(FIXED) and rest.isdigit() and int(rest) <= MAX_NODES:
         return FixedBudget(int(rest))
     if kind == PER_BATCH_SIZE:
@@ -195,17 +204,6 @@ def static_budget(name: str) -> BudgetPolicy:
         f"--policies: {name!r} is none of plain, adaptive, fixed:N (N up to {MAX_NODES}), "
         "per_batch_size and per_batch_size:1=32/4=8/16=0"
     )
-
-
-def engine_for(assembly: Assembly, name: str, limits: EngineLimits) -> Engine:
-    """An engine of its own on the shared target. Raises StartupError where nothing was measured."""
-    if name == PLAIN:
-        return assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits)
-    if name != ADAPTIVE:
-        return assembly.engine(policy=static_budget(name), limits=limits)
-    if assembly.costs is None:
-        raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
-    return assembly.engine(limits=limits)
 
 
 def _table(text: str) -> Mapping[int, int]:
@@ -218,110 +216,70 @@ def _table(text: str) -> Mapping[int, int]:
     return table
 
 
-_WARM_UP_TOKENS = 8
-_ROUNDS = 8
-"""Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
-_SPREAD = 0.5
-"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next
-prompts be read together, for ever."""
-_SLICE_SECONDS = 2.0
-"""After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What is asked, how and how often."""
-
-    files: tuple[Path, ...]
-    concurrency: tuple[int, ...]
-    policies: str
-    requests: int  # for each policy and concurrency, at least
-    temperature: float
-    max_tokens: int
-    rate_per_second: float | None  # None: a closed loop
-    slo: Slo
-    seed: int
-
-    @property
-    def arrival(self) -> str:
-        return "closed" if self.rate_per_second is None else "poisson"
-
-    @property
-    def most_tokens(self) -> int:
-        """Of an answer."""
-        return self.max_tokens + int(_SPREAD * self.max_tokens)
-
-    def requests_at(self, concurrency: int) -> int:
-        return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
-
-
 def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: Path | None) -> bool:
     """Measure every policy at every concurrency and report; whether all texts were the same."""
-    refuse_unwritable(out)
-    refuse_unwritable(plot)
-    names = policy_names(plan.policies)
-    assembly = assemble(config)
-    rows = _measure_all(assembly, names, _prompts(assembly, plan), plan)
+    policies = policies_of(plan.policies)
+    assembly = prepare(config, out, plot)
+    rows = _measure_all(assembly, policies, _prompts(assembly, plan), plan)
     summary = summary_of(rows)
-    console = Console()
-    console.print(table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row.concurrency))
-    for name, value in summary.items():
-        console.print(f"{name}: {value}")
     if plot is not None:
         plot_load(rows, plot, title=f"{config.public_model_name}, {assembly.drafter_name}")
-    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
-    return summary["mismatched_tokens"] == 0
+    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row.concurrency)
+    return conclude(assembly, out, rows, summary, table, *(f"{name}: {value}" for name, value in summary.items()))
 
 
 def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
     """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
     most = max(map(plan.requests_at, plan.concurrency))
-    sets = [read_prompt_set(file, assembly.tokenizer, limit=most).prompts for file in plan.files]
-    mixed = [prompts[place] for place in range(max(map(len, sets))) for prompts in sets if place < len(prompts)]
-    refuse_too_long(mixed, plan.most_tokens, assembly.limits.max_model_len, "the prompts")
+    sets = read_sets(assembly, plan.files, most, plan.most_tokens)
+    mixed = [prompt for row in zip_longest(*(one.prompts for one in sets)) for prompt in row if prompt is not None]
     return [mixed[number % len(mixed)] for number in range(most)]
 
 
 def _measure_all(
-    assembly: Assembly, names: Sequence[str], prompts: Sequence[Sequence[int]], plan: LoadPlan
+    assembly: Assembly,
+    policies: Mapping[str, FixedBudget | None],
+    prompts: Sequence[Sequence[int]],
+    plan: LoadPlan,
 ) -> list[LoadRow]:
-    longest = max(map(len, prompts)) + plan.most_tokens
-    engines = _engines(assembly, names, longest=longest, most_sequences=max(plan.concurrency))
-    measure = Measure(plan.temperature, plan.max_tokens, len(prompts), plan.seed)
-    requests = _of_all_lengths(requests_from(prompts, 0, measure), plan)
-    _warm_up(engines, requests)
+    engines = engines_of(assembly, policies, max(map(len, prompts)) + plan.most_tokens, max(plan.concurrency))
+    few = replace(plan.measure, max_tokens=min(_WARM_UP_TOKENS, plan.measure.max_tokens), concurrency=2)
+    warm_up({name: partial(generate, engine) for name, engine in engines.items()}, prompts[0], few)
+    requests = _of_all_lengths(requests_from(prompts, 0, replace(plan.measure, concurrency=len(prompts))), plan)
     rows: list[LoadRow] = []
-    with counting() as progress:
-        task = progress.add_task("", total=len(names) * sum(map(plan.requests_at, plan.concurrency)))
+    with counted(len(engines) * sum(map(plan.requests_at, plan.concurrency))) as advance:
         for concurrency in plan.concurrency:
-            progress.update(task, description=f"concurrency {concurrency}")
+            advance(0, f"concurrency {concurrency}")
             part = requests[: plan.requests_at(concurrency)]
-            runs = _in_slices(
-                {name: Drive(engines[name], part, _arrivals(concurrency, len(part), plan)) for name in names},
-                lambda finished: progress.advance(task, finished),
-            )
-            rows += [_row(name, runs, concurrency, plan) for name in names]
+            drives = {name: Drive(engine, part, plan.arrivals(concurrency)) for name, engine in engines.items()}
+            runs = _in_slices(drives, advance)
+            reference = next(iter(runs.values()))
+            rows += [row_of(name, run, reference, concurrency, plan) for name, run in runs.items()]
     return rows
 
 
 def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> list[GenerationRequest]:
     """The same, with answers of all lengths around the one that is planned."""
-    rng, most = random.Random(plan.seed), plan.most_tokens
-    fewest = max(1, 2 * plan.max_tokens - most)
+    rng, most = random.Random(plan.measure.seed), plan.most_tokens
+    fewest = max(1, 2 * plan.measure.max_tokens - most)
     return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(fewest, most))) for one in requests]
 
 
-def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_sequences: int) -> dict[str, Engine]:
+def engines_of(
+    assembly: Assembly, policies: Mapping[str, FixedBudget | None], longest: int, most_sequences: int
+) -> dict[str, Engine]:
     """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on.
 
     They keep no texts: every concurrency asks the same prompts again, and how many of them are still there would depend
-    on the room that a policy's trees need.
+    on the room that a policy's trees need. Raises StartupError where nothing was measured, or slots are too few.
     """
-    share = (assembly.target.pool.num_slots - 1) // len(names)
+    if ADAPTIVE in policies and assembly.costs is None:
+        raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
+    share = (assembly.target.pool.num_slots - 1) // len(policies)
     if share < longest + MAX_NODES + 1:
         raise StartupError(
-            f"{len(names)} policies share the key/value pool, and {share} tokens are too few for a text of {longest}: "
-            "raise kv_cache or name fewer policies"
+            f"{len(policies)} policies share the key/value pool, and {share} tokens are too few for a text of "
+            f"{longest}: raise kv_cache or name fewer policies"
         )
     limits = replace(
         assembly.limits,
@@ -330,10 +288,11 @@ def _engines(assembly: Assembly, names: Sequence[str], *, longest: int, most_seq
         num_slots=share + 1,
         prefix_cache=False,
     )
-    return {
-        name: engine_for(assembly, name, replace(limits, first_slot=limits.first_slot + place * share))
-        for place, name in enumerate(names)
-    }
+    engines = {}
+    for place, (name, policy) in enumerate(policies.items()):
+        mine = replace(limits, first_slot=limits.first_slot + place * share)
+        engines[name] = plain_engine(assembly, mine) if name == PLAIN else assembly.engine(policy=policy, limits=mine)
+    return engines
 
 
 def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, Run]:
@@ -348,38 +307,6 @@ def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dic
     return {name: driven.result() for name, driven in drives.items()}
 
 
-def _arrivals(concurrency: int, count: int, plan: LoadPlan) -> Arrivals:
-    if plan.rate_per_second is None:
-        return ClosedLoop(concurrency)
-    return PoissonArrivals(plan.rate_per_second, count, seed=plan.seed)
-
-
-def _row(name: str, runs: dict[str, Run], concurrency: int, plan: LoadPlan) -> LoadRow:
-    return row_of(
-        name,
-        runs[name],
-        next(iter(runs.values())),
-        concurrency=concurrency,
-        arrival=plan.arrival,
-        rate=plan.rate_per_second,
-        slo=plan.slo,
-    )
-
-
-def _warm_up(engines: dict[str, Engine], requests: Sequence[GenerationRequest]) -> None:
-    """Answers that are not measured: first calls allocate and choose code paths."""
-    few = [
-        replace(one, sampling=replace(one.sampling, max_tokens=min(_WARM_UP_TOKENS, one.sampling.max_tokens)))
-        for one in requests[:2]
-    ]
-    for engine in engines.values():
-        drive(engine, few, ClosedLoop(len(few)))
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}"
-
-
 def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
@@ -392,9 +319,9 @@ _COLUMNS: tuple[Column[LoadRow], ...] = (
     Column("TTFT p50", lambda row: f"{row.ttft_p50_seconds:.2f}"),
     Column("p95", lambda row: f"{row.ttft_p95_seconds:.2f}"),
     Column("p99", lambda row: f"{row.ttft_p99_seconds:.2f}"),
-    Column("ITL p50", lambda row: _milliseconds(row.itl_p50_seconds)),
-    Column("p95", lambda row: _milliseconds(row.itl_p95_seconds)),
-    Column("p99", lambda row: _milliseconds(row.itl_p99_seconds)),
+    Column("ITL p50", lambda row: f"{1000 * row.itl_p50_seconds:.1f}"),
+    Column("p95", lambda row: f"{1000 * row.itl_p95_seconds:.1f}"),
+    Column("p99", lambda row: f"{1000 * row.itl_p99_seconds:.1f}"),
     Column("budget", lambda row: f"{row.mean_budget:.1f}"),
     Column("tau", lambda row: f"{row.tau:.2f}"),
     Column("undrafted", lambda row: f"{100 * row.undrafted_share:.0f} %"),

@@ -1,39 +1,85 @@
 """`adaptree bench speed`: plain against speculative decoding of the same prompts, in one process and in turn."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from rich.console import Console
+import torch
 from rich.table import Table
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from service.assembly import Assembly, assemble
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.driver import Run
+from service.assembly import Assembly
+from service.bench.driver import Answer, Run, generate
 from service.bench.experiment import (
     PLAIN,
     SPECULATIVE,
+    Column,
     Contestant,
-    EngineContestant,
     Measure,
     accepted_by_source,
+    conclude,
+    counted,
     decode_tokens_per_second,
     draft_share,
     mismatches,
-    plain_contestant,
+    plain_engine,
+    prepare,
     read_sets,
+    table_of,
     take_turns,
     tau,
     tokens_per_second,
     warm_up,
 )
-from service.bench.peers import TransformersPeer
-from service.bench.report import Column
 from service.config import ServiceConfig
-from service.logging import counting
+from service.engine.requests import GenerationRequest
+from service.engine.weights import resolve
 from service.prompts import PromptSet
+
+
+class TransformersPeer:
+    """Hugging Face `generate` with everything as it comes: stock model code, stock attention, its own cache."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        config = assembly.config
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(config.model_source, cache_dir=config.state_dir / "cache"),
+            revision=config.revision or "main",
+            dtype=assembly.loaded.model.dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        self._model = model.eval().requires_grad_(False).to(assembly.target.device)
+        # Its own defaults (sampling, end of text) would win over anything left unset in a call.
+        self._model.generation_config = GenerationConfig(pad_token_id=0)
+
+    @torch.inference_mode()
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
+        """Answer all requests in one batch, each with exactly as many tokens as it asks for at most."""
+        start, params = time.perf_counter(), requests[0].sampling
+        prompts = [torch.tensor(request.prompt, device=self._model.device) for request in requests]
+        tokens = pad_sequence(prompts, batch_first=True, padding_side="left")  # [batch, length]
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+        torch.manual_seed(params.seed)
+        sampled = {"do_sample": True, "temperature": params.temperature, "top_k": 0, "top_p": 1.0}
+        how = sampled if params.temperature else {"do_sample": False}
+        config = GenerationConfig(max_new_tokens=params.max_tokens, pad_token_id=0, **how)
+        output = self._model.generate(tokens, attention_mask=mask, generation_config=config)
+        assert isinstance(output, Tensor)
+        answers: list[list[int]] = output[:, tokens.shape[1] :].tolist()
+        seconds = time.perf_counter() - start
+        return Run(tuple(Answer(tuple(answer), "", "length") for answer in answers), (), seconds)
+
+
+PEERS: Mapping[str, Callable[[Assembly], Contestant]] = {"transformers": TransformersPeer}
+"""Other engines on the same weights, to measure ours against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +103,22 @@ class SpeedRow:
     accepted_by_source: dict[str, int]
     peers: dict[str, float]
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
+
+def contestants_of(assembly: Assembly, peers: Sequence[str] = ()) -> dict[str, Contestant]:
+    """Plain decoding, the configured speculation, and peers, all on the same weights."""
+    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
+    ours: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
+    return ours | {name: PEERS[name](assembly) for name in peers}
 
 
 def measure_set(
     prompts: PromptSet,
-    contestants: Sequence[Contestant],
+    contestants: Mapping[str, Contestant],
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> SpeedRow:
-    """Let every contestant answer every prompt. `advance` hears of prompts as they are done."""
-    return _row(prompts, take_turns(prompts.prompts, contestants, measure, advance), measure)
-
-
-def _row(prompts: PromptSet, runs: dict[str, list[Run]], measure: Measure) -> SpeedRow:
+    """Let every contestant answer every prompt. `advance` is told how many prompts are done with each turn."""
+    runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
     decode = [decode_tokens_per_second(mine) for mine in (plain, speculative)]
@@ -127,35 +174,17 @@ def run_speed(
     out: Path | None,
 ) -> bool:
     """Measure all files and report; whether plain and speculative text were the same."""
-    refuse_unwritable(out)
-    assembly = assemble(config)
+    assembly = prepare(config, out)
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-    rows = _measure_all(sets, contestants_of(assembly, peers), measures)
-    summary = summary_of(rows)
-    Console().print(_table(rows, summary))
-    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
-    return summary["mismatched_tokens"] == 0
-
-
-def contestants_of(assembly: Assembly, peers: Sequence[str]) -> list[Contestant]:
-    """Plain decoding, the configured speculation, and peers, all on the same weights."""
-    ours = [plain_contestant(assembly), EngineContestant(SPECULATIVE, assembly.engine())]
-    others = {TransformersPeer.name: TransformersPeer}
-    return [*ours, *(others[name](assembly) for name in peers)]
-
-
-def _measure_all(
-    sets: Sequence[PromptSet], contestants: Sequence[Contestant], measures: Sequence[Measure]
-) -> list[SpeedRow]:
+    contestants = contestants_of(assembly, peers)
     warm_up(contestants, sets[0].prompts[0], measures[0])
-    with counting() as progress:
-        task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
-        rows = []
-        for measure in measures:
-            for prompts in sets:
-                progress.update(task, description=f"{prompts.name}, T = {measure.temperature:g}")
-                rows.append(measure_set(prompts, contestants, measure, lambda done: progress.advance(task, done)))
-        return rows
+    rows = []
+    with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
+        for measure, prompts in product(measures, sets):
+            advance(0, f"{prompts.name}, T = {measure.temperature:g}")
+            rows.append(measure_set(prompts, contestants, measure, advance))
+    summary = summary_of(rows)
+    return conclude(assembly, out, rows, summary, _table(rows, summary))
 
 
 _COLUMNS: tuple[Column[SpeedRow], ...] = (
@@ -174,6 +203,12 @@ _COLUMNS: tuple[Column[SpeedRow], ...] = (
 )
 
 
+_CAPTION = (
+    "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
+    "mean: over sets, that of the speedup geometric"
+)
+
+
 def _peer_columns(name: str) -> list[Column[SpeedRow]]:
     return [
         Column(name, lambda row: f"{row.peers[name]:.1f}"),
@@ -183,22 +218,11 @@ def _peer_columns(name: str) -> list[Column[SpeedRow]]:
 
 
 def _table(rows: Sequence[SpeedRow], summary: dict[str, Any]) -> Table:
-    """By temperature, each with its means."""
+    """The rows, and below them each temperature's means."""
     columns = [*_COLUMNS, *(column for name in rows[0].peers for column in _peer_columns(name))]
-    table = Table(*(column.title for column in columns))
+    table = table_of(columns, rows, caption=_CAPTION, section=lambda row: row.temperature)
     for means in summary["by_temperature"]:
-        mine = [row for row in rows if row.temperature == means["temperature"]]
-        for row in mine:
-            table.add_row(*(column.cell(row) for column in columns), end_section=row is mine[-1])
-        table.add_row(*_mean_cells(means), end_section=True)
-    table.caption = (
-        "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
-        "mean: over sets, that of the speedup geometric"
-    )
+        quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]
+        speeds = ["", "", f"{means['speedup']:.2f}", "", "", ""]
+        table.add_row("mean", f"{means['temperature']:g}", f"{means['tokens']:,}", *speeds, *quality)
     return table
-
-
-def _mean_cells(means: dict[str, Any]) -> list[str]:
-    quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]
-    tokens = f"{means['tokens']:,}"
-    return ["mean", f"{means['temperature']:g}", tokens, "", "", f"{means['speedup']:.2f}", "", "", "", *quality]

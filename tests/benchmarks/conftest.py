@@ -15,7 +15,7 @@ __all__ = ["assembly", "in_no_hurry", "trained_assembly"]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """`python -m benchmarks ...`, which leaves the log alone: exit code and output. Raises StartupError."""
-    monkeypatch.setattr("benchmarks.__main__.configure_logging", lambda level, *, as_json: None)
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
     def run(*arguments: object) -> tuple[int, str]:
         runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"})

@@ -34,13 +34,13 @@ from benchmarks.poison import (
     visits_of,
 )
 from service.assembly import Assembly
-from service.bench.conditions import Conditions
 from service.bench.driver import Answer, Run
 from service.bench.experiment import Measure
 from service.bench.shift_play import NOTHING, Noted, Played, Player, Turn, play_all, windows_of
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, played, prompt_set
+from tests.service.bench.test_conditions import KEYS
 from tests.tuned import tune
 
 Command = Callable[..., tuple[int, str]]
@@ -271,7 +271,7 @@ def test_the_command_runs_attacks_and_reports(run: Command, honest_file: Path, t
     for words in ("attacked", "unattacked", "anchor", "asked for are 0.97", "garbage 3 queries", "stealth 2 queries"):
         assert words in output
     report = json.loads(out.read_text())
-    assert set(report["conditions"]) == set(Conditions.__slots__)
+    assert set(report["conditions"]) == set(KEYS)
     rows = report["rows"]
     assert [row["run"] for row in rows] == ["attacked"] * 4 + ["unattacked"] * 4 + ["anchor"] * 4
     assert sum(row["queries"] for row in rows) == 3 * 16

@@ -127,8 +127,8 @@ def look_for_stops_at_the_end_of_a_step_only(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_bug_is_caught(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, bug: Patch, extras: Extras) -> None:
     bug(monkeypatch)
     result = compare(assembly, extras)
-    print(f"{bug.__name__}: {result.mismatched_tokens} of {result.tokens_compared} tokens mismatched")
-    assert result.mismatched_tokens > 0
+    print(f"{bug.__name__}: {result.total.mismatched_tokens} of {result.total.tokens_compared} tokens mismatched")
+    assert result.total.mismatched_tokens > 0
     assert not result.holds
 
 
@@ -156,7 +156,7 @@ def test_dropped_row_padding_is_caught(tmp_path: Path) -> None:
     for seed in range(1 if independent else 4):
         if not mismatched:
             result = compare(assembly, "none", seed=seed)
-            mismatched += result.mismatched_tokens
-            compared += result.tokens_compared
+            mismatched += result.total.mismatched_tokens
+            compared += result.total.tokens_compared
     print(f"padding dropped: {mismatched} of {compared} tokens mismatched")
     assert (mismatched > 0) == (not independent)

@@ -17,11 +17,11 @@ LLAMA_TOKENS = 100_000 - TOKENS_PER_FAMILY * len(OTHER_FAMILIES)
 
 
 def assert_lossless(result: LosslessResult, num_tokens: int) -> None:
-    print(f"{result.tokens_compared} tokens, {len(result.cases)} cases, {result.preemptions} preemptions")
+    print(f"{result.total.tokens_compared} tokens, {len(result.cases)} cases, {result.total.preemptions} preemptions")
     assert result.first is None
-    assert result.mismatched_tokens == 0
-    assert result.tokens_compared >= num_tokens
-    assert result.preemptions > 0
+    assert result.total.mismatched_tokens == 0
+    assert result.total.tokens_compared >= num_tokens
+    assert result.total.preemptions > 0
 
 
 def test_llama(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from service.assembly import Assembly, assemble
 from service.bench.shift_play import Learning
-from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
+from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, written_prompts
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,19 @@ def trained_assembly(assembly: Assembly, tmp_path_factory: pytest.TempPathFactor
         "budget_policy": "fixed",  # drafts do not pay beside a target that takes no time
     }
     return assemble(settings_for(folder).model_copy(update=changes))
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(written_prompts()))
+    return file
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands leave the log alone."""
+    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 
 @pytest.fixture

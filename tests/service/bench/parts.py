@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
+from service.cli import app
 from service.config import ServiceConfig
+from service.errors import StartupError
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, save_model
 
 DRAFT_VOCAB = 64
@@ -67,6 +70,16 @@ def written_prompts() -> Iterator[str]:
     yield '{"id": "a", "task": "t", "messages": [{"role": "user", "content": "that the other"}]}'
     yield '{"id": 2, "turns": ["in the hat", "and again"]}'
     yield '{"prompt": "the line on the table"}'
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of `adaptree ...`. Raises StartupError as the command does."""
+    runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"})
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, StartupError):
+        raise result.exception
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
 
 
 def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: Any) -> Path:

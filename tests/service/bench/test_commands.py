@@ -5,51 +5,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import lossless, speed
-from service.bench.conditions import Conditions
+from service.bench import lossless
 from service.bench.driver import Answer, Run, generate
-from service.bench.experiment import EngineContestant
-from service.cli import app
-from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
-from tests.service.bench.parts import written_prompts
-
-WIDE = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}
+from service.errors import StartupError
+from tests.service.bench.parts import run_command
+from tests.service.bench.test_conditions import KEYS
 
 
 @pytest.fixture(autouse=True)
-def _loaded(monkeypatch: pytest.MonkeyPatch, assembly: Assembly) -> None:
-    """The commands find the tiny model loaded, and leave the log alone."""
-
-    def assemble(config: ServiceConfig) -> Assembly:
-        return assembly
-
-    monkeypatch.setattr(speed, "assemble", assemble)
-    monkeypatch.setattr(lossless, "assemble", assemble)
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-
-
-@pytest.fixture
-def prompt_file(tmp_path: Path) -> Path:
-    file = tmp_path / "some.jsonl"
-    file.write_text("\n".join(written_prompts()))
-    return file
-
-
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner(env=WIDE).invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+def _loaded(monkeypatch: pytest.MonkeyPatch, assembly: Assembly, quiet: None) -> None:
+    """The commands find the tiny model loaded."""
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: assembly)
 
 
 def test_speeds_each_set(prompt_file: Path, tmp_path: Path) -> None:
     other, out = tmp_path / "other.jsonl", tmp_path / "out.json"
     other.write_text('{"prompt": "in the hat"}')
-    code, output = run(
+    code, output = run_command(
         "bench", "speed", "--prompts", prompt_file, other, "--max-tokens", 12, "--limit", 2, "--out", out
     )
     assert code == 0, output
@@ -64,12 +40,12 @@ def test_speeds_each_set(prompt_file: Path, tmp_path: Path) -> None:
         *("speculative_tokens_per_second", "speedup", "tau", "draft_share", "mismatched_tokens", "peers"),
     }
     assert report["summary"]["mismatched_tokens"] == 0
-    assert set(report["conditions"]) == set(Conditions.__slots__)
+    assert set(report["conditions"]) == set(KEYS)
 
 
 def test_speed_measures_every_temperature_once(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    code, output = run(
+    code, output = run_command(
         *("bench", "speed", "--prompts", prompt_file, "--max-tokens", 8, "--out", out),
         *("--temperature", 0, "--temperature", 0.8, "--temperature", 0),
     )
@@ -81,7 +57,7 @@ def test_speed_measures_every_temperature_once(prompt_file: Path, tmp_path: Path
 
 def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    code, output = run(
+    code, output = run_command(
         *("bench", "speed", "--prompts", prompt_file, "--prompts", prompt_file, "--max-tokens", 4),
         *("--peer", "transformers", "--temperature", 1, "--concurrency", 2, "--out", out),
     )
@@ -92,23 +68,28 @@ def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:
     assert all(row["peers"]["transformers"] > 0 for row in rows)
 
 
+def wrong(
+    engine: Engine, requests: list[GenerationRequest], before_step: Callable[[int], None] = lambda number: None
+) -> Run:
+    """The third token of what is drafted, or answered together with others, is another."""
+    done = generate(engine, requests, before_step=before_step)
+    if len(requests) == 1 and engine.drafter.name == "none":
+        return done
+    first = done.answers[0]
+    spoilt = Answer((*first.token_ids[:2], 66), first.text, "length", ())
+    return Run((spoilt, *done.answers[1:]), done.steps, done.seconds)
+
+
 def test_speed_with_another_text_is_an_error(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_run = EngineContestant.run
-
-    def wrong(self: EngineContestant, requests: list[object]) -> Run:
-        answers = true_run(self, requests).answers  # type: ignore[arg-type]
-        tokens = answers[0].token_ids if self.name == "plain" else (-1, *answers[0].token_ids[1:])
-        return Run((Answer(tokens, "", "length", ()),), true_run(self, requests).steps, 1.0)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(EngineContestant, "run", wrong)
-    code, _ = run("bench", "speed", "--prompts", prompt_file, "--max-tokens", 4)
+    monkeypatch.setattr("service.bench.speed.generate", wrong)
+    code, _ = run_command("bench", "speed", "--prompts", prompt_file, "--max-tokens", 4)
     assert code == 1
 
 
 def test_lossless_says_what_it_compared(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless, "BUILT_IN", prompt_file)
     out = tmp_path / "out.json"
-    code, output = run("check", "lossless", "--tokens", 1500, "--out", out)
+    code, output = run_command("check", "lossless", "--tokens", 1500, "--out", out)
     assert code == 0, output
     assert "0 mismatched; numerics: exact" in output
     report = json.loads(out.read_text())
@@ -120,18 +101,8 @@ def test_lossless_says_what_it_compared(prompt_file: Path, tmp_path: Path, monke
 
 
 def test_lossless_shows_the_first_mismatch(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(
-        engine: Engine, requests: list[GenerationRequest], before_step: Callable[[int], None] = lambda number: None
-    ) -> Run:
-        done = generate(engine, requests, before_step=before_step)
-        if len(requests) == 1:
-            return done
-        first = done.answers[0]
-        spoilt = Answer((*first.token_ids[:2], 66), first.text, "length", ())
-        return Run((spoilt, *done.answers[1:]), done.steps, done.seconds)
-
     monkeypatch.setattr("service.bench.lossless.generate", wrong)
-    code, output = run("check", "lossless", "--tokens", 200, "--prompts", prompt_file)
+    code, output = run_command("check", "lossless", "--tokens", 200, "--prompts", prompt_file)
     assert code == 1
     assert "first mismatch: temperature" in output
     assert "token 2 of the answer" in output
@@ -141,6 +112,5 @@ def test_lossless_shows_the_first_mismatch(prompt_file: Path, monkeypatch: pytes
 def test_a_bad_prompt_file_stops_the_command(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text("{}")
-    result = CliRunner(env=WIDE).invoke(app, ["bench", "speed", "--prompts", str(file)])
-    assert result.exit_code == 1
-    assert f"prompt file {file}, line 1" in str(result.exception)
+    with pytest.raises(StartupError, match=f"prompt file {file}, line 1"):
+        run_command("bench", "speed", "--prompts", file)

@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from drafters.protocol import DraftContext
+from drafters.protocol import DraftContext, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH
 from service.assembly import Assembly, assemble
-from service.bench import drafters
 from service.bench.drafters import (
     LIAR,
     PERFECT,
     RANDOM,
     WINDOW_STEPS,
-    Lies,
-    Replay,
+    Liar,
+    Perfect,
     answer_all,
     engines_of,
     interval_of,
@@ -28,13 +26,13 @@ from service.bench.drafters import (
 )
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import PLAIN, Measure
-from service.cli import app
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
-from tests.service.bench.parts import varied_prompts, written_prompts
+from tests.service.bench.parts import run_command, varied_prompts
 from tests.service.bench.test_load import STEP
 
-CPU = torch.device("cpu")
+SIZES = DraftingSizes(max_sequences=4, max_length=30, vocab_size=200, num_slots=1, max_nodes=24)
+NO_NOISE = Noise(torch.zeros(0), torch.zeros(0), torch.zeros(0))
 PROMPTS = [tuple(prompt) for prompt in varied_prompts()[:4]]
 
 
@@ -45,7 +43,7 @@ def costly(assembly: Assembly) -> Assembly:
 
 
 def test_lies_are_full_trees_of_certain_nodes_without_equal_siblings() -> None:
-    tree = Lies(0, vocab_size=50, max_nodes=24, device=CPU).propose(torch.arange(3))
+    tree = Liar(replace(SIZES, vocab_size=50)).grow(torch.arange(3), NO_NOISE)
     assert tree.num_nodes.tolist() == [24] * 3
     assert torch.equal(tree.survival, torch.ones(3, 24))
     assert bool((tree.parents < torch.arange(24)).all())
@@ -54,10 +52,10 @@ def test_lies_are_full_trees_of_certain_nodes_without_equal_siblings() -> None:
 
 
 def test_a_replay_goes_on_where_the_text_stands() -> None:
-    replay = Replay(48, max_sequences=4, max_length=30, device=CPU)
+    replay = Perfect(replace(SIZES, max_nodes=48))
     answer = list(range(100, 120))
-    replay.begin([DraftContext(2, [1, 2], answer), DraftContext(0, [1, 2, 100, 101], answer[:5], num_generated=2)])
-    tree = replay.propose(torch.tensor([2, 0]))
+    replay.start([DraftContext(2, [1, 2], answer), DraftContext(0, [1, 2, 100, 101], answer[:5], num_generated=2)])
+    tree = replay.grow(torch.tensor([2, 0]), NO_NOISE)
     assert tree.num_nodes.tolist() == [MAX_DEPTH, 3]
     assert tree.tokens[0].tolist() == answer[:MAX_DEPTH]
     assert tree.tokens[1].tolist() == [102, 103, 104] + [0] * 13
@@ -67,15 +65,15 @@ def test_a_replay_goes_on_where_the_text_stands() -> None:
 
 
 def test_a_replay_knows_nothing_without_an_answer() -> None:
-    replay = Replay(8, max_sequences=1, max_length=30, device=CPU)
-    replay.begin([DraftContext(0, [1, 2])])
-    assert replay.propose(torch.tensor([0])).num_nodes.tolist() == [0]
+    replay = Perfect(SIZES)
+    replay.start([DraftContext(0, [1, 2])])
+    assert replay.grow(torch.tensor([0]), NO_NOISE).num_nodes.tolist() == [0]
 
 
 def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
     """Behind a budget that lets everything through: sixteen tokens and the bonus in every step."""
     measure = Measure(temperature=0.8, max_tokens=35, concurrency=2, seed=3)
-    engines = engines_of(costly, costly.limits, seed=0)
+    engines = engines_of(costly, measure)
     generous = costly.engine(drafter=engines[PERFECT].drafter, policy=FixedBudget(MAX_DEPTH))
     runs = answer_all({PLAIN: engines[PLAIN], PERFECT: generous}, PROMPTS, measure)
     summary = summary_of(runs[PERFECT], runs[PLAIN])
@@ -87,7 +85,8 @@ def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
 
 def test_bad_drafters_are_soon_not_asked_any_more(costly: Assembly) -> None:
     asked = 6 * PROMPTS  # in few steps one trial more, by a hiccup of the clock, would be a large share
-    runs = answer_all(engines_of(costly, costly.limits, seed=0), asked, Measure(0.0, 60, 1, 0))
+    measure = Measure(0.0, 60, 1, 0)
+    runs = answer_all(engines_of(costly, measure), asked, measure)
     for name in (RANDOM, LIAR):
         summary = summary_of(runs[name], runs[PLAIN])
         assert summary.mismatched_tokens == 0
@@ -99,7 +98,7 @@ def test_bad_drafters_are_soon_not_asked_any_more(costly: Assembly) -> None:
 
 def test_without_measured_costs_there_is_nothing_to_compare(assembly: Assembly) -> None:
     with pytest.raises(StartupError, match="budget_policy"):
-        engines_of(replace(assembly, costs=None), assembly.limits, seed=0)
+        engines_of(replace(assembly, costs=None), Measure(0.0, 60, 1, 0))
 
 
 def step(seconds: float, *, prompt: int = 0, nodes: int = 0, reason: str = "cost", **emitted: int) -> TimedStep:
@@ -143,10 +142,10 @@ def test_windows_and_the_step_at_which_drafting_stopped() -> None:
     refused = [step(1.0, a=1, reason="stands_down") for _ in range(count - WINDOW_STEPS)]
     mine = run_of(step(1.0, prompt=1, a=1), *asked, *refused)
     rows = rows_of("liar", priced_steps([mine], [plain]))
-    assert [(row.window, row.stretch.steps, row.stretch.over_plain) for row in rows] == [
+    assert [(row["window"], row["steps"], row["over_plain"]) for row in rows] == [
         *((0, 100, 0.5), (1, 100, 1.0), (2, 50, 1.0))
     ]
-    assert rows[0].as_json()["nodes_per_step"] == 4.0
+    assert (rows[0]["player"], rows[0]["nodes_per_step"]) == ("liar", 4.0)
     summary = summary_of([mine], [plain])
     assert summary.stopped_after_steps == WINDOW_STEPS
     assert summary.later is not None
@@ -162,17 +161,20 @@ def test_the_interval_is_as_wide_as_texts_differ() -> None:
     assert 1 / (1 + 7 / 8) < low < 16 / sum(one.seconds for one in slow) < high < 1.0
 
 
-def test_the_command_reports_every_drafter(costly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "assemble", lambda config: costly)
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-    prompts, out = tmp_path / "some.jsonl", tmp_path / "out.json"
-    prompts.write_text("\n".join(written_prompts()))
-    asked = ["--prompts", prompts, "--queries", 3, "--max-tokens", 50, "--temperature", 0.7, "--out", out]
-    result = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}).invoke(
-        app, ["bench", "drafters", *map(str, asked)]
+@pytest.fixture
+def _loaded(monkeypatch: pytest.MonkeyPatch, costly: Assembly, quiet: None) -> None:
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: costly)
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_the_command_reports_every_drafter(prompt_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, output = run_command(
+        *("bench", "drafters", "--prompts", prompt_file, "--queries", 3, "--max-tokens", 50),
+        *("--temperature", 0.7, "--out", out),
     )
-    assert result.exit_code == 0, result.output
-    assert "stopped" in result.output
+    assert code == 0, output
+    assert "stopped" in output
     report = json.loads(out.read_text())
     players = report["summary"]["players"]
     assert list(players) == [PLAIN, RANDOM, LIAR, PERFECT]
@@ -182,12 +184,8 @@ def test_the_command_reports_every_drafter(costly: Assembly, tmp_path: Path, mon
     assert [row["steps"] for row in report["rows"] if row["player"] == PLAIN] == [100, 47]
 
 
-def test_another_text_is_an_error(costly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_loaded")
+def test_another_text_is_an_error(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = run_of(step(1.0, prompt=1, a=1), step(1.0, a=4), tokens=(1, 2, 3, 4, 6))
-    monkeypatch.setattr(drafters, "assemble", lambda config: costly)
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-    monkeypatch.setattr(drafters, "_measured", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
-    prompts = tmp_path / "some.jsonl"
-    prompts.write_text("\n".join(written_prompts()))
-    result = CliRunner().invoke(app, ["bench", "drafters", "--prompts", str(prompts), "--queries", "1"])
-    assert result.exit_code == 1
+    monkeypatch.setattr("service.bench.drafters.answer_all", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
+    assert run_command("bench", "drafters", "--prompts", prompt_file, "--queries", 1)[0] == 1

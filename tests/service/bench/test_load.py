@@ -6,20 +6,18 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
 from service.bench import load
 from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep
 from service.bench.experiment import Measure, percentile, requests_from
-from service.bench.load import LoadRow, Slo, engine_for, policy_names, row_of, static_budget, summary_of
-from service.cli import app
+from service.bench.load import LoadPlan, LoadRow, Slo, engines_of, policies_of, row_of, summary_of
 from service.engine.budget import FixedBudget
 from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
 from service.errors import StartupError
-from tests.service.bench.parts import varied_prompts, written_prompts
+from tests.service.bench.parts import run_command, varied_prompts
 
 STEP = StepStats(
     prompt_tokens=0,
@@ -38,7 +36,17 @@ STEP = StepStats(
     predicted_verify_seconds=0.6,
     survival_error=0.02,
 )
+LOAD = ("bench", "load")
 TIMED = TimedStep(STEP, 1.0)
+PLAN = LoadPlan(
+    files=(),
+    concurrency=(1,),
+    policies="plain",
+    requests=1,
+    measure=Measure(0.0, 4, 1, 0),
+    rate_per_second=None,
+    slo=Slo(2.0, 0.25),
+)
 
 
 def test_a_closed_loop_keeps_as_many_in_flight() -> None:
@@ -135,7 +143,7 @@ def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1
 
 
 def row(policy: str, run: Run, reference: Run | None = None) -> LoadRow:
-    return row_of(policy, run, reference or run, concurrency=1, arrival="closed", rate=None, slo=Slo(2.0, 0.25))
+    return row_of(policy, run, reference or run, 1, PLAN)
 
 
 def test_a_row_adds_up_what_its_run_did() -> None:
@@ -167,9 +175,9 @@ def test_tokens_of_one_step_share_its_time() -> None:
     one = Served(arrival_seconds=1.0)
     for tokens, now in (((), 1.5), ((7,), 3.0), ((8, 9), 4.0), ((), 5.0), ((1,), 5.5)):
         one.add(SequenceOutput("r", 0, tokens, ""), now)
-    assert one.first_token_seconds == 2.0
-    assert one.gaps_seconds == [0.5, 0.5, 1.5]
-    assert one.token_ids == [7, 8, 9, 1]
+    assert one.answer.first_token_seconds == 2.0
+    assert one.answer.gaps_seconds == (0.5, 0.5, 1.5)
+    assert one.answer.token_ids == (7, 8, 9, 1)
 
 
 @pytest.mark.parametrize(("percent", "value"), [(50, 5), (95, 10), (99, 10), (10, 1), (1, 1)])
@@ -194,46 +202,26 @@ def test_the_summary_compares_at_every_concurrency() -> None:
 
 
 def test_policies_go_by_name() -> None:
-    assert policy_names("plain, fixed:8,plain,adaptive,per_batch_size") == [
-        *("plain", "fixed:8", "adaptive", "per_batch_size")
-    ]
-    assert isinstance(static_budget("fixed:8"), FixedBudget)
-    assert isinstance(static_budget("per_batch_size:1=4/8=0"), FixedBudget)
+    found = policies_of("plain, fixed:8,plain,adaptive,per_batch_size,per_batch_size:1=4/8=0")
+    assert list(found) == ["plain", "fixed:8", "adaptive", "per_batch_size", "per_batch_size:1=4/8=0"]
+    assert [name for name, policy in found.items() if policy is None] == ["adaptive"]
 
 
 @pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:65", "per_batch_size:2=1", "per_batch_size:1=x"])
 def test_unknown_policies_are_refused(names: str) -> None:
     with pytest.raises(StartupError, match="--policies"):
-        policy_names(names)
+        policies_of(names)
 
 
 def test_the_adaptive_policy_needs_measured_costs(assembly: Assembly) -> None:
     with pytest.raises(StartupError, match="budget_policy"):
-        engine_for(replace(assembly, costs=None), "adaptive", assembly.limits)
+        engines_of(replace(assembly, costs=None), {"adaptive": None}, 100, 1)
 
 
 @pytest.fixture
-def prompt_file(tmp_path: Path) -> Path:
-    file = tmp_path / "some.jsonl"
-    file.write_text("\n".join(written_prompts()))
-    return file
-
-
-def command(*arguments: object) -> tuple[int, str]:
-    width = {"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}
-    result = CliRunner(env=width).invoke(app, ["bench", "load", *map(str, arguments)])
-    if isinstance(result.exception, StartupError):
-        raise result.exception
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
-@pytest.fixture
-def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
+def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly, quiet: None) -> None:
     costly = assemble(trained_assembly.config.model_copy(update={"budget_policy": "cost"}))
-
-    monkeypatch.setattr(load, "assemble", lambda config: costly)
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: costly)
 
 
 @pytest.mark.usefixtures("_loaded")
@@ -242,8 +230,21 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
     monkeypatch.setattr(load, "_SLICE_SECONDS", 0.01)
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    code, output = command(
-        *("--prompts", prompt_file, "--concurrency", "1,3", "--requests", 10, "--max-tokens", 8, "--temperature", 0.7),
+    code, output = run_command(
+        *(
+            "bench",
+            "load",
+            "--prompts",
+            prompt_file,
+            "--concurrency",
+            "1,3",
+            "--requests",
+            10,
+            "--max-tokens",
+            8,
+            "--temperature",
+            0.7,
+        ),
         *("--policies", "plain,fixed:8,per_batch_size,adaptive", "--out", out, "--plot", plot),
     )
     assert code == 0, output
@@ -263,8 +264,21 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("_loaded")
 def test_the_command_sends_at_random(prompt_file: Path) -> None:
-    code, output = command(
-        *("--prompts", prompt_file, "--arrival", "poisson", "--rate", 500, "--requests", 3, "--max-tokens", 4),
+    code, output = run_command(
+        *(
+            "bench",
+            "load",
+            "--prompts",
+            prompt_file,
+            "--arrival",
+            "poisson",
+            "--rate",
+            500,
+            "--requests",
+            3,
+            "--max-tokens",
+            4,
+        ),
         *("--policies", "plain,adaptive"),
     )
     assert code == 0, output
@@ -284,18 +298,20 @@ def test_the_command_sends_at_random(prompt_file: Path) -> None:
 )
 def test_the_command_says_what_to_change(prompt_file: Path, arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        command("--prompts", prompt_file, *arguments)
+        run_command(*LOAD, "--prompts", prompt_file, *arguments)
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_policies_that_cannot_share_the_slots_are_refused(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_NODES", 1_000_000)
     with pytest.raises(StartupError, match="kv_cache"):
-        command("--prompts", prompt_file, "--policies", "plain,fixed:4", "--max-tokens", 4)
+        run_command(*LOAD, "--prompts", prompt_file, "--policies", "plain,fixed:4", "--max-tokens", 4)
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_a_different_text_fails_the_command(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.bench.load.mismatches", lambda reference, runs: 1)
-    code, _ = command("--prompts", prompt_file, "--requests", 1, "--max-tokens", 2, "--concurrency", 1)
+    code, _ = run_command(
+        "bench", "load", "--prompts", prompt_file, "--requests", 1, "--max-tokens", 2, "--concurrency", 1
+    )
     assert code == 1

@@ -1,48 +1,67 @@
-"""The check itself: what it compares, what it counts, and that it can fail."""
+"""The lossless check: its cases, what it compares, what it counts, and that it can fail."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 
 from service.assembly import Assembly
 from service.bench.driver import Answer, Run, generate
-from service.bench.lossless import Case, CaseResult, LosslessResult, Mismatch, Question, Way, built_in_prompts, check
+from service.bench.lossless import (
+    COMPANIES,
+    EXTRAS,
+    PREFILL_CHUNKS,
+    SAMPLINGS,
+    TEMPERATURES,
+    WAYS,
+    Case,
+    Extras,
+    LosslessResult,
+    Mismatch,
+    Question,
+    Tally,
+    Way,
+    built_in_prompts,
+    check,
+    ordered_cases,
+    pairs_of,
+    sampling_params,
+)
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
 
+DIMENSIONS = (TEMPERATURES, EXTRAS, WAYS, COMPANIES, PREFILL_CHUNKS)
 CASE = Case(1.0, "none", Way("random", 16), "among 15", 17)
 SHORT = Case(1.0, "none", Way("none", 0), "short of slots", 64)
 
 
 def test_nothing_differs_and_all_is_counted(assembly: Assembly) -> None:
-    heard: list[CaseResult] = []
-    result = check(assembly, varied_prompts(), num_tokens=2000, answer_tokens=40, observe=heard.append)
-    assert result.mismatched_tokens == 0
+    heard: list[int] = []
+    result = check(assembly, varied_prompts(), num_tokens=2000, answer_tokens=40, advance=heard.append)
+    assert result.total.mismatched_tokens == 0
     assert result.first is None
     assert result.holds
-    assert result.tokens_compared >= 2000
-    assert result.tokens_compared - heard[-1].tokens_compared < 2000
-    assert list(result.cases) == heard
+    assert sum(heard[:-1]) < 2000 <= result.total.tokens_compared
+    assert [tally.tokens_compared for _, tally in result.cases] == heard
 
 
 def test_random_trees_around_a_mostly_right_prediction_are_accepted_in_part(assembly: Assembly) -> None:
     result = check(assembly, varied_prompts(), num_tokens=300, answer_tokens=40, cases=[CASE])
-    accepted = sum(case.accepted_tokens for case in result.cases)
-    assert 0.2 * result.tokens_compared < accepted < 0.9 * result.tokens_compared
+    assert 0.2 * result.total.tokens_compared < result.total.accepted_tokens < 0.9 * result.total.tokens_compared
 
 
 def test_scarce_slots_preempt(assembly: Assembly) -> None:
     result = check(assembly, varied_prompts(), num_tokens=300, cases=[SHORT])
-    assert result.preemptions > 0
-    assert result.shortages == len(result.cases) == 1
+    assert result.total.preemptions > 0
+    assert [case for case, _ in result.cases] == [SHORT]
     assert result.holds
 
 
 def test_a_shortage_that_never_came_proves_nothing() -> None:
-    result = CaseResult(SHORT, 16, 500, 0, 0, 0, None)
-    assert not LosslessResult((result,)).holds
+    assert not LosslessResult([(SHORT, Tally(answers=16, tokens_compared=500))], None).holds
+    assert LosslessResult([(CASE, Tally(answers=16, tokens_compared=500))], None).holds
 
 
 def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +78,7 @@ def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("service.bench.lossless.generate", spoilt)
     result = check(assembly, varied_prompts(), num_tokens=1, answer_tokens=20, cases=[CASE])
-    assert result.mismatched_tokens == 1
+    assert result.total.mismatched_tokens == 1
     assert not result.holds
     assert result.first is not None
     assert result.first.position == 7
@@ -94,3 +113,31 @@ def test_a_run_returns_answers_in_the_order_of_their_requests(assembly: Assembly
     assert together.num_tokens == 13
     alone = [generate(assembly.engine(), [request]).answers[0].token_ids for request in requests]
     assert [answer.token_ids for answer in together.answers] == alone
+
+
+def test_every_case_comes_once() -> None:
+    cases = ordered_cases(0)
+    assert len(cases) == len(set(cases)) == 4 * 5 * 5 * 3 * 3
+
+
+def test_every_pair_of_choices_comes_in_the_first_thirty_cases() -> None:
+    num_pairs = sum(len(a) * len(b) for a, b in itertools.combinations(DIMENSIONS, 2))
+    for seed in range(3):
+        met = set().union(*(pairs_of(case) for case in ordered_cases(seed)[:30]))
+        assert len(met) == num_pairs
+
+
+def test_the_order_follows_the_seed() -> None:
+    assert ordered_cases(1) == ordered_cases(1)
+    assert ordered_cases(1) != ordered_cases(2)
+
+
+@pytest.mark.parametrize(("temperature", "extras"), SAMPLINGS)
+def test_only_stop_may_end_an_answer_early(temperature: float, extras: Extras) -> None:
+    params = sampling_params(Question(0, temperature, extras, seed=5), 9, ("x",) if extras == "stop" else ())
+    assert (params.temperature, params.seed, params.max_tokens) == (temperature, 5, 9)
+    assert params.ignore_eos == (extras != "stop")
+    assert params.stop == (("x",) if extras == "stop" else ())
+    assert params.has_penalties == (extras == "penalties")
+    assert (params.top_p < 1) == (extras == "top_p")
+    assert (params.min_p > 0) == (params.top_k > 0) == (extras == "min_p+top_k")

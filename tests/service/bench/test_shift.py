@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from service.assembly import Assembly
 from service.bench import shift
-from service.bench.conditions import Conditions
 from service.bench.driver import Answer
 from service.bench.shift import draw, net_gain, policies_of, recovery_of, rows_of, summary_of, table_of
 from service.bench.shift_play import NOTHING, Played, turns_of, windows_of
@@ -19,6 +18,7 @@ from service.cli import app
 from service.errors import StartupError
 from tests.service.bench.parts import written_prompts
 from tests.service.bench.shift_parts import MEASURE, played, publish, stream_of_halves
+from tests.service.bench.test_conditions import KEYS
 
 WIDE = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -68,7 +68,7 @@ def test_the_plain_policy_alone(files: tuple[Path, Path], tmp_path: Path) -> Non
     assert code == 0, output
     assert "never" in output
     report = json.loads(out.read_text())
-    assert set(report["conditions"]) == set(Conditions.__slots__)
+    assert set(report["conditions"]) == set(KEYS)
     assert [row["phase"] for row in report["rows"]] == ["old", "old", "new", "new"]
     assert [row["queries"] for row in report["rows"]] == [2, 1, 2, 1]
     assert report["summary"]["mismatched_tokens"] == 0

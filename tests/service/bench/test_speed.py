@@ -17,32 +17,17 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.peers import TransformersPeer
-from service.bench.speed import SpeedRow, contestants_of, measure_set, summary_of
+from service.bench.speed import SpeedRow, TransformersPeer, contestants_of, measure_set, summary_of
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.engine.stats import StepStats
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
+from tests.service.bench.test_load import STEP
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:5]))
 
 
 def timed(prompt_tokens: int, emitted: int, seconds: float, draft_seconds: float) -> TimedStep:
-    stats = StepStats(
-        drafts=0,
-        drafted_nodes=0,
-        prompt_tokens=prompt_tokens,
-        emitted_tokens=emitted,
-        accepted_tokens=0,
-        accepted_per_sequence=(),
-        accepted_by_source={},
-        budget=0,
-        budget_reason="fixed",
-        draft_seconds=draft_seconds,
-        verify_seconds=0.0,
-        other_seconds=0.0,
-        preemptions=0,
-    )
+    stats = replace(STEP, prompt_tokens=prompt_tokens, emitted_tokens=emitted, draft_seconds=draft_seconds)
     return TimedStep(stats, seconds)
 
 
@@ -64,8 +49,7 @@ def test_mismatches_are_positions_that_differ() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_everybody_is_first_equally_often(count: int) -> None:
-    contestants = contestants_named("abc"[:count])
-    orders = [[c.name for c in rotated(contestants, turn)] for turn in range(2 * count)]
+    orders = [rotated("abc"[:count], turn) for turn in range(2 * count)]
     assert all(sorted(order) == sorted("abc"[:count]) for order in orders)
     assert sorted(order[0] for order in orders) == sorted("abc"[:count] * 2)
     followers = {(first, second) for order in orders for first, second in itertools.pairwise(order)}
@@ -147,27 +131,15 @@ def test_the_peer_writes_the_same_greedy_text(assembly: Assembly, count: int) ->
         )
         for index, prompt in enumerate(varied_prompts()[:count])
     ]
-    ours, _, peer = contestants_of(assembly, ["transformers"])
-    assert [a.token_ids for a in peer.run(requests).answers] == [a.token_ids for a in ours.run(requests).answers]
+    ours, _, peer = (answer(requests).answers for answer in contestants_of(assembly, ["transformers"]).values())
+    assert [answer.token_ids for answer in peer] == [answer.token_ids for answer in ours]
 
 
 def test_the_peer_samples_when_asked_and_never_stops_early(assembly: Assembly) -> None:
     peer = TransformersPeer(assembly)
     params = SamplingParams(seed=1, max_tokens=200, temperature=1.5, ignore_eos=True)
     request = GenerationRequest(request_id="a", prompt=[1, 2, 3], sampling=params)
-    first, second = (peer.run([request]).answers[0].token_ids for _ in range(2))
+    first, second = (peer([request]).answers[0].token_ids for _ in range(2))
     assert first == second
     assert len(first) == 200
     assert len(set(first)) > 50
-
-
-class Named:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def run(self, requests: object) -> Run:
-        return Run((), (), 1.0)
-
-
-def contestants_named(names: str) -> list[Named]:
-    return [Named(name) for name in names]
