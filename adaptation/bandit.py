@@ -14,7 +14,8 @@ from typing import Literal, cast
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
-from adaptation.policy import ARMS, Arm, Decision, QueryReport, Reason, State
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.policy import ARMS, Arm, Decision, EveryBatch, Policy, QueryReport, Reason, State
 
 _MOST_FRUITLESS = 8
 """Updates in a row that may count and fail to be published. What fails costs so little that one lucky publish would be
@@ -304,3 +305,25 @@ class Bandit:
 
 def _total(works: list[_Work]) -> _Work:
     return _Work(sum(work.tokens for work in works), sum(work.cost for work in works))
+
+
+def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -> Policy:
+    match config.policy:
+        case "bandit":
+            rules = BanditRules(
+                batch_queries={"head": config.head_queries, "full": config.full_queries},
+                alpha=config.alpha,
+                epsilon=config.epsilon,
+                s_min=config.s_min,
+                measured_queries=config.measured_queries,
+                warm_up_queries=tuning.warm_up_queries,
+            )
+            return Bandit(rules, rng=rng)
+        case "always":
+            return EveryBatch("full", tuning.always_queries)
+        case "head_only":
+            return EveryBatch("head", config.head_queries)
+        case "full_only":
+            return EveryBatch("full", config.full_queries)
+        case "never":
+            return EveryBatch(None)

@@ -1,6 +1,6 @@
 """What learning while serving is made of: the settings that an operator may turn, and the numbers that are fixed.
 
-Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `Learner.from_config` unpacks both
+Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `Learner` unpacks both
 records into parts that take the values they use.
 """
 

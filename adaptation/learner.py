@@ -4,37 +4,35 @@ Every decision becomes an event with its reason. Whoever owns the learner calls 
 exception calls `recover`.
 """
 
-from collections import Counter
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Self
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from adaptation.checkpoint import SavedLearner
+from adaptation.bandit import policy_of
+from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.feedback import FilteredQuery
-from adaptation.gate import GateDecision
-from adaptation.monitor import Alarm
-from adaptation.parts import LearnerParts, build_parts
-from adaptation.policy import Arm
-from adaptation.records import (
-    AdaptationError,
-    AdaptationStatus,
-    Damaged,
-    Emit,
-    Event,
-    EventKind,
-    History,
-    NotStored,
-)
-from adaptation.trainer import Pace, UpdateReport
-from adaptation.weights import ANCHOR, ServedDrafter, Version
+from adaptation.evaluator import OfflineEvaluator
+from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
+from adaptation.gate import Gate, GateDecision
+from adaptation.losses import Drift
+from adaptation.monitor import Alarm, RollbackMonitor
+from adaptation.policy import Arm, Policy
+from adaptation.process import TrainingTime, training_parts
+from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit, Event, EventKind, NotStored
+from adaptation.samples import SampleBuffers, ValidationSet
+from adaptation.traffic import TrafficMonitor
+from adaptation.trainer import Pace, Rules, UpdateReport, bf16_is_faster
+from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
+from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
+
+_KEPT_EVENTS = 50
 
 
 def _never() -> bool:
@@ -44,33 +42,8 @@ def _never() -> bool:
 class Learner:
     """Decides when the drafter that serves is replaced, and by what."""
 
-    def __init__(self, parts: LearnerParts, *, emit: Emit, policy_name: str, tuning: Tuning) -> None:
-        self.paused = False
-        self.num_updates: Counter[Arm] = Counter()
-        self.tuning = tuning
-        self.weights = parts.weights
-        self.process = parts.process
-        self.sampler = parts.sampler
-        self.time = parts.time
-        self._trainer = parts.trainer
-        self._policy = parts.policy
-        self._feedback = parts.feedback
-        self._buffers = parts.feedback.buffers
-        self._validation = parts.feedback.validation
-        self._vocabulary = parts.vocabulary
-        self._evaluator = parts.evaluator
-        self._monitor = parts.monitor
-        self._traffic = parts.traffic
-        self._checkpoint = parts.checkpoint
-        self._history = History(emit)
-        self._policy_name = policy_name
-        self._pace = Pace()
-        self._num_refused = 0
-        self._updating = False
-
-    @classmethod
-    def from_config(
-        cls,
+    def __init__(
+        self,
         config: AdaptationConfig,
         drafter: ServedDrafter,
         *,
@@ -82,15 +55,55 @@ class Learner:
         emit: Emit,
         serves: bool = True,
         tuning: Tuning | None = None,
-    ) -> Self:
+    ) -> None:
         """`device` is where the drafter serves; `in_bf16`: as it is served, so that training and replays may multiply
-        in bf16 where that is faster; `serves`: in this process, from which training then takes time."""
-        tuning = tuning or Tuning()
+        in bf16 where that is faster; `serves`: in this process, from which training then takes time. Raises ValueError
+        where training cannot be had as it is configured."""
+        self.tuning = tuning = tuning or Tuning()
+        self.paused = False
+        self.num_updates: Counter[Arm] = Counter()
         device = torch.device(device if config.train_device == "same" else config.train_device)
-        parts = build_parts(
-            config, tuning, drafter, folder, device=device, clock=clock, seed=seed, in_bf16=in_bf16, serves=serves
+        autocast = in_bf16 and bf16_is_faster(device)
+        in_memory, on_disk = tuning.snapshots_in_memory, tuning.snapshots_on_disk
+        self.weights = weights = DrafterWeights(
+            drafter.weights,
+            drafter.config,
+            prepare=drafter.prepare,
+            snapshots=SnapshotRing(folder / "snapshots", in_memory=in_memory, on_disk=on_disk),
+            train_device=device,
+            replica_dtype=torch.float32 if in_bf16 and not autocast else None,
         )
-        return cls(parts, emit=emit, policy_name=config.policy, tuning=tuning)
+        rows = untrained_rows(weights.anchor, drafter.target_head)
+        rates: dict[Arm, float] = {"head": config.head_learning_rate, "full": config.full_learning_rate}
+        rules = Rules(rates=rates, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning)
+        self._trainer, replay, self.process = training_parts(
+            drafter, weights, rows, rules, train_in=config.train_in if serves else "thread", seed=seed
+        )
+        self.time = TrainingTime(device, self.process, serves=serves)
+        self._policy = policy_of(config, tuning, rng=random.Random(seed))
+        self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
+        self._buffers, self._validation = self._feedback.buffers, self._feedback.validation
+        # Replicas record every query: none of them knows what the others' queries promise.
+        self.sampler = RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0)
+        vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
+        self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
+        gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
+        drift = Drift(weights.anchor, drafter.embed, rows, max_texts=tuning.drift_texts)
+        self._evaluator = OfflineEvaluator(weights, gate, replay, drift, max_known=2 * tuning.validation_texts)
+        self._monitor = RollbackMonitor(
+            window=tuning.window_texts,
+            fall_standard_errors=tuning.fall_standard_errors,
+            collapse_verifies=tuning.collapse_verifies,
+        )
+        self._traffic = TrafficMonitor(vocab, self._evaluator)
+        self._checkpoint = LearnerCheckpoint(folder)
+        self._pace = Pace()
+        self._policy_name = config.policy
+        self._emit = emit
+        self._event_counts: Counter[EventKind] = Counter()
+        self._last_events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._num_refused = 0
+        self._updating = False
 
     def worker(self) -> Worker:
         """A thread that runs the learner."""
@@ -212,7 +225,7 @@ class Learner:
 
     def status(self, worker: Worker) -> AdaptationStatus:
         """What an operator sees."""
-        weights, feedback, counts = self.weights, self._feedback, self._history.counts
+        weights, feedback, counts = self.weights, self._feedback, self._event_counts
         return AdaptationStatus(
             policy=self._policy_name,
             paused=self.paused,
@@ -241,7 +254,7 @@ class Learner:
             kl_to_anchor=self._evaluator.kl_to_anchor(),
             failures={stage: count for stage, count in worker.failures.items()},
             restarts=worker.num_restarts,
-            events=self._history.last,
+            events=tuple(self._last_events),
         )
 
     def _notice_change(self, feedback: QueryFeedback, filtered: FilteredQuery) -> None:
@@ -398,13 +411,35 @@ class Learner:
                 self._tell("restored", f"{name}: {error}")
 
     def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self._history(Event(kind, self.weights.newest, reason, numbers or {}))
+        event = Event(kind, self.weights.newest, reason, numbers or {})
+        self._event_counts[kind] += 1
+        self._last_events.append(event)
+        self._emit(event)
+
+
+def _feedback_of(
+    config: AdaptationConfig, tuning: Tuning, policy: Policy, *, clock: Callable[[], float], seed: int
+) -> FeedbackFilter:
+    quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
+    buffers = SampleBuffers(
+        {"head": config.head_queries, "full": max(config.full_queries, tuning.always_queries)},
+        replay_texts=tuning.replay_texts,
+        update_samples=tuning.full_steps * tuning.step_texts,
+        rng=random.Random(seed + 2),
+    )
+    validation = ValidationSet(
+        share=tuning.validation_share,
+        enough=tuning.gate_texts,
+        max_texts=tuning.validation_texts,
+        rng=random.Random(seed + 1),
+    )
+    return FeedbackFilter(policy, quota, buffers, validation)
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
-    losses = asdict(report.losses[-1]) if report.losses else {}
+    losses = report.losses[-1] if report.losses else {}
     return {
-        **{f"{term}_loss": loss for term, loss in losses.items() if loss is not None},
+        **{f"{term}_loss": loss for term, loss in losses.items()},
         "head": float(report.arm == "head"),
         "seconds": report.seconds,
         "moved": report.moved,

@@ -6,6 +6,7 @@ the update under way; the next request starts another one.
 """
 
 import contextlib
+import mmap
 import os
 import pickle
 import signal
@@ -15,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from adaptation.arena import Arena, Places
+from adaptation.config import usable_cores
 from adaptation.evaluator import Replay, replay_of
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
@@ -33,21 +35,25 @@ from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import Rows, untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
+from drafters.feedback import Query
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
-EMBEDDING, HEAD = "embedding", "head"
-"""Names of the target's tables in the arena; a tied head is the embedding."""
+_EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
 _INTERRUPTED = "interrupted?"  # asked back before each step of an update
 _ENDING_SECONDS = 5.0
+_ALIGNMENT = 64  # bytes
 _LEAST_WEIGHTS = 1_000_000
 """Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
+_LEAST_TAKEN = 0.1
+"""Of the time of training on a core of its own: what training and serving share is the memory, and in a thread the
+interpreter. On two cores a process that trained 40 % of the time made forwards of the target 3 % longer."""
 _CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
 sys.path[:] = {path!r}
 from adaptation.process import main
-main({arena}, {talk})
+main({memory}, {talk})
 """
 
 
@@ -59,28 +65,8 @@ class Setup:
     replica_dtype: torch.dtype
     rules: Rules
     seed: int
-    niceness: int
-    head: str | None  # name of the target's rows in the arena
-    places: Places
-
-
-@dataclass(frozen=True, slots=True)
-class Train:
-    """Asks for an update of the training copy."""
-
-    arm: Arm
-    samples: Sequence[TrainingSample]
-    vocabulary: Tensor | None
-    rate_share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The answer; `error` is a traceback."""
-
-    result: UpdateReport | float | None
-    error: str | None
-    seconds: float  # of computing
+    head: str | None  # name of the target's rows among the shared tensors
+    shared: Mapping[str, Tensor]  # shapes and types, without memory, in the order in which they lie
 
 
 def _never() -> bool:
@@ -90,16 +76,18 @@ def _never() -> bool:
 class TrainingProcess:
     """The other process, as the thread that learns sees it: one request at a time; what has died is started again."""
 
-    def __init__(self, arena: Arena, setup: Setup) -> None:
+    def __init__(self, memory: int, setup: Setup) -> None:
+        """`memory`: a file descriptor, which this object closes."""
         self.seconds = 0.0  # that it has computed
         self.num_started = 0
         self.before_asking: Callable[[], None] = lambda: None  # may hold the request up
-        self._arena = arena
+        self.is_asked = False  # and somebody waits for its answer
+        self._memory = memory
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self.is_asked = False  # and somebody waits for its answer
         self._closing = threading.Lock()
+        weakref.finalize(self, os.close, memory)
 
     @property
     def pid(self) -> int | None:
@@ -112,18 +100,25 @@ class TrainingProcess:
             return
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            program = _CHILD.format(path=sys.path, arena=self._arena.handle, talk=theirs.fileno())
+            program = _CHILD.format(path=sys.path, memory=self._memory, talk=theirs.fileno())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(self._arena.handle, theirs.fileno()),
+                pass_fds=(self._memory, theirs.fileno()),
             )
             self._connection = Connection(ours.detach())
-        self._connection.send_bytes(pickle.dumps(self._setup))
+        _send(self._connection, self._setup)
         self.num_started += 1
 
-    def ask(self, request: Train | Example, interrupted: Callable[[], bool] = _never) -> UpdateReport | float:
-        """Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
+    def ask(
+        self,
+        call: Literal["update", "replay"],
+        *given: object,
+        interrupted: Callable[[], bool] = _never,
+        **named: object,
+    ) -> object:
+        """What the call returns there. Raises TrainingLost if the process dies over it, RuntimeError for what broke in
+        it."""
         self.before_asking()
         self.quiet()
         if self._process is not None and self._process.poll() is not None:
@@ -133,17 +128,18 @@ class TrainingProcess:
         assert connection is not None
         self.is_asked = True
         try:
-            connection.send_bytes(pickle.dumps(request))
-            while isinstance(answer := pickle.loads(connection.recv_bytes()), str):  # _INTERRUPTED
-                connection.send_bytes(pickle.dumps(interrupted()))
+            _send(connection, (call, given, named))
+            while (answer := _received(connection)) == _INTERRUPTED:
+                _send(connection, interrupted())
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the process that trains has died") from error
         self.is_asked = False
-        self.seconds += answer.seconds
-        if answer.error is not None:
-            raise RuntimeError(f"the process that trains has failed:\n{answer.error}")
-        return cast(UpdateReport | float, answer.result)
+        result, failure, seconds = cast(tuple[object, str | None, float], answer)
+        self.seconds += seconds
+        if failure is not None:
+            raise RuntimeError(f"the process that trains has failed:\n{failure}")
+        return result
 
     def freeze(self) -> None:
         """Stop it where it is, until `thaw`; who waits for its answer waits on."""
@@ -194,7 +190,10 @@ class RemoteTrainer(Trainer):
         vocabulary: Tensor | None = None,
         rate_share: float = 1.0,
     ) -> UpdateReport:
-        return cast(UpdateReport, self.process.ask(Train(arm, samples, vocabulary, rate_share), interrupted))
+        report = self.process.ask(
+            "update", arm, samples, vocabulary=vocabulary, rate_share=rate_share, interrupted=interrupted
+        )
+        return cast(UpdateReport, report)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.process.quiet()
@@ -205,14 +204,37 @@ class RemoteTrainer(Trainer):
         super().load_tensors(tensors)
 
 
-def remote_replay(process: TrainingProcess, replica: SpecBlock) -> Replay:
-    """Replays whatever the shared replica holds."""
+class TrainingTime:
+    """Seconds that training has computed, and those that no query was charged for yet.
 
-    def replay(model: SpecBlock, example: Example) -> float:
-        assert model is replica, "the other process knows no other model"
-        return cast(float, process.ask(example))
+    On a CPU training waits whenever others want a core, and that does not count; nor does serving lack all of it where
+    its own threads leave a core free."""
 
-    return replay
+    def __init__(self, device: torch.device, process: TrainingProcess | None, *, serves: bool) -> None:
+        has_core = device.type == "cpu" and usable_cores() > torch.get_num_threads()
+        self.seconds = 0.0
+        self.taken_share = (_LEAST_TAKEN if has_core else 1.0) if serves else 0.0  # of these, from serving
+        self._clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self._process = process
+        self._uncharged = 0.0
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[None]:
+        began = self._now()
+        yield
+        seconds = self._now() - began
+        self.seconds += seconds
+        self._uncharged += seconds * self.taken_share
+
+    def charge(self, query: Query) -> float:
+        """What training took since the query before, in the units of this query's costs."""
+        if query.seconds <= 0:
+            return 0.0
+        seconds, self._uncharged = self._uncharged, 0.0
+        return seconds * (query.draft_cost + query.verify_cost) / query.seconds
+
+    def _now(self) -> float:
+        return self._clock() + (0.0 if self._process is None else self._process.seconds)
 
 
 def training_parts(
@@ -222,33 +244,36 @@ def training_parts(
     rules: Rules,
     *,
     train_in: Literal["auto", "process", "thread"],
-    niceness: int,
     seed: int,
 ) -> tuple[Trainer, Replay, TrainingProcess | None]:
     """Who computes updates and replays: this process, or one of its own. Raises ValueError where that cannot be had."""
-    generator = torch.Generator().manual_seed(seed)
-    if not _in_its_own_process(train_in, drafter, weights):
-        trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
+    is_remote = _in_its_own_process(train_in, drafter, weights)
+    kind = RemoteTrainer if is_remote else Trainer
+    trainer = kind(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
+    if not isinstance(trainer, RemoteTrainer):
         return trainer, replay_of(drafter.embed), None
-    remote = RemoteTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, generator=generator)
     table, head = drafter.embedding, drafter.target_head
     assert table is not None, "a process of its own has no table to look tokens up in"
     is_tied = head is not None and head.data_ptr() == table.data_ptr()
-    computed_on = shared_tensors(remote, training=weights.training, anchor=weights.anchor, replica=weights.replica)
-    tables = {EMBEDDING: table} if head is None or is_tied else {EMBEDDING: table, HEAD: head}
-    arena = Arena.holding(computed_on | tables)
-    arena.lend(computed_on)
+    computed_on = _computed_on(trainer, training=weights.training, anchor=weights.anchor, replica=weights.replica)
+    tables = {_EMBEDDING: table} if head is None or is_tied else {_EMBEDDING: table, _HEAD: head}
+    memory, tensors = shared(computed_on | tables)
+    _lend(tensors, computed_on)
     setup = Setup(
         config=drafter.config,
         replica_dtype=weights.replica.dtype,
         rules=rules,
         seed=seed,
-        niceness=niceness,
-        head=None if head is None else EMBEDDING if is_tied else HEAD,
-        places=arena.places,
+        head=None if head is None else _EMBEDDING if is_tied else _HEAD,
+        shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
-    remote.process = process = TrainingProcess(arena, setup)
-    return remote, remote_replay(process, weights.replica), process
+    trainer.process = process = TrainingProcess(memory, setup)
+
+    def replay(model: SpecBlock, example: Example) -> float:
+        assert model is weights.replica, "the other process knows no other model"
+        return cast(float, process.ask("replay", example))
+
+    return trainer, replay, process
 
 
 def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterWeights) -> bool:
@@ -259,66 +284,90 @@ def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterW
     return train_in == "process" or (train_in == "auto" and possible and worthwhile)
 
 
-def shared_tensors(
-    trainer: Trainer, *, training: SpecBlock, anchor: SpecBlock, replica: SpecBlock
-) -> dict[str, Tensor]:
+def _computed_on(trainer: Trainer, **models: SpecBlock) -> dict[str, Tensor]:
     """All that both processes compute on, with the same names in both: as objects that may be given other memory."""
     tensors = {f"moments.{name}": value for name, value in trainer.moments().items()}
-    for prefix, model in {"training": training, "anchor": anchor, "replica": replica}.items():
+    for prefix, model in models.items():
         own = {**dict(model.named_parameters()), "d2t": model.d2t, "t2d": model.t2d}
         tensors |= {f"{prefix}.{name}": value for name, value in own.items()}
     return tensors
 
 
-def main(arena: int, talk: int) -> None:
-    """`arena` and `talk` are descriptors that this process has inherited. Ends when the other end is closed."""
+def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+    """Copies of tensors in memory that a process which inherits its descriptor may map too. It has no name: that of
+    /dev/shm, which containers keep small, is not asked for."""
+    memory = os.memfd_create("adaptree-training")
+    os.ftruncate(memory, sum(_room(tensor) for tensor in named.values()))
+    tensors = mapped(memory, named)
+    for name, tensor in named.items():
+        tensors[name].copy_(tensor.detach())
+    return memory, tensors
+
+
+def mapped(memory: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of these shapes and types, one behind another. Who holds one of them keeps the memory alive."""
+    pages, tensors, start = mmap.mmap(memory, os.fstat(memory).st_size), {}, 0
+    for name, tensor in like.items():
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        tensors[name] = flat.view(tensor.shape)
+        start += _room(tensor)
+    return tensors
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _lend(tensors: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
+    """Parameters stay the same objects, in other memory."""
+    for name, tensor in to.items():
+        tensor.data = tensors[name]
+
+
+def main(memory: int, talk: int) -> None:
+    """The other process, with the descriptors it has inherited. Ends when the other end is closed."""
     connection = Connection(talk)
     try:
-        setup: Setup = pickle.loads(connection.recv_bytes())
-        os.nice(setup.niceness)
+        setup = cast(Setup, _received(connection))
+        os.nice(setup.rules.tuning.niceness)
         torch.set_num_threads(1)
-        _Work(setup, Arena(arena, setup.places), connection).serve()
+        calls = _calls(setup, mapped(memory, setup.shared), connection)
+        while True:
+            name, given, named = cast(tuple[str, tuple[object, ...], dict[str, object]], _received(connection))
+            began, result, failure = time.process_time(), None, None
+            try:
+                result = calls[name](*given, **named)
+            except (EOFError, OSError):
+                raise
+            except Exception:
+                failure = traceback.format_exc()
+            _send(connection, (result, failure, time.process_time() - began))
     except (EOFError, OSError):
         return
 
 
-class _Work:
+def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) -> dict[str, Callable[..., object]]:
     """The same parts as where a thread trains, on tensors that are shared."""
+    dtypes = (torch.float32, torch.float32, setup.replica_dtype)
+    training, anchor, replica = (SpecBlock(setup.config).to(dtype).eval().requires_grad_(False) for dtype in dtypes)
+    embed = partial(embedding, weight=tensors[_EMBEDDING])
+    rows = untrained_rows(anchor, None if setup.head is None else tensors[setup.head])
+    trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
+    _lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
 
-    def __init__(self, setup: Setup, arena: Arena, connection: Connection) -> None:
-        self._connection = connection
-        dtypes = (torch.float32, torch.float32, setup.replica_dtype)
-        training, anchor, replica = (SpecBlock(setup.config).to(dtype).eval().requires_grad_(False) for dtype in dtypes)
-        embed = partial(embedding, weight=arena[EMBEDDING])
-        rows = untrained_rows(anchor, None if setup.head is None else arena[setup.head])
-        generator = torch.Generator().manual_seed(setup.seed)
-        self._trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, generator=generator)
-        self._replica = replica
-        self._replay: Replay = replay_of(embed)
-        arena.lend(shared_tensors(self._trainer, training=training, anchor=anchor, replica=replica))
+    def interrupted() -> bool:
+        _send(connection, _INTERRUPTED)
+        return cast(bool, _received(connection))
 
-    def serve(self) -> None:
-        while True:
-            request = pickle.loads(self._connection.recv_bytes())
-            began, result, error = time.process_time(), None, None
-            try:
-                result = self._answer(request)
-            except (EOFError, OSError):
-                raise
-            except Exception:
-                error = traceback.format_exc()
-            self._connection.send_bytes(pickle.dumps(Done(result, error, time.process_time() - began)))
+    return {
+        "update": partial(trainer.update, interrupted=interrupted),
+        "replay": partial(replay_of(embed), replica),
+    }
 
-    def _answer(self, request: Train | Example) -> UpdateReport | float:
-        if isinstance(request, Example):
-            with torch.no_grad():
-                return self._replay(self._replica, request)
-        vocabulary, share = request.vocabulary, request.rate_share
-        return self._trainer.update(
-            request.arm, request.samples, self._interrupted, vocabulary=vocabulary, rate_share=share
-        )
 
-    def _interrupted(self) -> bool:
-        self._connection.send_bytes(pickle.dumps(_INTERRUPTED))
-        answer: bool = pickle.loads(self._connection.recv_bytes())
-        return answer
+def _send(connection: Connection, what: object) -> None:
+    connection.send_bytes(pickle.dumps(what))  # `Connection.send` would share tensors by /dev/shm
+
+
+def _received(connection: Connection) -> object:
+    return pickle.loads(connection.recv_bytes())

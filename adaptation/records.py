@@ -1,17 +1,6 @@
-"""What adaptation did, what it looks like to an operator, and what can go wrong in it: records without torch.
-
-AdaptationError
-├── Damaged     a stored file cannot be trusted; the message names the file and what is wrong with it
-├── NotStored   the disk did not take a file; whatever was stored before is intact
-├── NotRemoved  the disk kept a file that should go; everything else was done
-├── Refused     what another replica sent must not be used; the reason is one word
-├── TrainingLost  the process that trains has died; its update is lost, and the next starts another process
-└── StoreLost   the store that replicas share does not answer; what it did last is not known
-    └── StoreRefused  it answered that it will not
-"""
+"""What adaptation did, what it looks like to an operator, and what can go wrong in it: records without torch."""
 
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -90,20 +79,10 @@ class Event:
     version: int  # of the drafter that is served from here on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
+    unix_seconds: float = field(default_factory=time.time, compare=False)
 
 
 Emit = Callable[[Event], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PastEvent:
-    """One of the last things that happened."""
-
-    unix_seconds: float
-    kind: str  # one of EventKind
-    version: int  # of the drafter that is served from there on
-    reason: str
-    numbers: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,28 +133,5 @@ class AdaptationStatus:
     kl_to_anchor: float | None  # None: there are not yet texts enough to measure it on
     failures: Mapping[str, int]  # of the learning thread, by stage
     restarts: int  # of the learning thread
-    events: tuple[PastEvent, ...] = field(default=())  # the last ones, oldest first
+    events: tuple[Event, ...] = ()  # the last ones, oldest first
     replicas: ReplicaStatus = field(default_factory=ReplicaStatus)
-
-
-_KEPT = 50
-
-
-class History:
-    """An `Emit` between the learner and whoever wants its events."""
-
-    def __init__(self, onward: Emit, *, now: Callable[[], float] = time.time) -> None:
-        self.counts: Counter[EventKind] = Counter()
-        self._onward = onward
-        self._now = now
-        self._last: deque[PastEvent] = deque(maxlen=_KEPT)
-
-    def __call__(self, event: Event) -> None:
-        self.counts[event.kind] += 1
-        self._last.append(PastEvent(self._now(), event.kind, event.version, event.reason, dict(event.numbers)))
-        self._onward(event)
-
-    @property
-    def last(self) -> tuple[PastEvent, ...]:
-        """The newest events, oldest first."""
-        return tuple(self._last)

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from adaptation.config import Tuning
 from adaptation.losses import TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
@@ -49,25 +50,12 @@ _PRODUCT_TRIALS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How weights are changed; most are said in `Tuning`."""
+    """How weights are changed."""
 
     rates: Mapping[Arm, float]
-    head_steps: int
-    full_steps: int
-    step_texts: int
-    warm_up_steps: int
     anchor_weight: float
-    update_norm: float
     autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """What one optimizer step saw before it changed anything."""
-
-    draft: float
-    rank: float
-    anchor: float | None  # None where it was not taken; the last step of a pass takes it
+    tuning: Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,7 @@ class UpdateReport:
     arm: Arm
     outcome: Outcome
     seconds: float
-    losses: tuple[Losses, ...] = ()  # by step
+    losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass takes `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
     exchanged: int = 0  # tokens of the vocabulary
     is_warming_up: bool = False  # its last step's rate was not the whole one yet
@@ -95,16 +83,7 @@ class _Discard(Exception):
         self.outcome: Outcome = outcome
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    loss: Tensor  # what is minimised; the others are what it consists of
-    draft: Tensor
-    rank: Tensor
-    anchor: Tensor | None
-
-    def numbers(self) -> Losses:
-        anchor = None if self.anchor is None else float(self.anchor.detach())
-        return Losses(float(self.draft.detach()), float(self.rank.detach()), anchor)
+_Terms = tuple[Tensor, dict[str, Tensor]]  # what a step minimises, and what that consists of, by name
 
 
 class Adam:
@@ -192,16 +171,16 @@ class Trainer:
         rows: Rows,
         *,
         rules: Rules,
-        generator: torch.Generator,
+        seed: int,
     ) -> None:
-        """`model` in fp32; `anchor` frozen, of the same type; `rows` for tokens that become part of the vocabulary;
-        `generator` draws what the objective draws."""
+        """`model` in fp32; `anchor` frozen, of the same type; `rows` for tokens that become part of the vocabulary."""
         assert model.dtype == torch.float32, "masters are fp32"
         model.requires_grad_(True)
         self._model = model
         self._rows = rows
         self._rules = rules
-        self._generator = generator
+        self._tuning = rules.tuning
+        self._generator = torch.Generator().manual_seed(seed)
         self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
@@ -239,7 +218,7 @@ class Trainer:
         named = self._model.d2t.clone()
         before = _copies(self.weights[name] for name in self._trained[arm])
         moments = _copies(self._optimizers[arm].tensors().values())
-        losses: list[Losses] = []
+        losses: list[dict[str, float]] = []
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
@@ -257,7 +236,7 @@ class Trainer:
         except BaseException:
             self._undo(arm, before, moments, named)
             raise
-        is_warming_up = self._optimizers[arm].num_steps < self._rules.warm_up_steps
+        is_warming_up = self._optimizers[arm].num_steps < self._tuning.warm_up_steps
         exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
         return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged, is_warming_up)
 
@@ -289,7 +268,7 @@ class Trainer:
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
         if arm == "head":
-            return [self._head_steps(samples)] * self._rules.head_steps
+            return [self._head_steps(samples)] * self._tuning.head_steps
         examples = [sample.example for sample in samples if sample.example is not None]
         if not examples:
             raise _Discard("nothing_to_learn")
@@ -298,8 +277,8 @@ class Trainer:
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """As often through the texts as there are steps, each time in another order."""
         steps: list[Callable[[], _Terms]] = []
-        while len(steps) < self._rules.full_steps:
-            *first, last = self._dealt(examples)[: self._rules.full_steps - len(steps)]
+        while len(steps) < self._tuning.full_steps:
+            *first, last = self._dealt(examples)[: self._tuning.full_steps - len(steps)]
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
@@ -320,7 +299,7 @@ class Trainer:
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:
         many small steps learn more of the same texts than one large step, at the same cost."""
-        size = self._rules.step_texts
+        size = self._tuning.step_texts
         by_length = sorted(examples, key=lambda example: example.length)
         batches = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         order: list[int] = torch.randperm(len(batches), generator=self._generator).tolist()
@@ -330,22 +309,22 @@ class Trainer:
         with self._autocast():
             said = loss_of(self._model.lm_head.weight)
             rank = rank_loss(self._model, draft_labels, said.features, said.ids)
-        return _Terms(said.total + rank, said.target, rank, said.anchor)
+        return said.total + rank, {"draft": said.target, "rank": rank, "anchor": said.anchor}
 
     def _full_terms(self, examples: list[Example]) -> _Terms:
         with self._autocast():
             scores = self._objective(self._batch(examples), self._generator)
-        return _Terms(scores.draft_loss + scores.rank_loss, scores.draft_loss, scores.rank_loss, None)
+        return scores.draft_loss + scores.rank_loss, {"draft": scores.draft_loss, "rank": scores.rank_loss}
 
     def _anchored(self, examples: list[Example], steps_without: int) -> _Terms:
         """The distance to the anchor costs as much as everything else. So it is taken on one text of one step in each
         pass, drawn at random, and weighs as much as if the steps without it had taken it too."""
-        terms = self._full_terms(examples)
+        loss, terms = self._full_terms(examples)
         drawn = int(torch.randint(len(examples), (), generator=self._generator))
         with self._autocast():
             anchor = self._divergence(self._model, self._batch([examples[drawn]]))
         weight = self._rules.anchor_weight * (1 + steps_without)
-        return replace(terms, loss=terms.loss + weight * anchor, anchor=anchor)
+        return loss + weight * anchor, {**terms, "anchor": anchor}
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self._rules.autocast)
@@ -353,17 +332,18 @@ class Trainer:
     def _batch(self, examples: list[Example]) -> Batch:
         return Batch.of(examples, 2 * self._model.config.block_size, self._model.d2t.device)
 
-    def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> Losses:
-        optimizer = self._optimizers[arm]
-        if not bool(torch.isfinite(terms.loss)):
+    def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> dict[str, float]:
+        """# -> what the step saw before it changed anything"""
+        optimizer, (loss, parts) = self._optimizers[arm], terms
+        if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
-        terms.loss.backward()
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), _GRADIENT_NORM)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
-        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._rules.warm_up_steps))
+        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._tuning.warm_up_steps))
         self._model.zero_grad(set_to_none=True)
-        return terms.numbers()
+        return {name: float(part.detach()) for name, part in parts.items()}
 
     @torch.no_grad()
     def _clip_update(self, arm: Arm, before: Sequence[Tensor]) -> float:
@@ -372,10 +352,10 @@ class Trainer:
         _check_finite(after, "weights_not_finite")
         _check_finite(self._optimizers[arm].tensors().values(), "optimizer_not_finite")
         moved = _norm(new - old for new, old in zip(after, before, strict=True)) / _norm(before)
-        if moved > self._rules.update_norm:
+        if moved > self._tuning.update_norm:
             for new, old in zip(after, before, strict=True):
-                new.copy_(old + (new - old) * (self._rules.update_norm / moved))
-        return min(moved, self._rules.update_norm)
+                new.copy_(old + (new - old) * (self._tuning.update_norm / moved))
+        return min(moved, self._tuning.update_norm)
 
     @torch.no_grad()
     def _renamed(self, arm: Arm, vocabulary: Tensor, before: list[Tensor]) -> list[Tensor]:

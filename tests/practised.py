@@ -85,7 +85,7 @@ class Practised:
             embed=self.embed,
         )
         config, tuning = tuned(knobs)
-        return Learner.from_config(
+        return Learner(
             config,
             served,
             folder=folder,

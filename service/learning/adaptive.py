@@ -202,7 +202,7 @@ def _learning(
 ) -> tuple[Learner, Worker, Replicas]:
     """The learner of this drafter, its thread, and whom it learns with."""
     try:
-        learner = Learner.from_config(
+        learner = Learner(
             config,
             drafter,
             folder=folder,

@@ -166,7 +166,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         prepare=in_place(serving),
         embed=EMBED,
     )
-    learner = Learner.from_config(
+    learner = Learner(
         config,
         served,
         folder=folder,

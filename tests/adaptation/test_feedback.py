@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.bandit import Bandit
+from adaptation.bandit import Bandit, policy_of
 from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
-from adaptation.parts import policy_of
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted

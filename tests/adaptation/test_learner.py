@@ -480,7 +480,7 @@ def test_training_is_charged_to_the_next_query(tmp_path: Path) -> None:
 def test_training_takes_little_where_serving_leaves_a_core(
     serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaptation.parts.usable_cores", lambda: cores)
+    monkeypatch.setattr("adaptation.process.usable_cores", lambda: cores)
     monkeypatch.setattr("torch.get_num_threads", lambda: serving)
     assert full_bench(tmp_path).learner.time.taken_share == share
 

@@ -3,13 +3,14 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from adaptation.config import Tuning
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
@@ -26,24 +27,19 @@ torch.set_num_threads(1)
 TOKEN = int(vocabulary()[0][5])
 
 
-def rules(*, anchor_weight: float = 0.01, update_norm: float = 1.0, steps: int = 4, autocast: bool = False) -> Rules:
-    return Rules(
-        rates={"head": 0.01, "full": 0.003},
-        head_steps=steps,
-        full_steps=steps,
-        step_texts=64,
-        warm_up_steps=1,
+def trainer(
+    *, rate: float | None = None, anchor_weight: float = 0.01, autocast: bool = False, steps: int = 4, **tuned: Any
+) -> tuple[Trainer, SpecBlock]:
+    numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
+    rules = Rules(
+        rates={"head": rate or 0.01, "full": rate or 0.003},
         anchor_weight=anchor_weight,
-        update_norm=update_norm,
         autocast=autocast,
+        tuning=Tuning(**{**numbers, **tuned}),
     )
-
-
-def trainer(settings: Rules | None = None) -> tuple[Trainer, SpecBlock]:
     model = drafter()
     anchor = copy.deepcopy(model)
-    rows, generator = untrained_rows(anchor, HEAD), torch.Generator().manual_seed(0)
-    return Trainer(model, anchor, EMBED, rows, rules=settings or rules(), generator=generator), model
+    return Trainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
 
 
 def state_of(trained: Trainer) -> dict[str, Tensor]:
@@ -51,27 +47,25 @@ def state_of(trained: Trainer) -> dict[str, Tensor]:
 
 
 def anchor_loss(report: UpdateReport, step: int) -> float:
-    loss = report.losses[step].anchor
-    assert loss is not None
-    return loss
+    return report.losses[step]["anchor"]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> None:
-    trained, _ = trainer(rules(steps=12, autocast=autocast))
+    trained, _ = trainer(steps=12, autocast=autocast)
     report = trained.update(arm, samples(4, token=TOKEN))
     assert report.outcome == "applied"
     assert report.seconds > 0
     assert 0 < report.moved < 1
-    assert report.losses[-1].draft < 0.8 * report.losses[0].draft
-    assert report.losses[-1].rank < report.losses[0].rank
+    assert report.losses[-1]["draft"] < 0.8 * report.losses[0]["draft"]
+    assert report.losses[-1]["rank"] < report.losses[0]["rank"]
     assert abs(anchor_loss(report, 0)) < 1e-5 < anchor_loss(report, -1)
 
 
 def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     taught = [sample.example for sample in samples(5) if sample.example is not None]
-    trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
+    trained, _ = trainer(step_texts=2, full_steps=8)
     seen: list[int] = []
     full_terms = trained._full_terms
 
@@ -90,7 +84,7 @@ def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypat
 @pytest.mark.parametrize("arm", ARMS)
 def test_the_first_steps_are_small(arm: Arm) -> None:
     """Adam's first step moves every weight by the rate, whatever its gradient."""
-    at_once, (warming, model) = trainer(rules(steps=1))[0], trainer(replace(rules(steps=1), warm_up_steps=8))
+    at_once, (warming, model) = trainer(steps=1)[0], trainer(steps=1, warm_up_steps=8)
     taught = samples(4, token=TOKEN)
     assert warming.update(arm, taught).moved == pytest.approx(at_once.update(arm, taught).moved / 8, rel=0.01)
     for _ in range(7):
@@ -101,7 +95,7 @@ def test_the_first_steps_are_small(arm: Arm) -> None:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
-    whole, careful = (trainer(rules(steps=1))[0] for _ in range(2))
+    whole, careful = (trainer(steps=1)[0] for _ in range(2))
     taught = samples(4, token=TOKEN)
     moved = careful.update(arm, taught, rate_share=0.25).moved
     assert moved == pytest.approx(whole.update(arm, taught).moved / 4, rel=0.01)
@@ -119,7 +113,7 @@ def test_a_head_update_moves_heads_only() -> None:
 
 
 def test_the_anchor_holds_a_drafter_back() -> None:
-    free, tied = trainer(rules(anchor_weight=0.0, steps=12))[0], trainer(rules(anchor_weight=10.0, steps=12))[0]
+    free, tied = (trainer(anchor_weight=weight, steps=12)[0] for weight in (0.0, 10.0))
     taught = samples(4, token=TOKEN)
     for arm in ARMS:
         far, near = free.update(arm, taught), tied.update(arm, taught)
@@ -127,14 +121,14 @@ def test_the_anchor_holds_a_drafter_back() -> None:
 
 
 def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_through() -> None:
-    trained, _ = trainer(replace(rules(), step_texts=2, full_steps=8))
-    taken = [losses.anchor is not None for losses in trained.update("full", samples(5)).losses]
+    trained, _ = trainer(step_texts=2, full_steps=8)
+    taken = ["anchor" in losses for losses in trained.update("full", samples(5)).losses]
     assert taken == [False, False, True] * 2 + [False, True]
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
-    trained, _ = trainer(rules(update_norm=0.001))
+    trained, _ = trainer(update_norm=0.001)
     names = [name for name in trained.weights if arm == "full" or name.startswith(HEADS)]
     before = {name: trained.weights[name].clone() for name in names}
     report = trained.update(arm, samples(4))
@@ -170,7 +164,7 @@ def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(arm: Arm) -> None:
-    trained, model = trainer(replace(rules(steps=1), rates={"head": 1e-9, "full": 1e-9}))
+    trained, model = trainer(steps=1, rate=1e-9)
     for each in ARMS:
         trained.update(each, samples(4))
     before, wanted = state_of(trained), exchanged(model)
@@ -190,17 +184,17 @@ def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(a
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
-    trained, model = trainer(rules(steps=12))
+    trained, model = trainer(steps=12)
     wanted = exchanged(model)
     taught = samples(4, token=int(wanted[2]))
-    losses = [loss.draft for loss in trained.update(arm, taught, vocabulary=wanted).losses]
+    losses = [loss["draft"] for loss in trained.update(arm, taught, vocabulary=wanted).losses]
     assert losses[-1] < 0.9 * losses[0]
     went_on = trained.update(arm, taught, vocabulary=wanted)
-    assert went_on.losses[0].draft < losses[0]
+    assert went_on.losses[0]["draft"] < losses[0]
 
 
 def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> None:
-    trained, model = trainer(rules(update_norm=1e-7))
+    trained, model = trainer(update_norm=1e-7)
     wanted = exchanged(model)
     assert trained.update("full", samples(4), vocabulary=wanted).moved == 1e-7
     assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-4)

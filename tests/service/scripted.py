@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from adaptation.records import AdaptationStatus, PastEvent
+from adaptation.records import AdaptationStatus, Event
 from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
 from service.runtime import ModelCard, Runtime, Served
 from service.tokenizer import ChatTokenizer
@@ -54,7 +54,7 @@ STATUS = AdaptationStatus(
     kl_to_anchor=None,
     failures={"update": 1},
     restarts=0,
-    events=(PastEvent(1_700_000_000.5, "published", 2, "better", {"candidate": 2.5}),),
+    events=(Event("published", 2, "better", {"candidate": 2.5}, unix_seconds=1_700_000_000.5),),
 )
 
 Script = Callable[[GenerationRequest], Iterable[list[SequenceOutput]]]

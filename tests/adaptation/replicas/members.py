@@ -109,7 +109,7 @@ def member(
     config, tuning = tuned({**_EAGER, "redis_url": url, **knobs})
     serving, events = drafter(), list[Event]()
     made = served_drafter(serving)
-    learner = Learner.from_config(
+    learner = Learner(
         config,
         made,
         folder=folder,

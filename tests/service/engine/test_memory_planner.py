@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from adaptation.checkpoint import SnapshotRing
-from adaptation.config import AdaptationConfig, Tuning
-from adaptation.parts import rules_of
-from adaptation.trainer import Trainer
+from adaptation.config import Tuning
+from adaptation.trainer import Rules, Trainer
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
@@ -76,7 +75,7 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
-    config, served = AdaptationConfig(), tiny_drafter().to(torch.bfloat16)
+    served = tiny_drafter().to(torch.bfloat16)
     weights = DrafterWeights(
         weights_of(served),
         served.config,
@@ -84,10 +83,10 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
         snapshots=SnapshotRing(tmp_path, in_memory=2, on_disk=8),
         train_device="cpu",
     )
-    rules = rules_of(config, Tuning(), autocast=False)
+    rules = Rules(rates={"head": 1e-3, "full": 1e-3}, anchor_weight=0.0, autocast=False, tuning=Tuning())
     embed = tiny_embedding(served.config.hidden_size)
     rows = untrained_rows(weights.anchor, None)
-    trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, generator=torch.Generator())
+    trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
     served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
