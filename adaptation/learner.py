@@ -64,15 +64,8 @@ class Learner:
         self.num_updates: Counter[Arm] = Counter()
         device = torch.device(device if config.train_device == "same" else config.train_device)
         autocast = in_bf16 and bf16_is_faster(device)
-        in_memory, on_disk = tuning.snapshots_in_memory, tuning.snapshots_on_disk
-        self.weights = weights = DrafterWeights(
-            drafter.weights,
-            drafter.config,
-            prepare=drafter.prepare,
-            snapshots=SnapshotRing(folder / "snapshots", in_memory=in_memory, on_disk=on_disk),
-            train_device=device,
-            replica_dtype=torch.float32 if in_bf16 and not autocast else None,
-        )
+        replica_dtype = torch.float32 if in_bf16 and not autocast else None
+        self.weights = weights = _weights_of(drafter, tuning, folder, device, replica_dtype)
         rows = untrained_rows(weights.anchor, drafter.target_head)
         rates: dict[Arm, float] = {"head": config.head_learning_rate, "full": config.full_learning_rate}
         rules = Rules(rates=rates, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning)
@@ -90,11 +83,7 @@ class Learner:
         gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
         drift = Drift(weights.anchor, drafter.embed, rows, max_texts=tuning.drift_texts)
         self._evaluator = OfflineEvaluator(weights, gate, replay, drift, max_known=2 * tuning.validation_texts)
-        self._monitor = RollbackMonitor(
-            window=tuning.window_texts,
-            fall_standard_errors=tuning.fall_standard_errors,
-            collapse_verifies=tuning.collapse_verifies,
-        )
+        self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab, self._evaluator)
         self._checkpoint = LearnerCheckpoint(folder)
         self._pace = Pace()
@@ -415,6 +404,20 @@ class Learner:
         self._event_counts[kind] += 1
         self._last_events.append(event)
         self._emit(event)
+
+
+def _weights_of(
+    drafter: ServedDrafter, tuning: Tuning, folder: Path, device: torch.device, replica_dtype: torch.dtype | None
+) -> DrafterWeights:
+    ring = SnapshotRing(folder / "snapshots", in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk)
+    return DrafterWeights(
+        drafter.weights,
+        drafter.config,
+        prepare=drafter.prepare,
+        snapshots=ring,
+        train_device=device,
+        replica_dtype=replica_dtype,
+    )
 
 
 def _feedback_of(

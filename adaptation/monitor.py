@@ -6,15 +6,16 @@ served; `Collapse` sees a drafter that earns nothing. `RollbackMonitor` gathers 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, variance
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
+from adaptation.config import Tuning
 from adaptation.policy import State
 
-AlarmReason = Literal["quiet", "too_few", "not_finite", "worse_than_anchor", "falling", "collapsed"]
+AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before", "falling", "collapsed"]
 
 _SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
 _THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
@@ -25,24 +26,46 @@ _LEAST_SPREAD = 0.01  # emitted per verify; a smaller spread is a replay of equa
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What an alarm says after a window. It fires when `statistic` exceeds `limit`, or when a score is no number."""
+class Alarm:
+    """Why what serves is not trusted any more: `statistic` has exceeded `limit`, or a score was no number."""
 
-    fired: bool
     reason: AlarmReason
     statistic: float
     limit: float
 
 
-class _CusumState(BaseModel):
+class _Known(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+
+Known = TypeVar("Known", bound=_Known)
+
+
+class _Resumable(Generic[Known]):
+    """An alarm, with what it knows as a record that can be stored."""
+
+    def __init__(self, known: Known) -> None:
+        self._now = known
+
+    def reset(self) -> None:
+        """Another drafter serves now."""
+        self._now = type(self._now)()
+
+    def state(self) -> State:
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError for a state that is not one, and then changes nothing."""
+        self._now = type(self._now).model_validate(state)
+
+
+class _CusumState(_Known):
     total: NonNegativeFloat = 0.0
     squares: NonNegativeFloat = 0.0
     freedom: NonNegativeFloat = 0.0
 
 
-class PairedCusum:
+class PairedCusum(_Resumable[_CusumState]):
     """Cumulative sum of how far the serving drafter falls behind the anchor on the same sequences.
 
         S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
@@ -56,30 +79,22 @@ class PairedCusum:
         assert least_pairs >= 2, "one pair has no spread"
         self._least_pairs = least_pairs
         self._threshold = threshold
-        self._now = _CusumState()
+        super().__init__(_CusumState())
 
-    def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Verdict:
+    def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Alarm | None:
         """One window: scores of both drafters, sequence by sequence."""
         assert len(serving) == len(anchor), "scores do not come in pairs"
         if not all(map(math.isfinite, serving)):
-            return Verdict(True, "not_finite", self._now.total, self._threshold)
+            return Alarm("not_finite", self._now.total, self._threshold)
         differences = [ours - theirs for ours, theirs in zip(serving, anchor, strict=True)]
         if len(differences) < self._least_pairs or not all(map(math.isfinite, differences)):
-            return Verdict(False, "too_few", self._now.total, self._threshold)
+            return None
         highest = self._add(differences)
-        fired = highest > self._threshold
-        return Verdict(fired, "worse_than_anchor" if fired else "quiet", highest, self._threshold)
+        return Alarm("worse_than_anchor", highest, self._threshold) if highest > self._threshold else None
 
     def reset(self) -> None:
         """Another drafter serves now. How far pairs spread is a matter of the traffic and stays known."""
         self._now = self._now.model_copy(update={"total": 0.0})
-
-    def state(self) -> State:
-        return self._now.model_dump(mode="json")
-
-    def restore(self, state: State) -> None:
-        """Raises ValueError for a state that is not one, and then changes nothing."""
-        self._now = _CusumState.model_validate(state)
 
     def _add(self, differences: Sequence[float]) -> float:
         """The highest the sum came to in this window."""
@@ -96,20 +111,16 @@ class PairedCusum:
         return highest
 
 
-class _Window(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
+class _Window(_Known):
     mean: float
     squared_error: NonNegativeFloat  # of the mean
 
 
-class _FallState(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _FallState(_Known):
     windows: tuple[_Window, ...] = ()
 
 
-class FallingWindows:
+class FallingWindows(_Resumable[_FallState]):
     """Accepted length falling over three windows in a row (SpecBlock section 3.4), when the fall is significant.
 
     On pure noise every sixth triple of windows falls; `standard_errors` = 0 is that bare rule.
@@ -117,90 +128,52 @@ class FallingWindows:
 
     def __init__(self, *, standard_errors: float) -> None:
         self._standard_errors = standard_errors
-        self._now = _FallState()
+        super().__init__(_FallState())
 
-    def observe(self, scores: Sequence[float]) -> Verdict:
+    def observe(self, scores: Sequence[float]) -> Alarm | None:
         """One window of what was served."""
         if len(scores) < 2 or not all(map(math.isfinite, scores)):
-            return Verdict(False, "too_few", 0.0, self._standard_errors)
+            return None
         window = _Window(mean=fmean(scores), squared_error=variance(scores) / len(scores))
         self._now = _FallState(windows=(*self._now.windows, window)[-3:])
-        return self._evaluator()
-
-    def reset(self) -> None:
-        """Another drafter serves now."""
-        self._now = _FallState()
-
-    def state(self) -> State:
-        return self._now.model_dump(mode="json")
-
-    def restore(self, state: State) -> None:
-        """Raises ValueError for a state that is not one, and then changes nothing."""
-        self._now = _FallState.model_validate(state)
-
-    def _evaluator(self) -> Verdict:
         if len(self._now.windows) < 3:
-            return Verdict(False, "too_few", 0.0, self._standard_errors)
+            return None
         first, middle, last = self._now.windows
         if not first.mean > middle.mean > last.mean:
-            return Verdict(False, "quiet", 0.0, self._standard_errors)
+            return None
         error = math.sqrt(first.squared_error + last.squared_error)
         fall = (first.mean - last.mean) / max(error, _LEAST_SPREAD)
-        fired = fall > self._standard_errors
-        return Verdict(fired, "falling" if fired else "quiet", fall, self._standard_errors)
+        return Alarm("falling", fall, self._standard_errors) if fall > self._standard_errors else None
 
 
-class _CollapseState(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _CollapseState(_Known):
     emitted_tokens: NonNegativeInt = 0
     verifies: NonNegativeInt = 0
     collapsed: bool = False
 
 
-class Collapse:
+class Collapse(_Resumable[_CollapseState]):
     """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together, and told once."""
 
     def __init__(self, *, least_verifies: int) -> None:
         self._least_verifies = least_verifies
-        self._now = _CollapseState()
+        super().__init__(_CollapseState())
 
     @property
     def collapsed(self) -> bool:
         """What the last full window said; stays until a better one or a reset."""
         return self._now.collapsed
 
-    def observe(self, emitted_tokens: int, verifies: int) -> Verdict:
+    def observe(self, emitted_tokens: int, verifies: int) -> Alarm | None:
         """Steps that verified at least one drafted node: the others emit one token whoever drafts."""
         emitted = self._now.emitted_tokens + emitted_tokens
         total = self._now.verifies + verifies
         if total < self._least_verifies:
             self._now = self._now.model_copy(update={"emitted_tokens": emitted, "verifies": total})
-            return Verdict(False, "too_few", 0.0, -_COLLAPSE_MARGIN)
+            return None
         loss, was_collapsed = 1.0 - emitted / total, self.collapsed
         self._now = _CollapseState(collapsed=loss > -_COLLAPSE_MARGIN)
-        fired = self.collapsed and not was_collapsed
-        return Verdict(fired, "collapsed" if fired else "quiet", loss, -_COLLAPSE_MARGIN)
-
-    def reset(self) -> None:
-        """Another drafter serves now."""
-        self._now = _CollapseState()
-
-    def state(self) -> State:
-        return self._now.model_dump(mode="json")
-
-    def restore(self, state: State) -> None:
-        """Raises ValueError for a state that is not one, and then changes nothing."""
-        self._now = _CollapseState.model_validate(state)
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """Why what serves is not trusted any more."""
-
-    reason: AlarmReason | Literal["worse_than_before"]
-    statistic: float
-    limit: float
+        return Alarm("collapsed", loss, -_COLLAPSE_MARGIN) if self.collapsed and not was_collapsed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +192,12 @@ class RollbackMonitor:
     can lose all of it and still be no worse than the anchor.
     """
 
-    def __init__(self, *, window: int, fall_standard_errors: float, collapse_verifies: int) -> None:
-        """`window` queries as served, or half as many replayed ones, make one window."""
-        self._window = window
-        self._num_pairs = max(2, window // 2)
+    def __init__(self, tuning: Tuning) -> None:
+        self._window = tuning.window_texts  # queries as served, or half as many replayed ones
+        self._num_pairs = max(2, self._window // 2)
         self._cusum, self._cusum_before = (PairedCusum(least_pairs=self._num_pairs) for _ in range(2))
-        self._falling = FallingWindows(standard_errors=fall_standard_errors)
-        self._collapse = Collapse(least_verifies=collapse_verifies)
+        self._falling = FallingWindows(standard_errors=tuning.fall_standard_errors)
+        self._collapse = Collapse(least_verifies=tuning.collapse_verifies)
         self._alarms: dict[str, PairedCusum | FallingWindows | Collapse] = {
             "cusum": self._cusum,
             "cusum_before": self._cusum_before,
@@ -257,14 +229,14 @@ class RollbackMonitor:
         if not accepted:
             return None
         emitted = sum(accepted) + len(accepted)
-        verdict = self._collapse.observe(emitted, len(accepted))
-        if verdict.fired:
-            return _alarm(verdict)
+        alarm = self._collapse.observe(emitted, len(accepted))
+        if alarm is not None:
+            return alarm
         self._served.append(emitted / len(accepted))
         if len(self._served) < self._window:
             return None
         window, self._served = self._served, []
-        return _alarm(self._falling.observe(window))
+        return self._falling.observe(window)
 
     def observe_scores(self, pair: TextScores) -> Alarm | None:
         """How several drafters did on the same text. # -> an alarm, if any"""
@@ -273,13 +245,13 @@ class RollbackMonitor:
             return None
         window, self._pairs = self._pairs, []
         serving = [one.serving for one in window]
-        alarm = _alarm(self._cusum.observe(serving, [one.anchor for one in window]))
+        alarm = self._cusum.observe(serving, [one.anchor for one in window])
         return alarm or self._compare_with_before(window)
 
     def _compare_with_before(self, window: Sequence[TextScores]) -> Alarm | None:
         known = [(one.serving, one.before) for one in window if one.before is not None]
-        verdict = self._cusum_before.observe([ours for ours, _ in known], [theirs for _, theirs in known])
-        return Alarm("worse_than_before", verdict.statistic, verdict.limit) if verdict.fired else None
+        alarm = self._cusum_before.observe([ours for ours, _ in known], [theirs for _, theirs in known])
+        return None if alarm is None else replace(alarm, reason="worse_than_before")
 
     def traffic_changed(self) -> None:
         """What was served before says nothing of what is served now; pairs are of the same texts and go on."""
@@ -301,7 +273,3 @@ class RollbackMonitor:
         if name not in self._alarms:
             raise ValueError("no such alarm")
         self._alarms[name].restore(state)
-
-
-def _alarm(verdict: Verdict) -> Alarm | None:
-    return Alarm(verdict.reason, verdict.statistic, verdict.limit) if verdict.fired else None
