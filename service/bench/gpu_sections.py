@@ -23,7 +23,7 @@ from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
-from service.engine.costs.measuring import Point, Stage
+from service.engine.costs.measuring import Point, made_up_texts, place_point
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
@@ -232,9 +232,9 @@ def _decode(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
     """A plain step of one short text, as the engine makes it, and the target's part of it."""
     target, device = assembly.target, assembly.target.device
     bandwidth = copy_bandwidth(device, plan.copied_bytes)
-    stage = Stage(target, lines=1, length=_PROMPT)
-    rows = stage.place(Point(1, _PROMPT, 1))
-    forward = device_seconds(partial(target.forward, rows, stage.table), device, repeats=plan.repeats)
+    trial = made_up_texts(target, lines=1, length=_PROMPT)
+    rows = place_point(trial, Point(1, _PROMPT, 1))
+    forward = device_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     floor = read_bytes(assembly, _PROMPT) / bandwidth
     step = median(seconds for _, seconds in _steps(assembly, plan, nodes=0))
     yield figure("decode", "copy bandwidth", bandwidth / 1e9, "GB/s")
@@ -247,12 +247,12 @@ def _decode(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
 
 def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
     target, device = assembly.target, assembly.target.device
-    stage = Stage(target, lines=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
+    trial = made_up_texts(target, lines=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
     for point in (Point(-(-rows // 65), context, rows) for context in plan.contexts for rows in plan.rows):
-        rows = stage.place(point)
-        run = partial(target.forward, rows, stage.table)
+        rows = place_point(trial, point)
+        run = partial(target.forward, rows, trial.table)
         seconds = device_seconds(run, device, repeats=plan.repeats)
-        stage.free(rows)
+        trial.free(rows)
         at = {"rows": point.rows, "context": point.context, "sequences": point.sequences}
         yield figure("verify", "forward", seconds * 1e3, "ms", **at)
 
@@ -260,11 +260,11 @@ def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
 def _graphs(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
     """The same forward of one row, replayed and kernel by kernel."""
     target, device = assembly.target, assembly.target.device
-    stage = Stage(target, lines=1, length=plan.contexts[0])
-    rows = stage.place(Point(1, plan.contexts[0], 1))
-    replayed = wall_seconds(partial(target.forward, rows, stage.table), device, repeats=plan.repeats)
+    trial = made_up_texts(target, lines=1, length=plan.contexts[0])
+    rows = place_point(trial, Point(1, plan.contexts[0], 1))
+    replayed = wall_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     with torch.inference_mode():
-        as_it_is = wall_seconds(partial(target.forward_once, rows, stage.table), device, repeats=plan.repeats)
+        as_it_is = wall_seconds(partial(target.forward_once, rows, trial.table), device, repeats=plan.repeats)
     yield figure("graphs", "replayed", replayed * 1e3, "ms", rows=1)
     yield figure("graphs", "kernel by kernel", as_it_is * 1e3, "ms", rows=1)
     yield figure("graphs", "gain", as_it_is / replayed, "times")

@@ -10,18 +10,19 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
-from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising, table_of
+from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising
 from service.engine.linear import chosen_isa
 from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows, ForwardRows
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Hears how many points are done, of how many."""
+CostKey = Mapping[str, str | int]
+"""Everything that measured seconds depend on."""
 
 SEQUENCES = (1, 8, 32)
 CONTEXTS = (128, 1024)
@@ -70,16 +73,17 @@ def costs_at_start(
         verify = measure_costs(target, **sizes, progress=progress)
         return Costs(verify, measure_drafts(make_drafter(), target, batches=sequence_points(max_sequences)))
 
-    key = CostKey(
-        machine=this_machine(),
-        device=torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
-        model=model,
-        drafter=drafter,
-        threads=torch.get_num_threads(),
-        rows=f"{target.fewest_rows} {target.row_multiple}",
-        sizes=f"{SEQUENCES} {CONTEXTS} {ROWS} {max_sequences} {max_model_len} {max_budget} {target.pool.num_slots}",
-        version=f"{version} {torch.__version__}",
-    )
+    key: CostKey = {
+        "machine": this_machine(),
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+        "model": model,  # fingerprint of the weights, and their type in memory
+        "drafter": drafter,
+        "threads": torch.get_num_threads(),
+        "rows": f"{target.fewest_rows} {target.row_multiple}",
+        "sizes": f"{SEQUENCES} {CONTEXTS} {ROWS} {max_sequences} {max_model_len} {max_budget} {target.pool.num_slots}",
+        "version": f"{version} {torch.__version__}",
+        "format": _FORMAT,
+    }
     return cached_or_measured(folder, key, measured, partial(_is_faster_now, target))
 
 
@@ -101,23 +105,20 @@ def measure_costs(
     room = (target.pool.num_slots - 1 - ROWS[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
     longest = max(1, min(max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
-    stage = Stage(target, lines=sequences[-1], length=contexts[-1])
-    return measure_grid(
-        stage.run, sequences, contexts, ROWS, most_rows=lambda count: count * (1 + max_budget), progress=progress
-    )
+    run = partial(run_point, made_up_texts(target, lines=sequences[-1], length=contexts[-1]))
+    return measure_grid(run, sequences, contexts, ROWS, most_rows=lambda n: n * (1 + max_budget), progress=progress)
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:
     """Whether a step takes clearly less than it did then: what was measured beside other work would hold for ever."""
     sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
-    stage = Stage(target, lines=sequences, length=context)
-    now = measure_grid(stage.run, [sequences], [context], [sequences], most_rows=lambda count: count)
+    trial = made_up_texts(target, lines=sequences, length=context)
+    now = _best_seconds(partial(run_point, trial, Point(sequences, context, sequences)))
     then = costs.verify.verify_seconds(np.array([float(sequences)]), context, sequences)
-    return bool(then[0] > _CLEARLY * now.seconds[0, 0, 0])
+    return bool(then[0] > _CLEARLY * now)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A forward to be timed."""
 
     sequences: int
@@ -125,29 +126,26 @@ class Point:
     rows: int
 
 
-class Stage:
+def made_up_texts(target: Target, *, lines: int, length: int) -> Trial:
     """Lines of text of the same length that were never read: what a key says changes no time."""
+    trial = Trial(target, lines=lines, max_length=length + MAX_DEPTH + 1)
+    for line in range(lines):
+        trial.place([ExtendRows(line, 0, [0] * length, completes=False)])
+    return trial
 
-    def __init__(self, target: Target, *, lines: int, length: int) -> None:
-        self._trial = Trial(target, lines=lines, max_length=length + MAX_DEPTH + 1)
-        self.table = self._trial.table
-        for line in range(lines):
-            self._trial.place([ExtendRows(line, 0, [0] * length, completes=False)])
 
-    def run(self, point: Point) -> None:
-        """One forward, until its logits can be read."""
-        rows = self.place(point)
-        logits = self._trial.target.forward(rows, self.table).logits
-        logits[0, 0].item()  # planned transfer: waits for the device, before serving
-        self.free(rows)
+def place_point(trial: Trial, point: Point) -> ForwardRows:
+    """The rows of a forward behind made-up texts."""
+    extends = [ExtendRows(line, point.context, [0], completes=True) for line in range(point.sequences)]
+    return trial.place(extends, trees_for(point, trial.target.device))
 
-    def place(self, point: Point) -> ForwardRows:
-        """The rows of a forward."""
-        extends = [ExtendRows(line, point.context, [0], completes=True) for line in range(point.sequences)]
-        return self._trial.place(extends, trees_for(point, self._trial.target.device))
 
-    def free(self, rows: ForwardRows) -> None:
-        self._trial.free(rows)
+def run_point(trial: Trial, point: Point) -> None:
+    """One forward, until its logits can be read."""
+    rows = place_point(trial, point)
+    logits = trial.target.forward(rows, trial.table).logits
+    logits[0, 0].item()  # planned transfer: waits for the device, before serving
+    trial.free(rows)
 
 
 def trees_for(point: Point, device: torch.device) -> DraftTree:
@@ -179,54 +177,42 @@ def measure_grid(
 
     The longest context is timed at the fewest and the most rows only, for what a context adds is linear in rows.
     """
-    lines = [_Line(count, [r for r in rows if count <= r <= most_rows(count)] or [count]) for count in sequences]
-    points = [point for line in lines for point in line.points(contexts)]
-    seconds: dict[Point, float] = {}
+    timed = {count: [r for r in rows if count <= r <= most_rows(count)] or [count] for count in sequences}
+    points = [
+        Point(count, context, number)
+        for count in sequences
+        for context in contexts
+        for number in (timed[count] if context == contexts[0] else sorted({timed[count][0], timed[count][-1]}))
+    ]
+    seconds: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # [sequences, context][rows]
     for done, point in enumerate(points):
         progress(done, len(points))
-        seconds[point] = _best_seconds(partial(run, point))
+        seconds[point.sequences, point.context][point.rows] = _best_seconds(partial(run, point))
     progress(len(points), len(points))
-    grid = np.array([[line.curve(seconds, context, contexts[0], rows) for context in contexts] for line in lines])
-    return table_of(sequences, contexts, rows, grid)
+    grid = np.array([[_curve(seconds[n, contexts[0]], seconds[n, c], rows) for c in contexts] for n in sequences])
+    for dimension in range(3):
+        grid = rising(grid, dimension)
+    axis = partial(np.asarray, dtype=np.float64)
+    return CostTable(sequences=axis(sequences), contexts=axis(contexts), rows=axis(rows), seconds=grid)
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """The row counts timed for one number of sequences."""
-
-    sequences: int
-    rows: list[int]
-
-    def points(self, contexts: Sequence[int]) -> list[Point]:
-        few = sorted({self.rows[0], self.rows[-1]})
-        return [
-            Point(self.sequences, context, rows)
-            for number, context in enumerate(contexts)
-            for rows in (self.rows if number == 0 else few)
-        ]
-
-    def curve(self, seconds: dict[Point, float], context: int, first: int, rows: Sequence[int]) -> FloatArray:
-        """Seconds at every row point: as measured, or as at the first context plus what this one adds; rows that
-        this many sequences cannot have count as the nearest that they can. # -> [row points]"""
-        base = np.array([seconds[Point(self.sequences, first, r)] for r in self.rows])
-        ends = [self.rows[0], self.rows[-1]]
-        more = [seconds[Point(self.sequences, context, r)] - seconds[Point(self.sequences, first, r)] for r in ends]
-        curve = rising(base + np.interp(self.rows, ends, more))  # or noise would be extended below zero
-        return along(np.array(self.rows, dtype=np.float64), curve, np.maximum(rows, self.rows[0]).astype(np.float64))
+def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence[int]) -> FloatArray:
+    """Seconds at every row point: as measured at the first context plus what this one adds at some points; rows that
+    so many sequences cannot have count as the nearest that they can. # -> [row points]"""
+    timed, seconds = (np.array(list(values), dtype=np.float64) for values in (first.keys(), first.values()))
+    more = np.interp(timed, list(here), [here[number] - first[number] for number in here])
+    curve = np.maximum(rising(seconds + more), min(here.values()))  # or noise would end, or be extended, below zero
+    return along(timed, curve, np.maximum(np.array(rows, dtype=np.float64), timed[0]))
 
 
 def _best_seconds(run: Callable[[], None]) -> float:
     """The fastest of a few runs: whatever else the machine does, and a first call's allocations, can only add."""
-    seconds = [_seconds(run)]
-    while len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS:
-        seconds.append(_seconds(run))
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) -> DraftCosts:
@@ -240,7 +226,7 @@ def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) 
         tokens, slots = text[1:].to(device), torch.arange(1, _DRAFT_TOKENS, device=device)
         for row in range(max(batches)):
             drafter.read(Read(row=row, start=0, tokens=tokens, slots=slots, features=features))
-    seconds = [min(_draft_seconds(drafter, batch, device) for _ in range(1 + _REPEATS)) for batch in batches]
+    seconds = [_draft_seconds(drafter, batch, device) for batch in batches]
     return DraftCosts(batches=np.array(batches, dtype=np.float64), seconds=rising(np.array(seconds)))
 
 
@@ -253,27 +239,7 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
     def grow() -> None:
         drafter.grow(rows, noise).survival.sum().item()  # planned transfer: waits for the device, before serving
 
-    return _seconds(grow)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostKey:
-    """Everything that measured seconds depend on."""
-
-    machine: str
-    device: str
-    model: str  # fingerprint of the weights, and their type in memory
-    drafter: str
-    threads: int
-    rows: str  # how rows are padded
-    sizes: str  # sequences, lengths and nodes that were measured
-    version: str
-    format: int = _FORMAT
-
-    @property
-    def file_name(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return f"costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return _best_seconds(grow)
 
 
 def this_machine() -> str:
@@ -285,11 +251,16 @@ def this_machine() -> str:
     return f"{name} {chosen_isa()} x {os.cpu_count()}"
 
 
+def cost_file(folder: Path, key: CostKey) -> Path:
+    text = json.dumps(key, sort_keys=True)
+    return folder / f"costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
 def cached_or_measured(
     folder: Path, key: CostKey, measure: Callable[[], Costs], is_out_of_date: Callable[[Costs], bool] = lambda _: False
 ) -> Costs:
     """The costs of this key from the folder, or else measured now and kept there."""
-    file = folder / key.file_name
+    file = cost_file(folder, key)
     costs = read(file, key)
     if costs is not None and is_out_of_date(costs):
         logger.warning("steps are faster than the costs in %s say: measuring again", file)
@@ -302,15 +273,14 @@ def cached_or_measured(
 
 def read(file: Path, key: CostKey) -> Costs | None:
     """What the file holds, None (with one line in the log) if it is not a whole file of this very key."""
-    if not file.is_file():
-        return None
     try:
         content = json.loads(file.read_text())
-        if content["key"] != asdict(key):
-            logger.warning("costs in %s belong to something else: measuring again", file)
-            return None
+        if content["key"] != key:
+            raise ValueError("they belong to something else")
         verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
         return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("costs in %s cannot be read (%s): measuring again", file, error)
         return None
@@ -318,21 +288,19 @@ def read(file: Path, key: CostKey) -> Costs | None:
 
 def write(file: Path, key: CostKey, costs: Costs) -> None:
     """Put the costs there, all or nothing. A folder that cannot be written costs the next start a few seconds."""
-    content = {"key": asdict(key), "verify": _lists(costs.verify), "drafts": _lists(costs.drafts)}
+    tables = asdict(costs)
+    # planned transfer: numpy, on the host
+    lists = {name: {axis: values.tolist() for axis, values in table.items()} for name, table in tables.items()}
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("w") as handle:
-            json.dump(content, handle)
+            json.dump({"key": key, **lists}, handle)
             handle.flush()
             os.fsync(handle.fileno())
         beside.replace(file)
     except OSError as error:
         logger.warning("measured costs cannot be kept in %s: %s", file.parent, error)
-
-
-def _lists(table: CostTable | DraftCosts) -> dict[str, Any]:
-    return {name: values.tolist() for name, values in asdict(table).items()}  # planned transfer: numpy, on the host
 
 
 def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:

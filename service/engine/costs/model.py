@@ -4,7 +4,6 @@ Tables live on the host, in numpy: a prediction is a few microseconds there and 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,18 +32,6 @@ class CostTable:
         by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
         rising: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
         return rising
-
-
-def table_of(sequences: Sequence[int], contexts: Sequence[int], rows: Sequence[int], seconds: FloatArray) -> CostTable:
-    """A table made monotonic along every axis. # seconds [sequence points, context points, row points]"""
-    for axis in range(3):
-        seconds = rising(seconds, axis)
-    return CostTable(
-        sequences=np.asarray(sequences, dtype=np.float64),
-        contexts=np.asarray(contexts, dtype=np.float64),
-        rows=np.asarray(rows, dtype=np.float64),
-        seconds=seconds,
-    )
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:

@@ -13,7 +13,7 @@ from kernels.graph_runner import Capture, rerun
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
-from service.engine.costs.measuring import Point, Stage
+from service.engine.costs.measuring import Point, made_up_texts, run_point
 from service.engine.drafter_weights import embed_with
 from service.engine.engine import Engine, Vocabulary
 from service.engine.kv_pool import KVPool
@@ -82,8 +82,7 @@ def test_what_is_checked_and_measured_at_start_is_made_there() -> None:
     with claims():
         target = engine_elsewhere("none", 2, captured=False).target
         assert rows_are_independent(target, context=20, steps=3)
-        stage = Stage(target, lines=2, length=20)
-        stage.run(Point(2, 20, 7))
+        run_point(made_up_texts(target, lines=2, length=20), Point(2, 20, 7))
 
 
 def test_tensors_of_two_places_do_not_mix() -> None:
