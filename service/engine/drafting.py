@@ -65,7 +65,7 @@ class DraftStage:
                         tokens=s.tokens,
                         prediction=s.request.prediction,
                         num_generated=s.num_generated,
-                        cached=s.cached_slots,
+                        cached=None if s.lease is None else s.lease.slots,
                         store=s.request.store,
                     )
                     for s in sequences

@@ -6,10 +6,12 @@ gives back what was used least recently, then the cheapest sequence waits; what 
 the same bits.
 """
 
+import time
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,34 +61,33 @@ class Scheduled:
         return self.num_rows == 1 and self.completes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Everyone who takes part in a step; the drafting sequences, which are completing ones, stand first."""
 
     items: list[Scheduled]
     started: list[Sequence]  # those that have just begun, or begun again, to run
 
-    @property
+    @cached_property
     def drafting(self) -> list[Sequence]:
         return [item.sequence for item in self.items if item.drafts]
 
-    @property
+    @cached_property
     def completing(self) -> list[Sequence]:
         return [item.sequence for item in self.items if item.completes]
 
-    @property
+    @cached_property
     def host(self) -> HostMetadata:
         """Rows and roots of the completing sequences."""
-        extends = [extend for extend in self.extends if extend.completes]
-        ends = (extend.start + len(extend.tokens) - 1 for extend in extends)
-        return HostMetadata(tuple(extend.table_row for extend in extends), tuple(ends))
+        roots = tuple(len(sequence.tokens) - 1 for sequence in self.completing)
+        return HostMetadata(tuple(sequence.table_row for sequence in self.completing), roots)
 
     @property
     def extends(self) -> list[ExtendRows]:
         """Each item's tokens of this step."""
         return [item.extend for item in self.items]
 
-    @property
+    @cached_property
     def num_extend_rows(self) -> int:
         """Rows that run whatever the budget."""
         return sum(item.num_rows for item in self.items)
@@ -176,32 +177,29 @@ class Scheduler:
 
     def held_slots(self) -> Tensor:
         """Slots of the cache and of running sequences, each one once (for conservation checks). # -> [held] int64"""
-        own = [self._table.slots[s.table_row, s.num_shared : s.num_computed] for s in self.running]
-        return torch.cat([self._cache.held(), *own])
+        return torch.cat([self._cache.held(), *map(self._own_slots, self.running)])
+
+    def _own_slots(self, sequence: Sequence) -> Tensor:
+        """Of a running sequence, those that are not the cache's. # -> [positions] int64"""
+        return self._table.slots[sequence.table_row, sequence.num_shared : sequence.num_computed]
 
     def _note_progress(self) -> None:
         """Book what the last step served, and share prompts that have just been read."""
         for sequence in self.running:
             self._accounts.settle(sequence)
-            if sequence.is_publishable:
-                self._publish(sequence)
-
-    def _publish(self, sequence: Sequence) -> None:
-        assert sequence.lease is not None, "a running sequence has a lease"
-        own = self._table.slots[sequence.table_row, sequence.num_shared : sequence.num_computed]
-        self._cache.publish(sequence.lease, sequence.tokens, own)
-        sequence.lease.is_published = True
+            if sequence.lease is not None and not sequence.is_reading and not sequence.lease.is_published:
+                self._cache.publish(sequence.lease, sequence.tokens, self._own_slots(sequence))
+                sequence.lease.is_published = True
 
     def _preempt_until_decoding_fits(self) -> None:
         """Every decoding sequence needs one slot now; one can always be served, because start-up checked that the
         pool holds the longest sequence."""
-        while self._num_decoding() > self.num_available or (len(self.running) > 1 and self.num_available == 0):
+        while sum(not sequence.is_reading for sequence in self.running) > self.num_available or (
+            len(self.running) > 1 and self.num_available == 0
+        ):
             victim = cheapest(self.running, self.running, self._cache)
             assert victim is not None, "the pool does not hold the longest sequence"
             self.preempt(victim)
-
-    def _num_decoding(self) -> int:
-        return sum(not sequence.is_reading for sequence in self.running)
 
     def _stop(self, sequence: Sequence) -> None:
         self._released(sequence)
@@ -273,9 +271,9 @@ class Scheduler:
         sequence.num_computed = sequence.lease.length
         if sequence.started_seconds is None:
             sequence.num_cached = sequence.num_computed
+            sequence.started_seconds = time.monotonic()
         self._table.slots[sequence.row, : sequence.lease.length] = sequence.lease.slots
         self._accounts.waive(sequence)
-        sequence.mark_started()
         self.running.append(sequence)
 
     def _chunks(self, reading: Items[Sequence], num_decoding: int) -> list[Scheduled]:
@@ -305,14 +303,10 @@ class Forecast:
     def ended(self, sequence: Sequence) -> None:
         self._mean_tokens += _RATE * (sequence.num_generated - self._mean_tokens)
 
-    def tokens_to_write(self, sequence: Sequence) -> int:
-        """An answer beyond the mean length is expected to go on for a part of it."""
-        expected = max(self._mean_tokens - sequence.num_generated, _NEVER_LESS * self._mean_tokens)
-        return min(sequence.num_remaining, round(expected))
-
     def claim(self, sequence: Sequence) -> int:
-        """Slots that a sequence will still ask for."""
-        return sequence.num_pending + self.tokens_to_write(sequence)
+        """Slots that a sequence will still ask for; an answer beyond the mean length will go on for a part of it."""
+        expected = max(self._mean_tokens - sequence.num_generated, _NEVER_LESS * self._mean_tokens)
+        return sequence.num_pending + min(sequence.num_remaining, round(expected))
 
 
 def _arrival(sequence: Sequence) -> int:

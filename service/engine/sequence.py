@@ -1,9 +1,6 @@
 """The engine's state of one generation: its text so far, where its keys and values are, what speculation did."""
 
-import time
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from service.engine.prefix_cache import Lease
 from service.engine.requests import FinishReason, GenerationRequest, SpeculationRecord, Timings
@@ -144,16 +141,6 @@ class Sequence:
         return self.num_pending > 1
 
     @property
-    def is_publishable(self) -> bool:
-        """Whether its text has been read and others may begin with it."""
-        return not self.is_reading and self.lease is not None and not self.lease.is_published
-
-    @property
-    def cached_slots(self) -> Tensor | None:
-        """Slots of the prefix that was in the pool when it began to run. # [cached] int64"""
-        return None if self.lease is None else self.lease.slots
-
-    @property
     def num_shared(self) -> int:
         """Positions, from the first on, whose slots belong to the prefix cache."""
         return 0 if self.lease is None else self.lease.length
@@ -182,10 +169,6 @@ class Sequence:
         started = self.started_seconds if self.started_seconds is not None else now
         first = self.first_token_seconds if self.first_token_seconds is not None else now
         return Timings(started - arrival, first - arrival, now - arrival)
-
-    def mark_started(self) -> None:
-        if self.started_seconds is None:
-            self.started_seconds = time.monotonic()
 
     def mark_emitted(self, now: float, accepted: int, drafted: int) -> float | None:
         """Note what a verify emitted; returns the seconds since the last time, None for the first token, which comes
