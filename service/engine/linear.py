@@ -7,7 +7,6 @@ rows. Fusing changes no sum: each output column is a product of its own.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -32,12 +31,9 @@ _MOST_TILED_ROWS = 32
 could differ from plain text in near-ties. More rows are several products."""
 
 
-_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-
-
 def chosen_isa() -> str:
     """The most that oneDNN's products may use, by its own variable."""
-    return os.environ.get(_ISA_VARIABLE, "all")
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
 
 
 @cache
@@ -56,24 +52,23 @@ def packed(weight: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """`nn.Linear` in bf16 on CPU whose weight is stored in oneDNN's blocked layout."""
 
+    layers: tuple[str, ...] = ()  # names of the layers that it holds, in order
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.bias = bias
+        self.bias = None if bias is None else bias.detach()
         self.packed = packed(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] bf16 -> [..., out_features] bf16"""
         rows = x.numel() // x.shape[-1]
-        if has_tiles():
-            return self._product(x) if rows <= _MOST_TILED_ROWS else self._products(x)
+        if has_tiles() and rows > _MOST_TILED_ROWS:
+            parts = [self._product(part) for part in x.flatten(0, -2).split(_MOST_TILED_ROWS)]
+            return torch.cat(parts).view(*x.shape[:-1], -1)
         missing = -rows % _ROW_STEP if rows > _FEW_ROWS else 0
         if missing:
             return self._product(functional.pad(x.flatten(0, -2), (0, 0, 0, missing)))[:rows].view(*x.shape[:-1], -1)
         return self._product(x)
-
-    def _products(self, x: Tensor) -> Tensor:
-        parts = [self._product(part) for part in x.flatten(0, -2).split(_MOST_TILED_ROWS)]
-        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
@@ -82,6 +77,8 @@ class PackedLinear(nn.Module):
 
 class PlannedLinear(nn.Module):
     """`nn.Linear` around a weight that is there already, by the product of the weight's device."""
+
+    layers: tuple[str, ...] = ()
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -100,12 +97,12 @@ Product = PackedLinear | PlannedLinear
 MakeProduct = Callable[[Tensor, Tensor | None], Product]
 
 
-class FusedLinears:
+class FusedLinears(nn.Module):
     """Several linear layers of one input as one product, computed when the first of them is asked."""
 
     def __init__(self, linears: Sequence[nn.Linear], make: MakeProduct) -> None:
-        has_bias = linears[0].bias is not None
-        bias = torch.cat([linear.bias for linear in linears]) if has_bias else None
+        super().__init__()
+        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
         self.product = make(torch.cat([linear.weight for linear in linears]), bias)
         self._sizes = [linear.out_features for linear in linears]
         self._input: Tensor | None = None
@@ -167,38 +164,29 @@ def plan_linears(model: nn.Module) -> int:
 @torch.no_grad()
 def _replace(model: nn.Module, make: MakeProduct) -> int:
     replaced = 0
-    for parent in list(model.modules()):
-        for names in FUSED:
-            replaced += _fuse(parent, names, make)
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, make(child.weight, child.bias))
-                replaced += 1
+    for path, parent in list(model.named_modules()):
+        linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        for names in (*FUSED, *((name,) for name in linears)):
+            group = [linears[name] for name in names if name in linears]
+            kinds = {(linear.in_features, linear.bias is None) for linear in group}
+            if len(group) == len(names) and len(kinds) == 1:
+                product = _join(parent, names, group, make)
+                product.layers = tuple(f"{path}.{name}".lstrip(".") for name in names)
+                linears = {name: linear for name, linear in linears.items() if name not in names}
+                replaced += len(names)
     return replaced
 
 
-def _fuse(parent: nn.Module, names: Sequence[str], make: MakeProduct) -> int:
-    """Replace the children of these names by parts of one product, if all are plain layers of one kind."""
-    linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
-    kinds = {(linear.in_features, linear.bias is None) for linear in linears}
-    if len(linears) < len(names) or len(kinds) != 1:
-        return 0
+def _join(parent: nn.Module, names: Sequence[str], linears: Sequence[nn.Linear], make: MakeProduct) -> Product:
+    """Replace the children of these names by one product, or by parts of it."""
+    if len(linears) == 1:
+        product = make(linears[0].weight, linears[0].bias)
+        setattr(parent, names[0], product)
+        return product
     fused = FusedLinears(linears, make)
     for index, name in enumerate(names):
         setattr(parent, name, LinearPart(fused, index))
-    return len(names)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """One packed product and the names of the layers that it holds, in order."""
-
-    product: PackedLinear
-    names: tuple[str, ...]
-
-    def joined(self, weights: Mapping[str, Tensor], kind: str) -> Tensor:
-        parts = [weights[f"{name}.{kind}"] for name in self.names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return fused.product
 
 
 def repacking(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
@@ -206,38 +194,24 @@ def repacking(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Callable[[],
 
     The first call makes them ready and may come from any thread; what it returns is for the thread that computes.
     """
-    places = _places(model)
-    biased = {name for place in places for name in place.names if place.product.bias is not None}
-    plain = {name: value for name, value in model.named_parameters() if name.removesuffix(".bias") not in biased}
+    products = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    plain = dict(model.named_parameters())
 
     @torch.no_grad()
     def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        ready = [packed(place.joined(weights, "weight")) for place in places]
-        biases = [None if place.product.bias is None else place.joined(weights, "bias") for place in places]
+        def joined(product: PackedLinear, kind: str) -> Tensor:
+            return torch.cat([weights[f"{name}.{kind}"] for name in product.layers])
+
+        ready = [packed(joined(product, "weight")) for product in products]
+        biases = [None if product.bias is None else joined(product, "bias") for product in products]
 
         @torch.no_grad()
         def write() -> None:
-            for place, weight, bias in zip(places, ready, biases, strict=True):
-                place.product.packed = weight
-                if place.product.bias is not None and bias is not None:
-                    place.product.bias.copy_(bias)
+            for product, weight, bias in zip(products, ready, biases, strict=True):
+                product.packed, product.bias = weight, bias
             for name, value in plain.items():
                 value.copy_(weights[name])
 
         return write
 
     return prepare
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    single = [_Place(module, (name,)) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
-    together: dict[FusedLinears, dict[int, str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LinearPart):
-            together.setdefault(module.fused, {})[module.index] = name
-    return single + [_joined(group, names) for group, names in together.items()]
-
-
-def _joined(group: FusedLinears, names: Mapping[int, str]) -> _Place:
-    assert isinstance(group.product, PackedLinear), "drafters are fused only where they are packed"
-    return _Place(group.product, tuple(names[index] for index in sorted(names)))
