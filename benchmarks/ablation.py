@@ -168,7 +168,7 @@ def _weights(assembly: Assembly, folder: Path) -> TrainedWeights:
     taps, expected = drafter_weights.tap_layers(folder), assembly.weights.model.config.tap_layers
     if taps != expected:
         raise StartupError(f"drafter {folder}: reads target layers {taps}, the full drafter reads {expected}")
-    return drafter_weights.load_weights(folder, assembly.loaded, blocks=assembly.config.draft_blocks)
+    return drafter_weights.load_replaceable(folder, assembly.loaded, blocks=assembly.config.draft_blocks).weights
 
 
 def _drafter(assembly: Assembly, variant: Variant) -> Drafter:

@@ -235,7 +235,7 @@ def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
     if folder is not None:
-        return drafter_weights.load_weights(folder, loaded, blocks=config.draft_blocks)
+        return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
     if config.load_format == "dummy" and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None

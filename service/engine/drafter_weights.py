@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
@@ -16,13 +16,13 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from service.engine import linear
+from service.engine.dummy import seeded
 from service.engine.target import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_SEED = 0
 _MOST_DRAFT_TOKENS = 32_000
 
 
@@ -51,13 +51,9 @@ class Replaceable:
     prepare: Callable[[Mapping[str, Tensor]], Callable[[], None]]  # what it returns writes them
 
 
-def load_weights(folder: Path, loaded: LoadedModel, *, blocks: int) -> TrainedWeights:
-    """The drafter network on the target's device, in the target's dtype. Raises StartupError."""
-    return load_replaceable(folder, loaded, blocks=blocks).weights
-
-
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
-    """The same, and how its weights are replaced. Raises StartupError."""
+    """The drafter network on the target's device, in the target's dtype, and how other weights and their vocabulary
+    reach it, be its layers packed or not. Raises StartupError."""
     try:
         model = load_network(folder, loaded)
     except DrafterError as error:
@@ -66,13 +62,6 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
     if linear.can_pack(loaded.model.dtype, loaded.model.device):
         linear.pack_linears(model)
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    embed = embed_with(loaded.parts.embedding)
-    weights = TrainedWeights(model, embed, blocks=blocks)
-    return Replaceable(weights, first, _replacing(model))
-
-
-def _replacing(model: SpecBlock) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
-    """How other weights and their vocabulary reach a network, be its layers packed or not."""
     repack = linear.repacking(model)
 
     def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -84,16 +73,12 @@ def _replacing(model: SpecBlock) -> Callable[[Mapping[str, Tensor]], Callable[[]
 
         return write
 
-    return prepare
+    return Replaceable(TrainedWeights(model, embed_with(loaded.parts.embedding), blocks=blocks), first, prepare)
 
 
 def embed_with(table: Tensor) -> Embed:
     """Looking tokens up in the target's table, on the table's device."""
-
-    def embed(tokens: Tensor) -> Tensor:
-        return embedding(tokens, table)
-
-    return embed
+    return partial(embedding, weight=table)
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
@@ -109,8 +94,7 @@ def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> Trai
         default_tap_layers(text.num_hidden_layers),
         draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS),
     )
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), torch.device(model.device):
-        torch.manual_seed(_SEED)
+    with seeded(model.device):
         network = SpecBlock(config)
     network = network.to(dtype=model.dtype).eval().requires_grad_(False)
     return TrainedWeights(network, embed_with(table), blocks=blocks)

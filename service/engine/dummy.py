@@ -4,18 +4,18 @@ What such a model says means nothing, and how well its text can be drafted means
 only. Configurations are written here, so nothing is downloaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from service.errors import StartupError
 
-_SEED = 0
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
 _LLAMA_3_1_8B = {
@@ -80,15 +80,12 @@ def dummy_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def dummy_model(
-    config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
-) -> PreTrainedModel:
-    """Random weights, the same ones each time, made where they will be used."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(_SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    assert isinstance(model, PreTrainedModel)
-    return model
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Random weights made in here are the same ones each time, and are made where they will be used."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        yield
 
 
 def dummy_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

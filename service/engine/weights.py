@@ -7,15 +7,13 @@ reproduce is refused with the reason, never run wrongly.
 import hashlib
 import importlib.util
 import logging
-import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -80,31 +78,44 @@ def load_model(
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A model of that name's shape with random weights. Raises StartupError."""
     config = dummy.dummy_config(name)
-    model = dummy.dummy_model(config, dtype=dtype, device=device, attention=ATTENTION_NAME)
+    with dummy.seeded(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     return _made_ready(model, dummy.dummy_tokenizer(config.get_text_config().vocab_size), device)
 
 
 def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> LoadedModel:
     fingerprint = weights_fingerprint(model)
     nn.Module.to(model.eval().requires_grad_(False), device)
-    parts, read_bytes = target_parts(model), bytes_read_per_step(model)
+    text = model.config.get_text_config()
+    table, head = _embedding_and_head(model)
+    tied = head.data_ptr() == table.data_ptr()
+    read_bytes = sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
     if linear.can_pack(model.dtype, device):
         logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
     elif device.type == "cuda":
         logger.info("planned %d linear layers for this device", linear.plan_linears(model))
     fused = fuse_layers(model, device, model.dtype)
     logger.info("fused %s", ", ".join(f"{count} {kind}" for kind, count in fused.items()))
-    text = model.config.get_text_config()
+    # a CPU's layers have been packed into new memory: a head of its own would be held twice
+    kept_head = table if tied else None if device.type == "cpu" else head
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(model),
         max_positions=text.max_position_embeddings,
         fingerprint=fingerprint,
-        parts=parts,
+        parts=TargetParts(identity_of(table, text.to_dict()), table, kept_head),
         kv_shape=kv_shape(model),
-        read_bytes=read_bytes,
+        read_bytes=read_bytes - (0 if tied else table.nbytes),
     )
+
+
+def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """One and the same where they are tied. # both [vocab, hidden]"""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Module)
+    assert isinstance(head, nn.Module), "a causal language model has an output layer"
+    return embedding.get_parameter("weight"), head.get_parameter("weight")
 
 
 def resolve(name: str, *, cache_dir: Path) -> str:
@@ -138,15 +149,18 @@ def unpack_gguf(file: Path, *, cache_dir: Path) -> Path:
 
     The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
     """
-    folder = cache_dir / "models" / f"{file.stem}-{_file_hash(file)[:16]}-{_CACHE_FORMAT}"
+    with file.open("rb") as stream:
+        content = hashlib.file_digest(stream, "sha256").hexdigest()
+    folder = cache_dir / "models" / f"{file.stem}-{content[:16]}-{_CACHE_FORMAT}"
     if folder.is_dir():
         return folder
     logger.info("unpacking %s into %s (first start only)", file.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        _dequantised(file).save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(scratch)
-        _publish(Path(scratch), folder)
+        made = Path(scratch) / "model"
+        _dequantised(file).save_pretrained(made)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
+        _publish(made, folder)
     return folder
 
 
@@ -157,20 +171,12 @@ def _dequantised(file: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options)
 
 
-def _publish(scratch: Path, folder: Path) -> None:
-    staged = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.copytree(scratch, staged)
+def _publish(made: Path, folder: Path) -> None:
     try:
-        staged.rename(folder)
-    except OSError:
-        shutil.rmtree(staged)
+        made.rename(folder)
+    except OSError:  # harmless where another has made the same in between
         if not folder.is_dir():
             raise
-
-
-def _file_hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def refuse_unsupported(full_config: PreTrainedConfig) -> None:
@@ -183,8 +189,9 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
         raise StartupError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
         )
-    for parameters in _rope_parameters(config):
-        kind = parameters.get("rope_type", "default")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # of all layers, or of each kind of layer
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind in ("dynamic", "longrope"):
             raise StartupError(
                 f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
@@ -200,12 +207,6 @@ def _takes_attention(config: PreTrainedConfig) -> bool:
     """Whether transformers lets the attention of this model be replaced; some others ignore the wish without a word."""
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known is None or bool(getattr(known, "_supports_attention_backend", False))
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
@@ -230,29 +231,6 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if not ids:
         raise StartupError("the model's configuration names no eos_token_id, so answers would never end")
     return frozenset(ids)
-
-
-def target_parts(model: PreTrainedModel) -> TargetParts:
-    """What a trained drafter borrows from this target; taken before linear layers are packed."""
-    table = model.get_input_embeddings().get_parameter("weight")
-    output = model.get_output_embeddings()
-    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
-    head = output.get_parameter("weight")
-    tied = head.data_ptr() == table.data_ptr()
-    identity = identity_of(table, model.config.get_text_config().to_dict())
-    # Layers on a CPU are packed into new memory soon: a head of its own would then be held twice.
-    return TargetParts(identity, table, table if tied else None if table.device.type == "cpu" else head)
-
-
-def bytes_read_per_step(model: PreTrainedModel) -> int:
-    """Bytes of weights without which no token can be computed; taken before layers are packed or joined."""
-    every = {value.data_ptr(): value.nbytes for value in model.parameters()}
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert isinstance(table, nn.Module)
-    assert isinstance(head, nn.Module)
-    lookups = table.get_parameter("weight")
-    tied = lookups.data_ptr() == head.get_parameter("weight").data_ptr()
-    return sum(every.values()) - (0 if tied else lookups.nbytes)
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:

@@ -151,7 +151,7 @@ def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) 
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:
         adaptive.load_from_disk(folder)
         adaptive.engine.step()
-        fresh = drafter_weights.load_weights(folder, assembly.loaded, blocks=1).model
+        fresh = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=1).weights.model
         states = torch.randn(7, fresh.config.hidden_size).to(torch.bfloat16)
         features = states.repeat(1, len(fresh.config.tap_layers))
         assert torch.equal(adaptive.network.lm_head(states), fresh.lm_head(states))
