@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_FEW_ENTRIES = 1024
 _WORTH_WAITING = 64
 """Tokens that another must be about to read, so that waiting for it beats reading them once more."""
 
@@ -64,9 +63,7 @@ class PrefixCache:
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
         self._now = 0
-        self._by_age: list[tuple[int, int, Node]] = []  # heap of leaves, some of which are outdated
-        self._entries = 0
-        self._compact_at = _FEW_ENTRIES
+        self._leaves: set[Node] = set()  # all that are evictable, and some that were
 
     def acquire(self, client: str, tokens: list[int]) -> Lease:
         """Lease the longest known prefix; the last token is never part of it."""
@@ -116,17 +113,23 @@ class PrefixCache:
         for above in node.upwards():
             above.last_used = self._now
         self._unlock(lease.node)
-        self._consider(node)
+        self._note(node)
         return torch.cat([slots[:twice], slots[twice + len(labels) :]])
 
     def evict(self, count: int) -> Tensor:
         """Give up at least so many slots if there are as many, least recently used first. # -> [evicted] int64"""
         given = [self._nothing]
-        while count > 0 and self.num_evictable:
-            age, _, leaf = heapq.heappop(self._by_age)
-            if leaf.is_evictable and leaf.last_used == age:
-                given.append(self._cut(leaf, count))
-                count -= given[-1].shape[0]
+        oldest = [(leaf.last_used, id(leaf), leaf) for leaf in self._leaves if leaf.is_evictable]
+        heapq.heapify(oldest)
+        while count > 0 and oldest:
+            leaf = heapq.heappop(oldest)[2]
+            kept = max(0, len(leaf.labels) - count)  # at its end the fewest texts go on alike
+            given.append(leaf.slots[kept:])
+            count -= len(leaf.labels) - kept
+            rest = self._shorten(leaf, kept)
+            if rest.is_evictable:
+                heapq.heappush(oldest, (rest.last_used, id(rest), rest))
+        self._leaves = {leaf for _, _, leaf in oldest}
         return torch.cat(given)
 
     def num_kept(self, lease: Lease) -> int:
@@ -197,40 +200,24 @@ class PrefixCache:
             node = above
         root = node.parent or node
         root.leases -= 1
-        self._consider(lowest)
+        self._note(lowest)
         self._forget_if_bare(root)
 
-    def _consider(self, node: Node) -> None:
-        """Note a leaf that may be evicted."""
+    def _note(self, node: Node) -> None:
         if node.is_evictable:
-            self._entries += 1
-            heapq.heappush(self._by_age, (node.last_used, self._entries, node))
-            if len(self._by_age) > self._compact_at:
-                self._compact()
+            self._leaves.add(node)
 
-    def _compact(self) -> None:
-        """Drop outdated entries, which would otherwise pile up for as long as nothing is evicted."""
-        current = {
-            node: entry for entry in self._by_age if (node := entry[2]).is_evictable and node.last_used == entry[0]
-        }
-        self._by_age = sorted(current.values())
-        self._compact_at = 2 * len(self._by_age) + _FEW_ENTRIES
-
-    def _cut(self, leaf: Node, count: int) -> Tensor:
-        """Take slots from a leaf's end, where the fewest texts go on alike."""
-        kept = max(0, len(leaf.labels) - count)
-        slots = leaf.slots[kept:]
-        self.num_evictable -= slots.shape[0]
-        if kept:
-            leaf.labels, leaf.slots = leaf.labels[:kept], leaf.slots[:kept]
-            self._consider(leaf)
-            return slots
+    def _shorten(self, leaf: Node, length: int) -> Node:
+        """Let a leaf keep so many labels; returns it, or its parent where nothing is left."""
+        self.num_evictable -= len(leaf.labels) - length
+        if length:
+            leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
+            return leaf
         parent, leaf.parent = leaf.parent, None
         assert parent is not None, "a root has nothing to evict"
         del parent.children[leaf.labels[0]]
-        self._consider(parent)
         self._forget_if_bare(parent)
-        return slots
+        return parent
 
     def _forget_if_bare(self, root: Node) -> None:
         if root.key is not None and not root.children and root.leases == 0:
