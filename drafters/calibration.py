@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.protocol import RankOutcomes
-from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
-from drafters.tree import DOUBLINGS, Candidates, DraftTree
+from drafters.tree import Candidates, DraftTree, accumulated
 
-_CEILING = 0.98  # below 1: survival must fall strictly along a path
+CEILING = 0.98  # below 1: survival must fall strictly along a path
 
 _DEPTHS = 8  # deeper nodes count as of this depth
 _CLAIMS = 8  # bins of the claimed conditional
@@ -26,11 +24,6 @@ _CLAIM_LIMITS = (0.01, 2.0)
 _RENEWAL = 0.25  # what old labels weigh for a new version
 _BINS = 10  # of the calibration error
 _BIN_DECAY = 0.998
-
-_RANK_PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
-_RANK_DECAY = 0.998  # per step: memory of about 500 steps
-_RANK_LIMITS = (0.2, 3.0)
-_CLASSES = len(CLASS_NAMES)  # those that can be drafted
 
 
 class HitTable:
@@ -125,7 +118,7 @@ class SurvivalCalibration:
         above = pad(candidates.survival, (1, 0), value=1.0).gather(1, candidates.parents + 1)
         conditional = (candidates.survival / above.clamp(min=1e-9)).clamp(max=1.0)
         bucket = _claim_buckets(candidates.depths, conditional)
-        corrected = (conditional * self._table.ratios[bucket]).clamp(max=_CEILING)
+        corrected = (conditional * self._table.ratios[bucket]).clamp(max=CEILING)
         return replace(candidates, survival=_along_paths(corrected, candidates.parents)), Claims(conditional, bucket)
 
     def learn(self, claims: Claims, tree: DraftTree, path: Tensor) -> None:
@@ -155,46 +148,4 @@ def _claim_buckets(depths: Tensor, conditional: Tensor) -> Tensor:
 
 def _along_paths(conditional: Tensor, parents: Tensor) -> Tensor:
     """Products from the root's child down to each node. # both [batch, nodes] -> [batch, nodes]"""
-    nodes = parents.shape[1]
-    # The root becomes the last column: it changes nothing and is its own parent.
-    product = pad(conditional, (0, 1), value=1.0)
-    jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)
-    for _ in range(DOUBLINGS):
-        product, jump = product * product.gather(1, jump), jump.gather(1, jump)
-    return product[:, :nodes]
-
-
-class RankCalibration:
-    """Corrects what the rank head predicts, per block, position and class, from every committed token: a node's fate is
-    known once the text goes on past its parent, whether or not it was verified.
-
-    A bucket is (first or later block, position in it, class of the rank).
-    """
-
-    def __init__(self, block_size: int, *, device: torch.device | str) -> None:
-        self._table = HitTable.of_factors(
-            2 * block_size * _CLASSES, _RANK_PRIOR, decay=_RANK_DECAY, limits=_RANK_LIMITS, device=device
-        )
-        positions = torch.arange(block_size, device=device)[:, None] * _CLASSES
-        first = positions + torch.tensor(CLASS_OF_RANK, device=device)  # [block, rank]
-        self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
-        self._buckets = torch.stack([first, first + self.first_further])
-
-    def buckets(self, block: int) -> Tensor:
-        """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
-        return self._buckets[min(block, 1)]
-
-    def correct(self, conditional: Tensor, block: int) -> Tensor:
-        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
-        corrected: Tensor = conditional * self._table.ratios[self.buckets(block)]
-        return corrected.clamp(max=_CEILING)
-
-    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
-        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
-        self._table.observe(buckets, true & tried, predicted * tried)
-
-    def outcomes(self) -> RankOutcomes:
-        """By class of the rank: recent tokens predicted, and those that came true."""
-        sums = torch.stack([self._table.expected, self._table.true]).view(2, -1, _CLASSES).sum(1)
-        predicted, right = sums.tolist()  # planned transfer
-        return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))
+    return accumulated(pad(conditional, (0, 1), value=1.0), parents, torch.mul)

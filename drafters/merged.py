@@ -71,7 +71,9 @@ class MergedDrafter(Drafter):
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        self._notice_new_version()
+        if self._version != self._costly.version:
+            self._version = self._costly.version
+            self._gate.renew()
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
@@ -100,11 +102,6 @@ class MergedDrafter(Drafter):
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()
-
-    def _notice_new_version(self) -> None:
-        if self._version != self._costly.version:
-            self._version = self._costly.version
-            self._gate.renew()
 
     def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
         self._proposals["hashes"][rows, source, : tree.width] = node_hashes(tree)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.calibration import RankCalibration
 from drafters.protocol import DraftingSizes
-from drafters.tree import NO_HASH, ROOT, Candidates, came_true, node_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +49,3 @@ class ProposalLog:
                 self._tables[name].index_fill_(0, rows, fill)
             else:
                 self._tables[name][list(rows)] = fill
-
-
-class TreeLog:
-    """The merged trees of a network, from which its `calibration` learns."""
-
-    def __init__(self, calibration: RankCalibration, sizes: DraftingSizes) -> None:
-        self.calibration = calibration
-        nodes = (sizes.max_nodes,)
-        fields = {
-            "hashes": Field(nodes, NO_HASH, forgotten=True),
-            "parents": Field(nodes, ROOT),
-            "depths": Field(nodes, 0),
-            "predicted": Field(nodes, 0.0),
-            "buckets": Field(nodes, 0),
-        }
-        self._log = ProposalLog(sizes, fields)
-        self.forget = self._log.forget
-
-    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
-        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
-        hashes = node_hashes(tree)
-        self._log.keep(
-            rows, hashes=hashes, parents=tree.parents, depths=tree.depths, predicted=predicted, buckets=buckets
-        )
-
-    def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Calibrate by what was committed; says how many accepted tokens came from blocks after a tree's first, and
-        how many tokens there are.
-
-        rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
-        """
-        hashes, parents, buckets = (self._log[name][rows] for name in ("hashes", "parents", "buckets"))
-        true = came_true(hashes, tokens, counts)
-        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)
-        self.calibration.observe(buckets, self._log["predicted"][rows], true, tried)
-        further = (buckets >= self.calibration.first_further) & (self._log["depths"][rows] < counts[:, None])
-        self.forget(rows)
-        return torch.stack([(true & tried & further).sum(), counts.sum()])

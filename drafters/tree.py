@@ -4,7 +4,7 @@ Legend: batch = sequences in the step, nodes = padded node count, depth = longes
 The root (the last committed token, depth 0) is not a node: a node whose parent is -1 hangs below the root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -147,13 +147,19 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
 
     Different paths collide with probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64
     """
-    own = (tokens + 1) * _factors(tokens.device)[depths]
-    # The root becomes the last column: it adds nothing and is its own parent.
-    nodes = tokens.shape[1]
-    sums, jump = pad(own, (0, 1)), pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)
+    return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
+
+
+def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Values combined from the root's child down to each node.
+
+    values [batch, nodes + 1], the last column the root's, which changes nothing; parents [batch, nodes] -> like parents
+    """
+    nodes = parents.shape[1]
+    jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
     for _ in range(DOUBLINGS):
-        sums, jump = sums + sums.gather(1, jump), jump.gather(1, jump)
-    return sums[:, :nodes]
+        values, jump = combine(values, values.gather(1, jump)), jump.gather(1, jump)
+    return values[:, :nodes]
 
 
 def node_hashes(tree: Candidates) -> Tensor:

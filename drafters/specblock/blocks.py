@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.proposals import TreeLog
 from drafters.protocol import Noise
+from drafters.specblock.calibration import RankCalibration
 from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
@@ -104,13 +104,19 @@ class Blocks:
     """Grows blocks from committed entries, and makes one tree of them."""
 
     def __init__(
-        self, weights: TrainedWeights, *, pool: EntryPool, state: EntryState, log: TreeLog, max_nodes: int
+        self,
+        weights: TrainedWeights,
+        *,
+        pool: EntryPool,
+        state: EntryState,
+        calibration: RankCalibration,
+        max_nodes: int,
     ) -> None:
         self._weights = weights
         self._model = weights.model
         self._policy = POLICIES[weights.policy]
         self._pool, self._state = pool, state
-        self._log, self._calibration = log, log.calibration
+        self._calibration = calibration
         self._max_nodes = max_nodes
 
     def ingest(self, rows: Tensor, waiting: Waiting, width: int) -> None:
@@ -153,7 +159,7 @@ class Blocks:
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merge_trees(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self._log.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        self._calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
     def _block(

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters import readback
-from drafters.calibration import RankCalibration
 from drafters.gating import BlockGate
-from drafters.proposals import TreeLog
 from drafters.protocol import (
     Committed,
     DraftContext,
@@ -24,6 +22,7 @@ from drafters.protocol import (
     Read,
 )
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, TreeRunners, of_tree
+from drafters.specblock.calibration import RankCalibration
 from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting, taken_slots
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import GraphRunner, batches_up_to, leading
@@ -46,8 +45,10 @@ class SpecBlockDrafter(Drafter):
         self._window = config.trained_length
         self._pool = EntryPool(model, sizes.num_slots, device)
         self._state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, model.dtype)
-        self._log = TreeLog(RankCalibration(config.block_size, device=device), sizes)
-        self._blocks = Blocks(weights, pool=self._pool, state=self._state, log=self._log, max_nodes=sizes.max_nodes)
+        self._calibration = RankCalibration(config.block_size, sizes)
+        self._blocks = Blocks(
+            weights, pool=self._pool, state=self._state, calibration=self._calibration, max_nodes=sizes.max_nodes
+        )
         self._runners = TreeRunners(
             self._blocks,
             weights,
@@ -85,7 +86,7 @@ class SpecBlockDrafter(Drafter):
             self._useful_from[context.row] = len(context.tokens) - self._window
             if context.cached is not None:
                 self._state.adopt(context.row, context.cached)
-        self._log.forget(rows)
+        self._calibration.forget(rows)
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
@@ -140,27 +141,27 @@ class SpecBlockDrafter(Drafter):
         else:
             self._pool.forget(taken_slots(slots, counts))
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
-            came = self._log.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
+            came = self._calibration.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
         if self._runners.follow:
             self._outcomes.read(came, self._block_gate.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        self._log.forget(rows)
+        self._calibration.forget(rows)
         if self._recorder is not None:
             self._recorder.finish(rows)
         return [0] * len(rows)
 
     def rank_outcomes(self) -> RankOutcomes:
-        return self._log.calibration.outcomes()
+        return self._calibration.outcomes()
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
 
     def _learn_and_wait(self, *entries: Tensor) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward. # -> [2], as of `TreeLog.learn`"""
+        """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""
         rows, positions, counts, slots, features, tokens = Entries(*entries)
-        came = self._log.learn(rows, tokens, counts)
+        came = self._calibration.learn(rows, tokens, counts)
         self._pool.forget(self._state.append(rows, positions, counts, slots))
         self._state.wait(rows, counts, features, tokens)
         return came

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from drafters.calibration import CEILING
 from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
 from drafters.specblock.model import RANK_CLASSES
 from drafters.tree import MAX_DEPTH, ROOT
 from kernels.rank_features import TOP
-
-_CEILING = 0.98
-"""Below 1, so that survival falls strictly along every path."""
 
 Policy = Callable[[BlockChances], Tensor]
 """Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
@@ -105,7 +103,7 @@ def best_first(chances: BlockChances) -> Tensor:
     members = _members(chances.draft.device)
     mass = (chances.draft @ members).clamp(min=1e-9)  # [..., block, 4]
     spread: Tensor = chances.draft * ((chances.classes / mass) @ members.T)
-    return spread.clamp(max=_CEILING)
+    return spread.clamp(max=CEILING)
 
 
 @cache
@@ -130,7 +128,7 @@ def ranked(widths: tuple[int, ...]) -> Policy:
 
 def uniform(chances: BlockChances) -> Tensor:
     """The first few ranks everywhere."""
-    return chances.draft.clamp(max=_CEILING) * (torch.arange(TOP, device=chances.draft.device) < _UNIFORM_WIDTH)
+    return chances.draft.clamp(max=CEILING) * (torch.arange(TOP, device=chances.draft.device) < _UNIFORM_WIDTH)
 
 
 POLICIES: dict[str, Policy] = {

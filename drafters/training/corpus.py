@@ -59,6 +59,12 @@ class Example:
     def length(self) -> int:
         return self.tokens.shape[0]
 
+    def first(self, length: int) -> "Example":
+        """Its beginning."""
+        labels = length - self.prompt + 1
+        tops = self.top_ids[:labels], self.top_logprobs[:labels]
+        return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature)
+
     @property
     def prompt_digest(self) -> bytes:
         """Equal for sequences that answer the same prompt."""
@@ -80,18 +86,12 @@ def _examples(shard: Shard, max_length: int) -> Iterator[Example]:
     token, label = 0, 0
     sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
     for length, prompt, temperature in sequences:
-        labels = length - prompt + 1
-        kept = min(length, max_length)
-        if kept > prompt:
-            yield Example(
-                tokens=shard.tokens[token : token + kept].long(),
-                features=shard.features[token : token + kept],
-                prompt=prompt,
-                top_ids=shard.top_ids[label : label + kept - prompt + 1],
-                top_logprobs=shard.top_logprobs[label : label + kept - prompt + 1],
-                temperature=temperature,
-            )
-        token, label = token + length, label + labels
+        mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
+        if min(length, max_length) > prompt:
+            tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
+            whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
+            yield whole.first(min(length, max_length))
+        token, label = mine.stop, labelled.stop
 
 
 def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:

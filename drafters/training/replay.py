@@ -18,7 +18,7 @@ from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult, came_true, path_hashes
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, came_true, path_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,102 +104,51 @@ def _behind(batch: Batch, example: Example, anchors: Tensor, count: int) -> Tens
 
 def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *, max_nodes: int) -> Replayed:
     """The serving drafter with best-first trees of so many nodes, at temperature 0."""
-    longest = max(example.length for example in examples)
+    device = model.d2t.device
+    tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
+    features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
+    ends = torch.tensor([e.length for e in examples], device=device)
+    num_texts, longest = tokens.shape
+    slots = torch.arange(1, tokens.numel() + 1, device=device).view(num_texts, longest)  # slot 0 is nobody's
     sizes = DraftingSizes(
-        max_sequences=len(examples),
-        max_length=longest,
-        max_nodes=max_nodes,
-        num_slots=len(examples) * longest + 1,
-        device=model.d2t.device,
+        max_sequences=num_texts, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
     )
     drafter = SpecBlockDrafter(sizes, TrainedWeights(model, embed))
-    texts = _Texts(examples, model.d2t.device)
-    texts.read_prompts(drafter)
-    done = Replayed()
-    while texts.rows.shape[0]:
-        tree = drafter.grow(texts.rows, texts.noise())
-        emitted = texts.commit(drafter, tree)
-        done += Replayed(int(emitted.sum()), emitted.shape[0])
-    return done
-
-
-class _Texts:
-    """Texts that are replayed together, and how far each one is."""
-
-    def __init__(self, examples: Sequence[Example], device: torch.device) -> None:
-        self._examples = examples
-        self._tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
-        self._features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
-        self._ends = torch.tensor([e.length for e in examples], device=device)
-        self._roots = torch.tensor([e.prompt for e in examples], device=device)  # the first response token
-        self.rows = torch.arange(len(examples), device=device)
-        self._drop_ended()
-
-    def read_prompts(self, drafter: SpecBlockDrafter) -> None:
-        """All prompts, and the first token of each response, which no tree drafted."""
-        drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(self._examples)])
-        for row in self.rows.tolist():
-            last = self._examples[row].prompt - 1
-            tokens, features = self._tokens[row, 1 : last + 1], self._features[row, :last]
-            drafter.read(Read(row, 0, tokens, self._slots(self.rows.new_tensor([row]), last)[0], features))
-        nothing = DraftTree.empty(self.rows.shape[0], self.rows.device)
-        self._roots[self.rows] -= 1
-        self.commit(drafter, nothing)
-
-    def noise(self) -> Noise:
-        zeros = torch.zeros_like(self.rows)
-        return Noise(seeds=zeros, temperatures=zeros.float(), positions=self._roots[self.rows], warm=False)
-
-    def commit(self, drafter: SpecBlockDrafter, tree: Candidates) -> Tensor:
-        """Accept what continues the texts, move on, leave texts that end. # -> emitted tokens [batch]"""
-        rows, roots = self.rows, self._roots[self.rows]
-        reach = torch.arange(MAX_DEPTH + 1, device=rows.device)
-        ahead = roots[:, None] + 1 + reach
-        inside = ahead < self._ends[rows, None]
-        tokens = self._tokens[rows[:, None], ahead.clamp(max=self._tokens.shape[1] - 1)].masked_fill(~inside, -1)
-        result = _verified(tree, tokens, inside)
-        counts = result.num_accepted + 1
-        kept = reach < counts[:, None]
-        places = (roots[:, None] + reach).clamp(max=self._tokens.shape[1] - 1)
+    drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(examples)])
+    roots = torch.tensor([e.prompt for e in examples], device=device) - 1
+    rows = (roots + 2 < ends).nonzero()[:, 0]
+    for row in rows.tolist():
+        last = examples[row].prompt - 1
+        drafter.read(Read(row, 0, tokens[row, 1 : last + 1], slots[row, :last], features[row, :last]))
+    reach = torch.arange(MAX_DEPTH + 1, device=device)
+    tree, done = DraftTree.empty(len(rows), device), Replayed()  # no tree drafts the first token of a response
+    while len(rows):
+        at = roots[rows]
+        ahead = at[:, None] + 1 + reach
+        inside = ahead < ends[rows, None]
+        said = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
+        # A text's last token is the target's own.
+        true = came_true(path_hashes(tree.tokens, tree.parents, tree.depths), said, (inside.sum(1) - 1).clamp(min=0))
+        accepted = (true & tree.valid).sum(1)
+        places = (at[:, None] + reach).clamp(max=longest - 1)
+        nothing = tokens.new_zeros(len(rows), 0)
         drafter.commit(
             Committed(
                 rows=rows,
-                tokens=tokens.masked_fill(~kept, -1),
-                counts=counts,
+                tokens=said.masked_fill(reach > accepted[:, None], -1),
+                counts=accepted + 1,
                 tree=tree,
-                result=result,
-                features=self._features[rows[:, None], places],
-                positions=roots,
-                slots=rows[:, None] * self._tokens.shape[1] + places + 1,
+                result=VerifyResult(nothing, accepted, said.gather(1, accepted[:, None])[:, 0], nothing),
+                features=features[rows[:, None], places],
+                positions=at,
+                slots=slots[rows[:, None], places],
             )
         )
-        self._roots[rows] += counts
-        self._drop_ended()
-        return counts
-
-    def _slots(self, rows: Tensor, count: int) -> Tensor:
-        """Every position of every text has a slot of its own; slot 0 is nobody's. # -> [batch, count]"""
-        return rows[:, None] * self._tokens.shape[1] + torch.arange(count, device=rows.device) + 1
-
-    def _drop_ended(self) -> None:
-        self.rows = self.rows[self._roots[self.rows] + 1 < self._ends[self.rows]]
-
-
-def _verified(tree: Candidates, tokens: Tensor, inside: Tensor) -> VerifyResult:
-    """Acceptance by a text instead of a target; its last token is always the target's own.
-
-    tokens, inside [batch, depth], the text behind the root and where there is any
-    """
-    draftable = (inside.sum(1) - 1).clamp(min=0)
-    hashes = path_hashes(tree.tokens, tree.parents, tree.depths)
-    accepted = came_true(hashes, tokens, draftable) & tree.valid  # [batch, nodes]
-    path = torch.full_like(tokens, ROOT)
-    line, node = accepted.nonzero(as_tuple=True)
-    path[line, tree.depths[line, node] - 1] = node
-    number = accepted.sum(1)
-    return VerifyResult(
-        path=path[:, :-1],
-        num_accepted=number,
-        bonus=tokens.gather(1, number[:, None])[:, 0],
-        target_tokens=tokens.new_full((tree.batch, tree.width + 1), ROOT),
-    )
+        if tree.width:
+            done += Replayed(int(accepted.sum()) + len(rows), len(rows))
+        roots[rows] += accepted + 1
+        rows = rows[roots[rows] + 1 < ends[rows]]
+        zeros = torch.zeros_like(rows)
+        if len(rows):
+            tree = drafter.grow(rows, Noise(zeros, zeros.float(), roots[rows], warm=False))
+    return done

@@ -35,49 +35,33 @@ class Scores:
     tree_tau: float  # best-first trees of 16 nodes
 
 
-class Examiner:
-    """Scores a drafter on texts that it is not trained on."""
-
-    def __init__(
-        self, model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_tokens: int, autocast: bool
-    ) -> None:
-        self._model = model
-        self._embed = embed
-        self._texts = list(texts)
-        self._replayed = _to_replay(texts)
-        self._batch_tokens = batch_tokens
-        self._autocast = autocast
-        self._objective = Objective(model, embed, ObjectiveSettings(anchor_share=_ANCHOR_SHARE))
-
-    @torch.no_grad()
-    def __call__(self) -> Scores:
-        device = self._model.d2t.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            chain = sum((replay_chain(self._model, self._embed, text) for text in self._replayed), Replayed())
-            losses, counts = self._teach(device)
-            tree = replay_trees(self._model, self._embed, self._replayed, max_nodes=TREE_NODES)
-        hits, covered, seen = counts
-        return Scores(
-            loss=float(losses[0]),
-            rank_loss=float(losses[1]),
-            alpha=_shares(hits, seen),
-            covered=_shares(covered, seen),
-            seen=tuple(seen.int().tolist()),
-            chain_tau=chain.tau,
-            tree_tau=tree.tau,
-        )
-
-    def _teach(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean losses [2], and hits, covered and seen [3, 2 * block], of the objective on all texts."""
-        drawn = torch.Generator().manual_seed(_SEED)
-        reach = 2 * self._model.config.block_size
-        counts, losses, groups = torch.zeros(3, reach), torch.zeros(2), 0
-        for group in batches(self._texts, tokens=self._batch_tokens, generator=drawn):
-            scores = self._objective(Batch.of(group, reach, device), drawn)
+@torch.no_grad()
+def examine(model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_tokens: int, autocast: bool) -> Scores:
+    """Score a drafter on texts that it is not trained on."""
+    device, reach = model.d2t.device, 2 * model.config.block_size
+    replayed = _to_replay(texts)
+    objective = Objective(model, embed, ObjectiveSettings(anchor_share=_ANCHOR_SHARE))
+    drawn = torch.Generator().manual_seed(_SEED)
+    losses, counts, groups = torch.zeros(2), torch.zeros(3, reach), 0
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        chain = sum((replay_chain(model, embed, text) for text in replayed), Replayed())
+        for group in batches(list(texts), tokens=batch_tokens, generator=drawn):
+            scores = objective(Batch.of(group, reach, device), drawn)
             losses += torch.stack([scores.draft_loss, scores.rank_loss]).float().cpu()
             counts += torch.stack([scores.hits, scores.covered, scores.seen])
             groups += 1
-        return losses / max(1, groups), counts
+        tree = replay_trees(model, embed, replayed, max_nodes=TREE_NODES)
+    hits, covered, seen = counts
+    loss, rank_loss = (losses / max(1, groups)).tolist()
+    return Scores(
+        loss=loss,
+        rank_loss=rank_loss,
+        alpha=_shares(hits, seen),
+        covered=_shares(covered, seen),
+        seen=tuple(seen.int().tolist()),
+        chain_tau=chain.tau,
+        tree_tau=tree.tau,
+    )
 
 
 def _to_replay(texts: Sequence[Example]) -> list[Example]:
@@ -85,20 +69,7 @@ def _to_replay(texts: Sequence[Example]) -> list[Example]:
     long_enough = [text for text in texts if text.length >= text.prompt + 2]
     greedy = [text for text in long_enough if text.temperature == 0.0]
     chosen = sorted(greedy or long_enough, key=lambda text: text.prompt_digest)[:_TEXTS]
-    return [_beginning(text, _TEXT_TOKENS) for text in chosen]
-
-
-def _beginning(text: Example, tokens: int) -> Example:
-    end = min(text.length, text.prompt + tokens)
-    labels = end - text.prompt + 1
-    return Example(
-        text.tokens[:end],
-        text.features[:end],
-        text.prompt,
-        text.top_ids[:labels],
-        text.top_logprobs[:labels],
-        text.temperature,
-    )
+    return [text.first(min(text.length, text.prompt + _TEXT_TOKENS)) for text in chosen]
 
 
 def _shares(part: Tensor, whole: Tensor) -> tuple[float | None, ...]:

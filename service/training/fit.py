@@ -1,8 +1,9 @@
 """Stage 3: from features to a drafter's weights, with a curve of the held-out texts and a state to go on from."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from drafters.training.fit import (
 from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
-from drafters.training.scores import Examiner
+from drafters.training.scores import Scores, examine
 from service.assembly import device_of
 from service.config import ServiceConfig
 from service.engine.drafter_weights import embed_with
@@ -146,10 +147,9 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         for _ in trainer.run(trained, plan.length):  # the first process watches
             pass
         return
-    examiner = Examiner(
-        start.model, start.embed, apart, batch_tokens=2 * settings.batch_tokens, autocast=settings.autocast
-    )
-    points = _watched(trainer, trained, start, plan, examiner)
+    tokens, autocast = 2 * settings.batch_tokens, settings.autocast
+    score = partial(examine, start.model, start.embed, apart, batch_tokens=tokens, autocast=autocast)
+    points = _watched(trainer, trained, start, plan, score)
     facts = facts_of(
         manifest,
         trainer.position,
@@ -164,20 +164,20 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
 
 
 def _watched(
-    trainer: Trainer, examples: list[Example], start: _Start, plan: FitPlan, examiner: Examiner
+    trainer: Trainer, examples: list[Example], start: _Start, plan: FitPlan, score: Callable[[], Scores]
 ) -> list[CurvePoint]:
     """The run with a bar, evaluations, a curve and a saved state."""
     curve = Curve(plan.out, up_to_step=start.position.step)
     reports: list[StepReport] = []
 
     def evaluate() -> None:
-        curve.add(CurvePoint.of(reports, examiner()))
+        curve.add(CurvePoint.of(reports, score()))
         reports.clear()
         described, state = plan.describe(), plan.out / STATE_FILE
         save_state(state, start.model, start.optimizer, trainer.position, described=described, notes=start.notes)
 
     if not curve.points:
-        curve.add(CurvePoint(scores=examiner()))
+        curve.add(CurvePoint(scores=score()))
     began = evaluated = time.perf_counter()
     with bar("training", 1.0) as advance:
         for report in trainer.run(examples, plan.length):

@@ -9,7 +9,7 @@ from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.training.replay import replay_blocks, replay_chain, replay_trees
-from drafters.training.scores import Examiner
+from drafters.training.scores import examine
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
 
@@ -103,11 +103,10 @@ def test_texts_beside_each_other_do_not_matter() -> None:
     assert together.tau > 1.0
 
 
-def test_the_examiner_says_the_same_twice() -> None:
+def test_scores_are_the_same_twice() -> None:
     model, token = drafter(right=True)
     texts = [repeating_example(token, length) for length in (20, 30, 40)]
-    examiner = Examiner(model, EMBED, texts, batch_tokens=100, autocast=False)
-    first = examiner()
-    assert first == examiner()
+    first, again = (examine(model, EMBED, texts, batch_tokens=100, autocast=False) for _ in range(2))
+    assert first == again
     assert first.chain_tau == first.tree_tau > 5
     assert len(first.alpha) == len(first.seen) == 2 * BLOCK

@@ -1,0 +1,80 @@
+"""How far the rank head can be trusted, learned from every committed token."""
+
+import torch
+from torch import Tensor
+
+from drafters.calibration import CEILING, HitTable
+from drafters.proposals import Field, ProposalLog
+from drafters.protocol import DraftingSizes, RankOutcomes
+from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
+from drafters.tree import NO_HASH, ROOT, Candidates, came_true, node_hashes
+
+_PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
+_DECAY = 0.998  # per step: memory of about 500 steps
+_LIMITS = (0.2, 3.0)
+_CLASSES = len(CLASS_NAMES)  # those that can be drafted
+
+
+class RankCalibration:
+    """Corrects what the rank head predicts, per block, position and class, from every committed token: a node's fate is
+    known once the text goes on past its parent, whether or not it was verified.
+
+    A bucket is (first or later block, position in it, class of the rank).
+    """
+
+    def __init__(self, block_size: int, sizes: DraftingSizes) -> None:
+        self._table = HitTable.of_factors(
+            2 * block_size * _CLASSES, _PRIOR, decay=_DECAY, limits=_LIMITS, device=sizes.device
+        )
+        positions = torch.arange(block_size, device=sizes.device)[:, None] * _CLASSES
+        first = positions + torch.tensor(CLASS_OF_RANK, device=sizes.device)  # [block, rank]
+        self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
+        self._buckets = torch.stack([first, first + self.first_further])
+        nodes = (sizes.max_nodes,)
+        fields = {
+            "hashes": Field(nodes, NO_HASH, forgotten=True),
+            "parents": Field(nodes, ROOT),
+            "depths": Field(nodes, 0),
+            "predicted": Field(nodes, 0.0),
+            "buckets": Field(nodes, 0),
+        }
+        self._trees = ProposalLog(sizes, fields)
+        self.forget = self._trees.forget
+
+    def buckets(self, block: int) -> Tensor:
+        """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
+        return self._buckets[min(block, 1)]
+
+    def correct(self, conditional: Tensor, block: int) -> Tensor:
+        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
+        corrected: Tensor = conditional * self._table.ratios[self.buckets(block)]
+        return corrected.clamp(max=CEILING)
+
+    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
+        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
+        nodes = {"parents": tree.parents, "depths": tree.depths, "predicted": predicted, "buckets": buckets}
+        self._trees.keep(rows, hashes=node_hashes(tree), **nodes)
+
+    def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
+        tree's first, and how many tokens there are.
+
+        rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
+        """
+        hashes, parents, buckets = (self._trees[name][rows] for name in ("hashes", "parents", "buckets"))
+        true = came_true(hashes, tokens, counts)
+        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)
+        self.observe(buckets, self._trees["predicted"][rows], true, tried)
+        further = (buckets >= self.first_further) & (self._trees["depths"][rows] < counts[:, None])
+        self.forget(rows)
+        return torch.stack([(true & tried & further).sum(), counts.sum()])
+
+    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
+        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
+        self._table.observe(buckets, true & tried, predicted * tried)
+
+    def outcomes(self) -> RankOutcomes:
+        """By class of the rank: recent tokens predicted, and those that came true."""
+        sums = torch.stack([self._table.expected, self._table.true]).view(2, -1, _CLASSES).sum(1)
+        predicted, right = sums.tolist()  # planned transfer
+        return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))

@@ -1,0 +1,105 @@
+"""What a tree said is judged once, by the text that came; and what is learned of the rank head."""
+
+import torch
+
+from drafters.protocol import DraftingSizes
+from drafters.specblock.calibration import RankCalibration
+from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
+from drafters.tree import DraftTree
+from kernels.rank_features import TOP
+
+ROWS = torch.tensor([1])
+SIZES = DraftingSizes(max_sequences=2, max_length=0, max_nodes=6)
+
+
+def grown() -> RankCalibration:
+    """Row 1 has heard of the chain 5, 6, 7, whose last node is of a later block, and of 9 beside it."""
+    calibration = RankCalibration(2, SIZES)
+    tree = DraftTree.of(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 1, -1]]))
+    buckets = torch.tensor([[0, 0, calibration.first_further, 1]])
+    calibration.keep(ROWS, tree, torch.full((1, 4), 0.5), buckets)
+    return calibration
+
+
+def learnt(calibration: RankCalibration, tokens: list[int]) -> list[int]:
+    told: list[int] = calibration.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
+    return told
+
+
+def test_accepted_tokens_of_later_blocks_are_counted() -> None:
+    assert learnt(grown(), [5, 6, 7, 8]) == [1, 4]
+    assert learnt(grown(), [5, 6, 8]) == [0, 3]
+
+
+def test_the_bonus_token_is_nobodys() -> None:
+    assert learnt(grown(), [5, 6, 7]) == [0, 3]
+
+
+def test_nodes_are_judged_once() -> None:
+    calibration = grown()
+    learnt(calibration, [5, 2])
+    outcomes = calibration.outcomes()
+    assert sum(outcomes.predicted.values()) == 1.5  # 5, 9 and, behind the true 5, 6
+    assert sum(outcomes.right.values()) == 1.0
+    assert learnt(calibration, [5, 6, 7, 8]) == [0, 4]
+
+
+def test_a_row_that_ends_is_forgotten() -> None:
+    calibration = grown()
+    calibration.forget([1])
+    assert learnt(calibration, [5, 6, 7, 8]) == [0, 4]
+
+
+def test_no_rank_is_corrected_before_anything_is_known() -> None:
+    conditional = torch.rand(2, 3, 4, TOP) * 0.9
+    assert RankCalibration(4, SIZES).correct(conditional, 0).equal(conditional)
+
+
+def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
+    calibration = RankCalibration(4, SIZES)
+    generator = torch.Generator().manual_seed(0)
+    buckets = calibration.buckets(0)[:1, 0][None].expand(1, 50)  # position 1, rank 1
+    predicted = torch.full((1, 50), 0.8)
+    for _ in range(200):
+        true = torch.rand(1, 50, generator=generator) < 0.4
+        calibration.observe(buckets, predicted, true, torch.ones_like(true))
+    corrected = calibration.correct(torch.full((4, TOP), 0.8), 0)
+    assert abs(corrected[0, 0] - 0.4) < 0.02
+    assert corrected[1, 0] == 0.8  # another position
+    assert corrected[0, 1] == 0.8  # another class
+    assert calibration.correct(torch.full((4, TOP), 0.8), 1)[0, 0] == 0.8  # a later block
+
+
+def test_untried_nodes_teach_nothing() -> None:
+    calibration = RankCalibration(2, SIZES)
+    nodes = torch.zeros(1, 8, dtype=torch.int64)
+    never = torch.zeros(1, 8, dtype=torch.bool)
+    for _ in range(100):
+        calibration.observe(nodes, torch.full((1, 8), 0.9), never, never)
+    assert calibration.correct(torch.full((2, TOP), 0.5), 0).eq(0.5).all()
+
+
+def test_rates_stay_below_certainty() -> None:
+    calibration = RankCalibration(2, SIZES)
+    nodes, always = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
+    for _ in range(100):
+        calibration.observe(nodes, torch.full((1, 8), 0.3), always, always)
+    assert calibration.correct(torch.full((2, TOP), 0.9), 0).max() < 1
+
+
+def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
+    calibration = RankCalibration(2, SIZES)
+    ranks = torch.tensor([0, 1, 3, 4, 9])  # of classes 0, 1, 1, 2, 2
+    buckets = torch.stack([calibration.buckets(0)[1, ranks], calibration.buckets(1)[0, ranks]])
+    true = torch.tensor([[True, False, True, False, False], [False, True, False, False, False]])
+    tried = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
+    calibration.observe(buckets, torch.full((2, 5), 0.25), true, tried)
+    outcomes = calibration.outcomes()
+    assert outcomes.predicted == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
+    assert outcomes.right == {"1": 1.0, "2-4": 2.0, "5-10": 0.0}
+
+
+def test_every_class_that_can_be_drafted_has_a_name() -> None:
+    assert len(CLASS_NAMES) == len(set(CLASS_OF_RANK))
+    spans = [[rank + 1 for rank, one in enumerate(CLASS_OF_RANK) if one == number] for number in range(3)]
+    assert tuple(f"{span[0]}-{span[-1]}".replace("1-1", "1") for span in spans) == CLASS_NAMES
