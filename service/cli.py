@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
@@ -18,8 +18,8 @@ from rich.table import Column, Table
 
 from service import __version__
 from service.bench.commands import bench_app, check_app
-from service.config import CONFIG_VARIABLE, REMOVED, SETTINGS, LoadedConfig, load_config, panel_of
-from service.config_sources import SECTION_SEPARATOR, allowed_values, flag_name, flat_values
+from service.config import REMOVED, SETTINGS, LoadedConfig, panel_of
+from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
 from service.learning.trainer import trainer
 from service.observability.top import top
@@ -32,6 +32,14 @@ _REMOVED_SWITCHES = {
     "no_prefix_cache": "--no-prefix-cache",
 }
 _IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help=f"YAML file with settings; environment variables and flags override it. Also {CONFIG_VARIABLE}.",
+    ),
+]
 
 app = typer.Typer(
     name="adaptree",
@@ -62,57 +70,39 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**options: object) -> None:
         extra = {parameter.name: options.pop(parameter.name) for parameter in own}
-        command(
-            load_config({_setting_of(name): value for name, value in options.items() if value is not None}), **extra
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        command(load_config({name.replace(_IN_IDENTIFIERS, "."): value for name, value in given.items()}), **extra)
 
-    settings = [_setting_parameter(name, field) for name, field in SETTINGS.items()]
-    settings += [_removed_parameter(name) for name in REMOVED]
-    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    run.__signature__ = inspect.Signature([*keywords, _config_parameter(), *settings])  # type: ignore[attr-defined]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    keywords = [parameter.replace(kind=keyword) for parameter in own]
+    settings = {"config": _CONFIG} | {name: _option(name, field) for name, field in SETTINGS.items()}
+    # Options that there were: `load_config` says what has taken their place.
+    settings |= {name: _text_or_switch(_REMOVED_SWITCHES.get(name, flag_name(name)), hidden=True) for name in REMOVED}
+    keywords += [
+        inspect.Parameter(name.replace(".", _IN_IDENTIFIERS), keyword, default=None, annotation=annotation)
+        for name, annotation in settings.items()
+    ]
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     run.__doc__ = command.__doc__
     return run
 
 
-def _config_parameter() -> inspect.Parameter:
-    option = typer.Option(
-        "--config",
-        metavar="FILE",
-        help=f"YAML file with settings; environment variables and flags override it. Also {CONFIG_VARIABLE}.",
-    )
-    return _keyword("config", Annotated[Path | None, option])
-
-
-def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo) -> object:
     # A section's switches take a value: `--no-section.name` would read badly.
-    is_switch = field.annotation is bool and SECTION_SEPARATOR not in name
-    option = typer.Option(
-        f"{flag_name(name)}/--no-{flag_name(name)[2:]}" if is_switch else flag_name(name),
+    flag, is_switch = flag_name(name), field.annotation is bool and "." not in name
+    return _text_or_switch(
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
         metavar=None if is_switch else _metavar(field),
         help=_help_text(field),
         rich_help_panel=panel_of(name),
         show_default=False,
     )
+
+
+def _text_or_switch(flags: str, **words: Any) -> object:
     # Text goes to the settings as it is, so that a bad value is explained in the same words wherever it was set.
-    annotation = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
-    return _keyword(name, annotation)
-
-
-def _removed_parameter(name: str) -> inspect.Parameter:
-    """An option that there was: `load_config` says what has taken its place."""
-    flag = flag_name(name)
-    if name not in _REMOVED_SWITCHES:
-        return _keyword(name, Annotated[str | None, typer.Option(flag, hidden=True)])
-    return _keyword(name, Annotated[bool | None, typer.Option(_REMOVED_SWITCHES[name], hidden=True)])
-
-
-def _setting_of(parameter: str) -> str:
-    return parameter.replace(_IN_IDENTIFIERS, SECTION_SEPARATOR)
-
-
-def _keyword(name: str, annotation: object) -> inspect.Parameter:
-    identifier = name.replace(SECTION_SEPARATOR, _IN_IDENTIFIERS)
-    return inspect.Parameter(identifier, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    option = typer.Option(flags, **words)
+    return Annotated[bool | None, option] if "--no-" in flags else Annotated[str | None, option]
 
 
 def _metavar(field: FieldInfo) -> str:
@@ -127,10 +117,8 @@ def _metavar(field: FieldInfo) -> str:
 
 def _help_text(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
-    if default is None or default == ():
-        return str(field.description)
-    shown = str(default).lower() if isinstance(default, bool) else str(default)
-    return f"{field.description} Default: {shown}."
+    shown = str(default).lower() if isinstance(default, bool) else default
+    return f"{field.description}" if default in (None, ()) else f"{field.description} Default: {shown}."
 
 
 @app.callback(invoke_without_command=True)
@@ -160,7 +148,8 @@ def _show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Print the settings in force and where each was set; options here act as they would on serve."""
-    rows = _shown_settings(loaded)
+    values = flat_values(loaded.config.model_dump(mode="json"))  # secrets come out masked
+    rows = {name: {"value": values[name], "origin": loaded.origin[name]} for name in SETTINGS}
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -169,11 +158,6 @@ def _show(
         value = row["value"]
         table.add_row(name, "" if value is None else json.dumps(value).strip('"'), str(row["origin"]))
     Console().print(table)
-
-
-def _shown_settings(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
-    values = flat_values(loaded.config.model_dump(mode="json"))  # secrets come out masked
-    return {name: {"value": values[name], "origin": loaded.origin[name]} for name in SETTINGS}
 
 
 app.add_typer(bench_app(with_settings), name="bench")

@@ -1,7 +1,4 @@
-"""Every setting of the server, written once: the command line, the environment, the file and the help derive from it.
-
-The only module that reads the environment.
-"""
+"""Every setting of the server, written once: command line, environment, file and help derive from it."""
 
 import os
 import re
@@ -19,29 +16,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
     SecretStr,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
 from pydantic.fields import FieldInfo
 
 from adaptation.config import REMOVED_SETTINGS, AdaptationConfig, usable_cores
-from service.config_sources import (
-    SECTION_SEPARATOR,
-    environment_entries,
-    explain,
-    file_entries,
-    flag_name,
-    flat_fields,
-    nested,
-    refuse_removed,
-)
-from service.errors import StartupError
 
-ENV_PREFIX = "ADAPTREE_"
-CONFIG_VARIABLE = "ADAPTREE_CONFIG"
 GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
@@ -64,16 +46,15 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "budget_objective": "budget_pace_seconds, which selects latency",
         "max_request_bytes": "fixed at 4194304",
     }
-    | {f"adaptation{SECTION_SEPARATOR}{name}": now for name, now in REMOVED_SETTINGS.items()}
+    | {f"adaptation.{name}": now for name, now in REMOVED_SETTINGS.items()}
 )
 """Settings that there were, each with its new name or with what it is fixed at."""
 
 
-def _setting(group: str, default: Any, description: str, **limits: Any) -> Any:
-    """A setting in this panel of the help."""
-    extra: dict[str, JsonValue] = {"group": group}
+def _setting(default: Any, description: str, *, panel: str | None = None, **limits: Any) -> Any:
+    """A setting; with `panel` it is the first one in that panel of the help."""
     limits["default_factory" if callable(default) else "default"] = default
-    return Field(description=description, json_schema_extra=extra, **limits)
+    return Field(title=panel, description=description, **limits)
 
 
 def _split(value: object) -> object:
@@ -119,75 +100,66 @@ class ServiceConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     model: str = _setting(
-        "Model",
         "smollm2-135m",
         "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
         "folder, or a .gguf file.",
+        panel="Model",
         min_length=1,
     )
     load_format: Literal["auto", "dummy"] = _setting(
-        "Model",
         "auto",
         "auto: the model's own weights. dummy: random weights in the shape that model names (llama-3.1-8b, qwen3-8b, "
         "tiny), to measure what steps cost; the text means nothing.",
     )
     load_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
-        "Model",
-        "auto",
-        "Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today.",
+        "auto", "Type of the weights in memory. auto: bfloat16, for the fastest steps on CPUs and GPUs of today."
     )
     device: str = _setting(
-        "Model",
         "auto",
         "Where the target runs: auto (a GPU if there is one), cpu, cuda or cuda:N.",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
     threads: int | None = _setting(
-        "Model", None, "CPU threads for tensor work. Unset: one per physical core this process may use.", ge=1, le=1024
+        None, "CPU threads for tensor work. Unset: one per physical core this process may use.", ge=1, le=1024
     )
     max_model_len: int | None = _setting(
-        "Model", None, "Longest prompt plus answer, in tokens. Unset: what the model was made for.", ge=16
+        None, "Longest prompt plus answer, in tokens. Unset: what the model was made for.", ge=16
     )
     kv_cache: Annotated[str | None, AfterValidator(_memory)] = _setting(
-        "Memory and batching",
         None,
         "Memory for keys and values: a size (4GiB, 512MiB), or a share of the device memory that is free once the "
         "weights are loaded (80%). Unset: 1GiB on a CPU, 80% on a GPU.",
+        panel="Memory and batching",
     )
     max_sequences: int = _setting(
-        "Memory and batching",
         32,
         "Most sequences generated at the same time; 8 times as many may wait, and the next one is answered 429.",
         ge=1,
         le=1024,
     )
     prefill_chunk: int = _setting(
-        "Memory and batching",
         256,
         "Most prompt tokens read in one step. Smaller: smoother streams. Larger: prompts are read sooner.",
         ge=1,
         le=8192,
     )
     prefix_cache: Annotated[Literal["shared", "per_client", "off"], BeforeValidator(_word_for_switch)] = _setting(
-        "Memory and batching",
         "shared",
         "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
         "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
     )
     drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = _setting(
-        "Speculation",
         "auto",
         "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
         "target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup. none: nobody.",
+        panel="Speculation",
     )
     drafter_path: Path | None = _setting(
-        "Speculation",
         None,
         "Folder with a trained drafter's config.json and model.safetensors. Unset: the weights that come with this "
         "package, for the embedded model.",
     )
     draft_blocks: int = _setting(
-        "Speculation",
         1,
         "M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best beside the "
         "embedded model on a CPU; more where the target is large against the drafter.",
@@ -195,66 +167,60 @@ class ServiceConfig(BaseModel):
         le=4,
     )
     budget_policy: Literal["cost", "fixed"] = _setting(
-        "Speculation",
         "cost",
         "How many nodes a step verifies. cost: as many as pay for themselves under the present load. fixed: always "
         "max_budget, for measurements.",
     )
     budget_pace_seconds: float | None = _setting(
-        "Speculation",
         None,
         "Seconds per token, from an answer's first token on, that a budget by cost tries to keep: tokens of answers "
         "behind it count up to four times. Unset: all tokens count alike, for the highest throughput.",
         gt=0,
         allow_inf_nan=False,
     )
-    max_budget: int = _setting(
-        "Speculation", 48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=64
-    )
+    max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=64)
     host: str = _setting(
-        "HTTP",
         "127.0.0.1",
         "Address to listen on. 0.0.0.0 answers the whole network: set api_keys first.",
+        panel="HTTP",
         min_length=1,
     )
-    port: int = _setting("HTTP", 8000, "Port to listen on. 0 takes a free one.", ge=0, le=65535)
+    port: int = _setting(8000, "Port to listen on. 0 takes a free one.", ge=0, le=65535)
     served_model_name: str | None = _setting(
-        "HTTP", None, "Name clients use for the model. Unset: the value of model.", min_length=1
+        None, "Name clients use for the model. Unset: the value of model.", min_length=1
     )
     max_output_tokens: int = _setting(
-        "HTTP", 4096, "Longest answer, in tokens, for requests that ask for more or name no limit.", ge=1
+        4096, "Longest answer, in tokens, for requests that ask for more or name no limit.", ge=1
     )
     drain_seconds: float = _setting(
-        "HTTP", 30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
+        30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
     )
     allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = _setting(
-        "Access",
         (),
         "Host names, beside those of this machine, under which requests may come, separated by commas; * is any. "
         "Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
+        panel="Access",
     )
     api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_split)] = _setting(
-        "Access",
         (),
         "Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or the file: a "
         "flag can be read in the process list.",
     )
-    admin_key: SecretStr | None = _setting("Access", None, "Key of the administration routes. Unset: they are closed.")
-    open_metrics: bool = _setting("Access", True, "Whether /metrics answers without a key.")
+    admin_key: SecretStr | None = _setting(None, "Key of the administration routes. Unset: they are closed.")
+    open_metrics: bool = _setting(True, "Whether /metrics answers without a key.")
     vllm_metric_names: bool = _setting(
-        "Operation", False, "Also export what vLLM exports under its vllm: names and labels, which other tools read."
+        False,
+        "Also export what vLLM exports under its vllm: names and labels, which other tools read.",
+        panel="Operation",
     )
     state_dir: Path = _setting(
-        "Operation",
         _default_state_dir,
         "Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs nothing "
         "else.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "Operation", "info", "Least important messages to log."
-    )
-    log_json: bool = _setting("Operation", False, "Log one JSON object per line instead of text.")
-    adaptation: AdaptationConfig = _setting("Learning while serving", AdaptationConfig, "Learning while serving.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least important messages to log.")
+    log_json: bool = _setting(False, "Log one JSON object per line instead of text.")
+    adaptation: AdaptationConfig = _setting(AdaptationConfig, "Learning while serving.", panel="Learning while serving")
 
     @field_validator("budget_pace_seconds")
     @classmethod
@@ -326,15 +292,18 @@ class ServiceConfig(BaseModel):
         return int(float(match[1]) * unit)
 
 
-SETTINGS: Mapping[str, FieldInfo] = flat_fields(ServiceConfig)
-"""Every setting by its flat name; those of a section as `section.name`."""
+SETTINGS: Mapping[str, FieldInfo] = {
+    **{name: field for name, field in ServiceConfig.model_fields.items() if name != "adaptation"},
+    **{f"adaptation.{name}": field for name, field in AdaptationConfig.model_fields.items()},
+}
+"""Every setting by its flat name; those of the section `adaptation` as `adaptation.name`."""
 
 
 def panel_of(name: str) -> str:
     """The panel of the help in which a setting stands; a section has one of its own."""
-    extra = ServiceConfig.model_fields[name.partition(SECTION_SEPARATOR)[0]].json_schema_extra
-    assert isinstance(extra, dict), f"{name} has no group"
-    return str(extra["group"])
+    names = list(ServiceConfig.model_fields)
+    before = names[: names.index(name.partition(".")[0]) + 1]
+    return next(title for name in reversed(before) if (title := ServiceConfig.model_fields[name].title))
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,30 +312,3 @@ class LoadedConfig:
 
     config: ServiceConfig
     origin: Mapping[str, str]
-
-
-def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """Defaults, then the file, then the environment, then the flags: each overrides the one before.
-
-    `flags` holds the ones that were given, by name in `SETTINGS`, and `config` for the path of the file.
-    """
-    variables = dict(os.environ if environ is None else environ)
-    named = variables.pop(CONFIG_VARIABLE, None)
-    file = flags.get("config") or named
-    layers = [
-        file_entries(Path(str(file)).expanduser(), SETTINGS, REMOVED, hint=f"--config and {CONFIG_VARIABLE}")
-        if file
-        else [],
-        environment_entries(variables, SETTINGS, REMOVED, prefix=ENV_PREFIX),
-        [(name, value, f"flag {flag_name(name)}") for name, value in flags.items() if name != "config"],
-    ]
-    for name, _, source in layers[2]:
-        refuse_removed(name, REMOVED, f"the {source} sets")
-    values: dict[str, object] = {}
-    origin = dict.fromkeys(SETTINGS, "default")
-    for name, value, source in (entry for layer in layers for entry in layer):
-        values[name], origin[name] = value, source
-    try:
-        return LoadedConfig(ServiceConfig.model_validate(nested(values)), origin)
-    except ValidationError as error:
-        raise StartupError(explain(error, SETTINGS, values, origin)) from None

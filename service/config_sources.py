@@ -1,115 +1,120 @@
-"""Reads settings from a file and from variables under flat names (`adaptation.alpha`), each with where it was set, and
-explains an impossible one: which setting, which value, where it was set, what to do.
+"""Settings as given: defaults, then a file, then variables, then flags; each overrides the one before.
+
+Each has a flat name (`adaptation.alpha`) and is kept with where it was set, so that an impossible one is explained.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from service.config import REMOVED, SETTINGS, LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
-SECTION_SEPARATOR = "."
-_VARIABLE_SEPARATOR = "__"
+ENV_PREFIX = "ADAPTREE_"
+CONFIG_VARIABLE = "ADAPTREE_CONFIG"
+
+_SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 _BOUND_WORDS = {"gt": "more than", "ge": "at least", "le": "at most"}
 
 Entry = tuple[str, object, str]  # flat name, value, where it was set
 
 
-def flat_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Every setting of a model by its flat name, those of its sections included."""
-    fields: dict[str, FieldInfo] = {}
-    for name, field in model.model_fields.items():
-        section = _section(field)
-        fields |= {name: field} if section is None else _prefixed(name, flat_fields(section))
-    return fields
+def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """`flags` holds those that were given by their flat names, and `config` for the path of the file.
+
+    Raises StartupError with a line for each impossible value.
+    """
+    variables = dict(os.environ if environ is None else environ)
+    named = variables.pop(CONFIG_VARIABLE, None)
+    file = flags.get("config") or named
+    entries = [
+        *(_of_file(Path(str(file)).expanduser()) if file else ()),
+        *_of_environment(variables),
+        *_of_flags({name: value for name, value in flags.items() if name != "config"}),
+    ]
+    values: dict[str, object] = {}
+    origin = dict.fromkeys(SETTINGS, "default")
+    for name, value, source in entries:
+        values[name], origin[name] = value, source
+    try:
+        return LoadedConfig(ServiceConfig.model_validate(_nested(values)), origin)
+    except ValidationError as error:
+        lines = [_explained(problem, values, origin) for problem in error.errors()]
+        raise StartupError("\n".join(lines)) from None
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values under their flat names."""
+    """Values of sections under their flat names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _prefixed(name, flat_values(value)) if isinstance(value, dict) else {name: value}
+        inside = isinstance(value, dict)
+        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if inside else {f"{name}": value}
     return flat
 
 
-def nested(values: Mapping[str, object]) -> dict[str, Any]:
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Flat names as the model takes them."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *sections, last = name.split(SECTION_SEPARATOR)
-        branch = tree
-        for section in sections:
-            branch = branch.setdefault(section, {})
-        branch[last] = value
+    tree: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for name in values.keys() - tree.keys():
+        section, _, key = name.partition(".")
+        tree.setdefault(section, {})[key] = values[name]
     return tree
 
 
-def file_entries(path: Path, known: Iterable[str], removed: Mapping[str, str], *, hint: str) -> list[Entry]:
-    """What a YAML file sets. Raises StartupError; `hint` says how the file was named."""
+def _of_file(path: Path) -> Iterator[Entry]:
     if not path.is_file():
-        raise StartupError(f"the configuration file {path} does not exist; check {hint}")
+        raise StartupError(f"the configuration file {path} does not exist; check --config and {CONFIG_VARIABLE}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"the configuration file {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise StartupError(f"the configuration file {path} must hold `setting: value` lines")
-    return [(name, value, f"file {path}") for name, value in _read(values, "", list(known), removed, path)]
+    for section in _SECTIONS & values.keys():
+        found = values[section] = {} if values[section] is None else values[section]
+        if not isinstance(found, dict):
+            raise StartupError(
+                f"the configuration file {path} sets {section} to {found!r}; it is a section: put `setting: value` "
+                "lines below it"
+            )
+    for name, value in flat_values(values).items():
+        _check(name, f"the configuration file {path} sets")
+        yield name, value, f"file {path}"
 
 
-def environment_entries(
-    environ: Mapping[str, str], known: Iterable[str], removed: Mapping[str, str], *, prefix: str
-) -> list[Entry]:
-    """What variables with this prefix set, as text. Raises StartupError for one that is no setting."""
-    settings = {_variable(name): name for name in known}
-    gone = {_variable(name): now for name, now in removed.items()}
-    entries: list[Entry] = []
+def _of_environment(environ: Mapping[str, str]) -> Iterator[Entry]:
     for variable, value in environ.items():
-        if variable.startswith(prefix):
-            name = variable.removeprefix(prefix)
-            refuse_removed(name, gone, "the environment sets", prefix=prefix)
-            refuse_unknown(name, settings, "the environment sets", prefix=prefix)
-            # An empty variable counts as unset: compose files pass those for settings that were left out.
-            entries += [(settings[name], value, f"environment {variable}")] if value else []
-    return entries
+        if variable.startswith(ENV_PREFIX):
+            name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            _check(name, "the environment sets", _variable)
+            if value:  # an empty one counts as unset: compose files pass those for settings that were left out
+                yield name, value, f"environment {variable}"
+
+
+def _of_flags(flags: Mapping[str, object]) -> Iterator[Entry]:
+    for name, value in flags.items():
+        _check(name, f"the flag {flag_name(name)} sets")
+        yield name, value, f"flag {flag_name(name)}"
 
 
 def _variable(name: str) -> str:
-    return name.upper().replace(SECTION_SEPARATOR, _VARIABLE_SEPARATOR)
+    return ENV_PREFIX + name.upper().replace(".", "__")
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _prefixed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}{SECTION_SEPARATOR}{name}": value for name, value in values.items()}
-
-
-def _read(
-    values: Mapping[str, Any], prefix: str, known: list[str], removed: Mapping[str, str], path: Path
-) -> list[tuple[str, object]]:
-    entries: list[tuple[str, object]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if not any(other.startswith(name + SECTION_SEPARATOR) for other in known):
-            refuse_removed(name, removed, f"the configuration file {path} sets")
-            refuse_unknown(name, known, f"the configuration file {path} sets")
-            entries.append((name, value))
-        elif isinstance(value, dict | None):
-            entries += _read(value or {}, f"{name}{SECTION_SEPARATOR}", known, removed, path)
-        else:
-            raise StartupError(
-                f"the configuration file {path} sets {name} to {value!r}; it is a section: put `setting: value` lines "
-                "below it"
-            )
-    return entries
+def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
+    """Stops the start for a name that is no setting, with what has taken its place or the nearest one there is."""
+    if name in REMOVED:
+        raise StartupError(f"{subject} {spelt(name)}, which is now {REMOVED[name]}")
+    if name not in SETTINGS:
+        nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
+        fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists the settings there are"
+        raise StartupError(f"{subject} {spelt(name)}, which is no setting; {fix}")
 
 
 def flag_name(field_name: str) -> str:
@@ -126,58 +131,19 @@ def allowed_values(field: FieldInfo) -> str:
     return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
-def refuse_unknown(name: str, known: Iterable[str], subject: str, *, prefix: str = "") -> None:
-    """Stops the start when `name` is not in `known`, naming the nearest one that is; all are shown with `prefix`."""
-    known = list(known)
-    if name in known:
-        return
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    fix = f"did you mean {prefix}{nearest[0]}?" if nearest else "`adaptree config show` lists the settings there are"
-    raise StartupError(f"{subject} {prefix}{name}, which is no setting; {fix}")
-
-
-def refuse_removed(name: str, removed: Mapping[str, str], subject: str, *, prefix: str = "") -> None:
-    """Stops the start when `name` was a setting once, saying what has taken its place."""
-    if name in removed:
-        raise StartupError(f"{subject} {prefix}{name}, which is now {removed[name]}")
-
-
-def explain(
-    error: ValidationError, fields: Mapping[str, FieldInfo], values: Mapping[str, object], origin: Mapping[str, str]
-) -> str:
-    """One line for each impossible value."""
-    return "\n".join(_explain_one(problem, fields, values, origin) for problem in error.errors())
-
-
-def _explain_one(
-    problem: Mapping[str, Any],
-    fields: Mapping[str, FieldInfo],
-    values: Mapping[str, object],
-    origin: Mapping[str, str],
-) -> str:
-    name = _setting_of(problem["loc"], fields)
+def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin: Mapping[str, str]) -> str:
+    """Names the setting, or every one that was set of a section whose settings do not fit together."""
+    section, *inside = map(str, problem["loc"])
+    name = next((name for name in (section, ".".join([section, *inside[:1]])) if name in SETTINGS), section)
     text = str(problem["msg"]).removeprefix("Value error, ")
     reason = text[0].lower() + text[1:]
-    if name not in fields:
-        return f"{name} is impossible: {reason}. Fix: change {_set_below(name, origin)}."
-    shown = "(secret)" if "Secret" in str(fields[name].annotation) else repr(values.get(name))
-    accepts = allowed_values(fields[name])
-    fix = _where_to_change(name, origin[name]) + (f"; it takes {accepts}" if accepts else "")
+    if name not in SETTINGS:
+        ours = [other for other, source in origin.items() if other.startswith(f"{name}.") and source != "default"]
+        given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
+        return f"{name} is impossible: {reason}. Fix: change {given}."
+    shown = "(secret)" if "Secret" in str(SETTINGS[name].annotation) else repr(values.get(name))
+    kind, _, place = origin[name].partition(" ")
+    fix = f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"
+    accepts = allowed_values(SETTINGS[name])
+    fix += f"; it takes {accepts}" if accepts else ""
     return f"{name} = {shown}, from {origin[name]}, is impossible: {reason}. Fix: {fix}."
-
-
-def _setting_of(location: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
-    """The setting a complaint is about, or the section when its settings do not fit together."""
-    names = [".".join(map(str, location[:length])) for length in range(1, len(location) + 1)]
-    return next((name for name in names if name in fields), names[0])
-
-
-def _set_below(section: str, origin: Mapping[str, str]) -> str:
-    """Every setting of a section that somebody has set, and where."""
-    ours = [(name, source) for name, source in origin.items() if name.startswith(f"{section}.") and source != "default"]
-    return ", ".join(f"{name} (from {source})" for name, source in ours)
-
-
-def _where_to_change(name: str, origin: str) -> str:
-    kind, _, place = origin.partition(" ")
-    return f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from service.config import ServiceConfig, load_config
+from service.config import ServiceConfig
+from service.config_sources import load_config
 from service.errors import StartupError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.config import load_config
+from service.config_sources import load_config
 from tests.architecture.rules import ROOT
 from tests.e2e.test_learning_over_http import Files, begin
 from tests.service.bench.parts import save_two_layers

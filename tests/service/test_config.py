@@ -7,8 +7,8 @@ import yaml
 from pydantic import ValidationError
 
 from adaptation.config import AdaptationConfig
-from service.config import GIB, REMOVED, SETTINGS, LoadedConfig, ServiceConfig, load_config, panel_of
-from service.config_sources import flag_name, flat_values
+from service.config import GIB, REMOVED, SETTINGS, LoadedConfig, ServiceConfig, panel_of
+from service.config_sources import flag_name, flat_values, load_config
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from service.cli import app
-from service.config import load_config
+from service.config_sources import load_config
 from service.errors import StartupError
 from service.learning.trainer import train, with_url
 from tests.service.bench.parts import save_two_layers, settings_for
