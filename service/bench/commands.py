@@ -120,7 +120,7 @@ def _load(
 ) -> bool:
     """Budget policies against each other under rising load. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
-    from service.bench.load import LoadPlan, Slo, run_load
+    from service.bench.load import LoadPlan, run_load
 
     if (arrival == "poisson") != (rate is not None):
         raise StartupError("--arrival poisson and --rate need each other")
@@ -131,7 +131,8 @@ def _load(
         requests=requests,
         measure=Measure(temperature, max_tokens, 1, seed),
         rate_per_second=rate,
-        slo=Slo(slo_ttft, slo_itl),
+        slo_ttft_seconds=slo_ttft,
+        slo_itl_seconds=slo_itl,
     )
     return run_load(loaded.config, plan, plot=plot, out=out)
 

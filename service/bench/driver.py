@@ -7,10 +7,10 @@ and no HTTP, so that what is measured is the engine itself.
 import math
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
 
 from service.engine.engine import Engine, StepReport
 from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
@@ -60,19 +60,6 @@ class Run:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
-class Arrivals(Protocol):
-    """When requests come."""
-
-    def due(self, elapsed_seconds: float, finished: int) -> int:
-        """How many requests should have been sent by now."""
-
-    def is_steady(self, finished: int, total: int) -> bool:
-        """Whether what is served now is the load in question, after so many of all requests."""
-
-    def since(self, number: int, elapsed_seconds: float) -> float:
-        """From when on the request of that number waits, when it is sent now."""
-
-
 class ClosedLoop:
     """So many clients, each of which asks again as soon as it is answered.
 
@@ -83,12 +70,15 @@ class ClosedLoop:
         self._concurrency = concurrency
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
+        """How many requests should have been sent by now."""
         return finished + self._concurrency
 
     def is_steady(self, finished: int, total: int) -> bool:
+        """Whether what is served now is the load in question, after so many of all requests."""
         return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
+        """From when on the request of that number waits, when it is sent now."""
         return elapsed_seconds
 
 
@@ -100,13 +90,16 @@ class PoissonArrivals:
         self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
-        return sum(at <= elapsed_seconds for at in self._times)
+        return bisect_right(self._times, elapsed_seconds)
 
     def is_steady(self, finished: int, total: int) -> bool:
         return True
 
     def since(self, number: int, elapsed_seconds: float) -> float:
         return self._times[number]
+
+
+Arrivals = ClosedLoop | PoissonArrivals
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ answer in turn (`take_turns`), makes records of their runs by the figures below,
 returns is whether all texts were the same: a faster engine with another text would prove nothing.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -188,21 +187,6 @@ def tau(runs: Iterable[Run]) -> float:
     """Mean emitted tokens per verify of one sequence; 1 without speculation."""
     accepted = [count for run in runs for answer in run.answers for count in answer.accepted_per_step]
     return 1 + sum(accepted) / max(1, len(accepted))
-
-
-def accepted_by_source(runs: Iterable[Run]) -> dict[str, int]:
-    """Accepted tokens by who had proposed them; one that several had proposed counts for each."""
-    counts: Counter[str] = Counter()
-    for run in runs:
-        for step in run.steps:
-            counts.update(step.stats.accepted_by_source)
-    return dict(sorted(counts.items()))
-
-
-def draft_share(runs: Iterable[Run]) -> float:
-    """Share of the steps' time that went into drafting."""
-    steps = [step for run in runs for step in run.steps]
-    return sum(step.stats.draft_seconds for step in steps) / sum(step.seconds for step in steps)
 
 
 def cost_errors(steps: Iterable[StepStats]) -> list[float]:

@@ -61,18 +61,6 @@ _SLICE_SECONDS = 2.0
 """After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What a request may wait to count as well served."""
-
-    first_token_seconds: float
-    token_seconds: float  # mean time per token after the first
-
-    def is_met_by(self, request: Answer) -> bool:
-        slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
-        return request.first_token_seconds <= self.first_token_seconds and slowest <= self.token_seconds
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
     """What is asked, how and how often."""
@@ -83,7 +71,8 @@ class LoadPlan:
     requests: int  # for each policy and concurrency, at least
     measure: Measure  # but for the concurrency
     rate_per_second: float | None  # None: a closed loop
-    slo: Slo
+    slo_ttft_seconds: float
+    slo_itl_seconds: float  # mean time per token after the first
 
     @property
     def arrival(self) -> str:
@@ -93,6 +82,10 @@ class LoadPlan:
     def most_tokens(self) -> int:
         """Of an answer."""
         return self.measure.max_tokens + int(_SPREAD * self.measure.max_tokens)
+
+    def is_well_served(self, request: Answer) -> bool:
+        slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
+        return request.first_token_seconds <= self.slo_ttft_seconds and slowest <= self.slo_itl_seconds
 
     def requests_at(self, concurrency: int) -> int:
         return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
@@ -134,7 +127,7 @@ class LoadRow:
 def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> LoadRow:
     """A policy's run as one row; `reference` is another policy's run of the same requests."""
     served, steps = run.answers, [step.stats for step in run.steps]
-    well_served = sum(len(request.token_ids) for request in served if plan.slo.is_met_by(request))
+    well_served = sum(len(request.token_ids) for request in served if plan.is_well_served(request))
     speed = run.steady.tokens / run.steady.seconds
     gaps = [gap for request in served for gap in request.gaps_seconds]
     firsts = [request.first_token_seconds for request in served]

@@ -1,6 +1,7 @@
 """`adaptree bench speed`: plain against speculative decoding of the same prompts, in one process and in turn."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,9 @@ from service.bench.experiment import (
     Column,
     Contestant,
     Measure,
-    accepted_by_source,
     conclude,
     counted,
     decode_tokens_per_second,
-    draft_share,
     mismatches,
     plain_engine,
     prepare,
@@ -98,9 +97,9 @@ class SpeedRow:
     speculative_decode_tokens_per_second: float
     decode_speedup: float
     tau: float
-    draft_share: float
+    draft_share: float  # of the steps' time
     mismatched_tokens: int
-    accepted_by_source: dict[str, int]
+    accepted_by_source: dict[str, int]  # a token that several had proposed counts for each
     peers: dict[str, float]
 
 
@@ -122,6 +121,10 @@ def measure_set(
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
     decode = [decode_tokens_per_second(mine) for mine in (plain, speculative)]
+    steps = [step for run in speculative for step in run.steps]
+    accepted = Counter[str]()
+    for step in steps:
+        accepted.update(step.stats.accepted_by_source)
     return SpeedRow(
         set=prompts.name,
         temperature=measure.temperature,
@@ -135,9 +138,9 @@ def measure_set(
         speculative_decode_tokens_per_second=decode[1],
         decode_speedup=decode[1] / decode[0] if decode[0] else 1.0,
         tau=tau(speculative),
-        draft_share=draft_share(speculative),
+        draft_share=sum(step.stats.draft_seconds for step in steps) / sum(step.seconds for step in steps),
         mismatched_tokens=mismatches(plain, speculative),
-        accepted_by_source=accepted_by_source(speculative),
+        accepted_by_source=dict(sorted(accepted.items())),
         peers={name: speed for name, speed in speeds.items() if name not in (PLAIN, SPECULATIVE)},
     )
 

@@ -12,7 +12,7 @@ from service.assembly import Assembly, assemble
 from service.bench import load
 from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep
 from service.bench.experiment import Measure, percentile, requests_from
-from service.bench.load import LoadPlan, LoadRow, Slo, engines_of, policies_of, row_of, summary_of
+from service.bench.load import LoadPlan, LoadRow, engines_of, policies_of, row_of, summary_of
 from service.engine.budget import FixedBudget
 from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
@@ -45,7 +45,8 @@ PLAN = LoadPlan(
     requests=1,
     measure=Measure(0.0, 4, 1, 0),
     rate_per_second=None,
-    slo=Slo(2.0, 0.25),
+    slo_ttft_seconds=2.0,
+    slo_itl_seconds=0.25,
 )
 
 

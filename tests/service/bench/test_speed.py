@@ -11,7 +11,6 @@ from service.bench.experiment import (
     Measure,
     count_mismatches,
     decode_tokens_per_second,
-    draft_share,
     rotated,
     tau,
     tokens_per_second,
@@ -37,7 +36,6 @@ def test_the_arithmetic_of_a_run() -> None:
     assert tokens_per_second([run, run]) == 1.25
     assert decode_tokens_per_second([run]) == 4.0
     assert tau([run]) == 2.0
-    assert draft_share([run]) == 0.125
 
 
 def test_mismatches_are_positions_that_differ() -> None:
