@@ -199,5 +199,5 @@ def _report(
         del assembly
         forget()
     Console().print(figures_table(figures))
-    write_report(out, conditions, [figure.as_json() for figure in figures], {"dry_run": dry_run})
+    write_report(out, conditions, figures, {"dry_run": dry_run})
     return True

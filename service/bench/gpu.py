@@ -6,33 +6,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from service.bench.conditions import Conditions, conditions_of, refuse_unwritable, write_report
+from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_sections import (
     DRY,
     FULL,
+    SECTIONS,
     Figure,
     Plan,
     check_device,
-    exactness_figures,
     large_assembly,
-    load_figures,
     small_assembly,
-    speed_figures,
     step_figures,
-    training_figures,
 )
 from service.config import ServiceConfig
-from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +38,6 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 KERNEL_TESTS = ("tests/kernels",)
 ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_runner.py", "tests/e2e/test_cuda.py")
 """Where tests marked gpu are; others ask for packages that need not be on a machine that measures."""
-
-Verdict = Literal["met", "missed", "not measured", "not judged"]
-
-_Sections = dict[str, Callable[[], Iterator[Figure]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +66,47 @@ class Judged:
     """An aim and what became of it."""
 
     what: str
-    verdict: Verdict
-    value: float | None
+    verdict: Literal["met", "missed", "not measured", "not judged"]
+    value: float | None = None
 
 
 def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
     """Every aim against its worst figure; a rehearsal is not judged, but for exactness."""
-    return [_judged(aim, [figure.value for figure in figures if _concerns(aim, figure)], for_real) for aim in AIMS]
-
-
-def _concerns(aim: Aim, figure: Figure) -> bool:
-    is_meant = (figure.section, figure.name) == (aim.section, aim.name)
-    return is_meant and (figure.costs_only or not aim.of_large)
-
-
-def _judged(aim: Aim, values: Sequence[float], for_real: bool) -> Judged:
-    if not values:
-        return Judged(aim.what, "not measured", None)
-    failing = [value for value in values if not aim.holds(value)]
-    value = failing[0] if failing else values[0]
-    if not for_real and aim.section != "exactness":
-        return Judged(aim.what, "not judged", value)
-    return Judged(aim.what, "missed" if failing else "met", value)
+    judged = []
+    for aim in AIMS:
+        meant = [figure for figure in figures if (figure.section, figure.name) == (aim.section, aim.name)]
+        values = [figure.value for figure in meant if figure.costs_only or not aim.of_large]
+        failing = [value for value in values if not aim.holds(value)]
+        if not values:
+            judged.append(Judged(aim.what, "not measured"))
+        elif not for_real and aim.section != "exactness":
+            judged.append(Judged(aim.what, "not judged", (failing or values)[0]))
+        else:
+            judged.append(Judged(aim.what, "missed" if failing else "met", (failing or values)[0]))
+    return judged
 
 
 def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path | None) -> bool:
     """Measure and report; whether the tests passed, no section failed and every token was the same."""
     refuse_unwritable(out)
-    plan, run = (DRY if dry_run else FULL), Findings()
+    plan = DRY if dry_run else FULL
+    run = Findings(plan)
     check_device(config, plan, torch.cuda.device_count())
-    tests_pass = not with_tests or run.tests(for_real=plan.for_real)
+    tests_pass = not with_tests or run.tests()
     first, *others = plan.large
-    run.large(config, plan, first)
+    run.large(config, first)
     forget()
-    conditions = run.small(config, plan)
+    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
+        assembly = small_assembly(config, plan, Path(folder))
+        for name, section in SECTIONS.items():
+            run.measure(
+                f"steps of {assembly.config.model}" if name == "steps" else name, partial(section, assembly, plan)
+            )
+        conditions = conditions_of(assembly)
+        del assembly, section
     for name in others:
         forget()
-        run.large(config, plan, name)
+        run.large(config, name)
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
     summary = {
@@ -117,9 +114,9 @@ def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path
         "tests": run.test_line,
         "skipped": run.skipped,
         "failed": run.failed,
-        "aims": [asdict(aim) for aim in judged],
+        "aims": judged,
     }
-    write_report(out, conditions, [figure.as_json() for figure in run.figures], summary)
+    write_report(out, conditions, run.figures, summary)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
     return tests_pass and exact and not run.failed
 
@@ -127,84 +124,49 @@ def run_gpu(config: ServiceConfig, *, dry_run: bool, with_tests: bool, out: Path
 class Findings:
     """Figures as they come in, what there was no time for, and what broke."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.figures: list[Figure] = []
         self.skipped: list[str] = []
         self.failed: dict[str, str] = {}  # why, by section
         self.test_line = "not run"
+        self._plan = plan
         self._console = Console(stderr=True)
         self._start = time.monotonic()
 
-    def tests(self, *, for_real: bool) -> bool:
+    def tests(self) -> bool:
         """Run the tests that need a device; in a rehearsal only see that they can be found."""
         self._say("tests marked gpu")
         workers = ["-n", "auto"] if find_spec("xdist") else []  # kernels compile one by one
-        kernels, engine = _tested(KERNEL_TESTS, workers, for_real), _tested(ENGINE_TESTS, [], for_real)
-        self.test_line = f"kernels: {kernels.said}; engine: {engine.said}"
+        kernels, kernels_said = _tested(KERNEL_TESTS, workers, self._plan.for_real)
+        engine, engine_said = _tested(ENGINE_TESTS, [], self._plan.for_real)
+        self.test_line = f"kernels: {kernels_said}; engine: {engine_said}"
         self._say(self.test_line)
-        return kernels.passed and engine.passed
+        return kernels and engine
 
-    def large(self, config: ServiceConfig, plan: Plan, name: str) -> None:
-        if self._late(f"steps of {name}", plan):
-            return
-        try:
-            assembly = large_assembly(config, plan, name)
-        except StartupError as error:
-            return self._broke(name, error)
-        self._collect(plan, {f"steps of {name}": lambda: step_figures(assembly, plan)})
-
-    def small(self, config: ServiceConfig, plan: Plan) -> Conditions:
-        """Measure the served model; returns what it ran on."""
-        with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-            assembly = small_assembly(config, plan, Path(folder))
-            self._collect(
-                plan,
-                {
-                    "speed": lambda: speed_figures(assembly, plan),
-                    f"steps of {assembly.config.model}": lambda: step_figures(assembly, plan),
-                    "training": lambda: training_figures(assembly, plan),
-                    "exactness": lambda: exactness_figures(assembly, plan),
-                    "load": lambda: load_figures(assembly, plan),
-                },
-            )
-            return conditions_of(assembly)
-
-    def _collect(self, plan: Plan, sections: _Sections) -> None:
-        for name, section in sections.items():
-            if not self._late(name, plan):
-                self._say(name)
-                self.measure(name, section)
+    def large(self, config: ServiceConfig, name: str) -> None:
+        self.measure(f"steps of {name}", lambda: step_figures(large_assembly(config, self._plan, name), self._plan))
 
     def measure(self, name: str, section: Callable[[], Iterator[Figure]]) -> None:
-        """A section that breaks is told and reported; it must not cost the figures of the others."""
+        """Unless time is up. A section that breaks is told and reported; it must not cost the figures of the others."""
+        if time.monotonic() - self._start > 60 * self._plan.minutes:
+            self.skipped.append(name)
+            self._say(f"no time left for {name}")
+            return
+        self._say(name)
         try:
             self.figures += list(section())
         except Exception as error:
             logger.exception("section %s failed", name)
-            self._broke(name, error)
-
-    def _broke(self, name: str, error: Exception) -> None:
-        self.failed[name] = f"{type(error).__name__}: {error}"
-        self._say(f"failed: {self.failed[name]}")
-
-    def _late(self, name: str, plan: Plan) -> bool:
-        late = time.monotonic() - self._start > 60 * plan.minutes
-        if late:
-            self.skipped.append(name)
-            self._say(f"no time left for {name}")
-        return late
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            self._say(f"failed: {self.failed[name]}")
 
     def _say(self, what: str) -> None:
         self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)
 
 
-class _Tested(NamedTuple):
-    passed: bool
-    said: str  # the last line
-
-
-def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> _Tested:
-    """Run tests that need a device, away from plugins that refuse workers; without one see that they can be found."""
+def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> tuple[bool, str]:
+    """Run tests that need a device, away from plugins that refuse workers; without one see that they can be found.
+    Whether they passed, and their last line."""
     how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *how, *paths]
     done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
@@ -212,7 +174,7 @@ def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> _Te
     if failed:
         logger.error("%s", "\n".join(failed))
     lines = done.stdout.strip().splitlines()
-    return _Tested(done.returncode == 0, lines[-1] if lines else done.stderr.strip()[-200:])
+    return done.returncode == 0, lines[-1] if lines else done.stderr.strip()[-200:]
 
 
 def forget() -> None:

@@ -2,23 +2,22 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
 from drafters.specblock import checkpoint
 from service.assembly import Assembly, assemble
-from service.bench.driver import ClosedLoop, Run, generate
-from service.bench.experiment import Measure, requests_from, warm_up
+from service.bench.driver import ClosedLoop, Run, TimedStep, generate
+from service.bench.experiment import Measure, percentile, plain_engine, requests_from, tokens_per_second, warm_up
 from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
 from service.config import ServiceConfig
@@ -26,15 +25,12 @@ from service.engine.budget import FixedBudget
 from service.engine.costs.measuring import Point, made_up_texts, place_point
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.engine.stats import StepStats
 from service.engine.thread import serving
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.prompts import PromptSet
 
-
-class NotMeasured(Exception):
-    """What a section was to measure did not happen; the message says what did."""
+At = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,57 +41,40 @@ class Figure:
     name: str
     value: float
     unit: str
-    at: dict[str, int | float | str] = field(default_factory=dict)
+    at: At = field(default_factory=dict)
     costs_only: bool = False  # from random weights
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
-
-_DRY: dict[str, object] = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "threads": 1}
+_TINY: dict[str, object] = {
+    **{"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "threads": 1, "device": "cpu"},
+    **{"max_sequences": 2, "kv_cache": "100MiB"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Sizes of every measurement."""
 
-    for_real: bool
-    minutes: float
-    large: tuple[str, ...]  # random weights
-    rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    concurrencies: tuple[int, ...]
-    repeats: int
-    copied_bytes: int
-    steps: int  # of an engine, to see what one takes
-    answers: int
-    answer_tokens: int
-    exact_tokens: int
-    training_requests: int
-    updates: int  # to be made while they are served, again and again if need be
-    patience_seconds: float
+    for_real: bool = True
+    minutes: float = 8
+    large: tuple[str, ...] = ("llama-3.1-8b", "qwen3-8b")  # random weights
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    contexts: tuple[int, ...] = (256, 2048)
+    concurrencies: tuple[int, ...] = (1, 4, 16, 32)
+    repeats: int = 20
+    copied_bytes: int = 1 << 30
+    steps: int = 64  # of an engine, to see what one takes
+    answers: int = 8
+    answer_tokens: int = 128
+    exact_tokens: int = 5_000
+    training_requests: int = 64
+    updates: int = 4  # to be made while they are served, again and again if need be
+    patience_seconds: float = 40
 
 
-FULL = Plan(
-    for_real=True,
-    minutes=8,
-    large=("llama-3.1-8b", "qwen3-8b"),
-    rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    contexts=(256, 2048),
-    concurrencies=(1, 4, 16, 32),
-    repeats=20,
-    copied_bytes=1 << 30,
-    steps=64,
-    answers=8,
-    answer_tokens=128,
-    exact_tokens=5_000,
-    training_requests=64,
-    updates=4,
-    patience_seconds=40,
-)
+FULL = Plan()
 DRY = Plan(
     for_real=False,
-    minutes=8,
     large=("tiny",),
     rows=(1, 16),
     contexts=(32,),
@@ -120,37 +99,33 @@ def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
 
 def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
     """Random weights of that shape, with a random drafter of two blocks."""
-    sizes = {
-        "max_model_len": max(plan.contexts) + 512,
-        "max_sequences": 8 if plan.for_real else 2,
-        "kv_cache": "8GiB" if plan.for_real else "100MiB",
-    }
+    sizes = {"max_model_len": max(plan.contexts) + 512, "max_sequences": 8, "kv_cache": "8GiB"}
     drafting = {"drafter": "specblock", "drafter_path": None, "draft_blocks": 2, "budget_policy": "fixed"}
-    return assemble(_changed(config, plan, {"model": name, "load_format": "dummy", **sizes, **drafting}), graphs=True)
+    return _assembled(config, plan, {**sizes, "load_format": "dummy", **drafting}, model=name)
 
 
 def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
     """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
     if plan.for_real:  # room beside it for more engines than a server has
-        return assemble(_changed(config, plan, {"kv_cache": "8GiB"}), graphs=True)
-    sizes = {"max_model_len": 512, "max_sequences": 2, "kv_cache": "100MiB", "max_budget": 8, "budget_policy": "fixed"}
-    values = {**_DRY, **sizes, "drafter": "specblock"}
-    first = assemble(_changed(config, plan, values), graphs=True)
+        return _assembled(config, plan, {"kv_cache": "8GiB"})
+    sizes = {"max_model_len": 512, "max_budget": 8, "budget_policy": "fixed", "drafter": "specblock"}
+    first = _assembled(config, plan, sizes)
     assert first.weights is not None, "a dummy has a drafter"
     identity = first.loaded.parts.identity
     checkpoint.save(folder, first.weights.model, target_identity=identity, facts={}, own_head=True)
-    return assemble(_changed(config, plan, {**values, "drafter_path": folder}), graphs=True)
+    return _assembled(config, plan, sizes, drafter_path=folder)
+
+
+def _assembled(config: ServiceConfig, plan: Plan, values: dict[str, object], **more: object) -> Assembly:
+    tiny = {} if plan.for_real else _TINY
+    changed = ServiceConfig.model_validate({**config.model_dump(), **values, **tiny, **more})
+    return assemble(changed, graphs=True)
 
 
 def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
     """Built-in prompts that leave room for an answer."""
     most = assembly.limits.max_model_len - plan.answer_tokens - 1
     return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
-
-
-def _changed(config: ServiceConfig, plan: Plan, values: dict[str, object]) -> ServiceConfig:
-    on_cpu = {} if plan.for_real else {**_DRY, "device": "cpu"}
-    return ServiceConfig.model_validate({**config.model_dump(), **on_cpu, **values})
 
 
 def device_seconds(
@@ -165,10 +140,10 @@ def device_seconds(
 
     What `before` asks for ahead of each run is not counted.
     """
+    if device.type != "cuda":
+        return wall_seconds(run, device, repeats=repeats, warm_ups=warm_ups, before=before)
     for _ in range(warm_ups):
         run()
-    if device.type != "cuda":
-        return median(_wall(run, before) for _ in range(repeats))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in events:
         before()
@@ -180,17 +155,25 @@ def device_seconds(
     return median(milliseconds) / 1000
 
 
-def wall_seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 2) -> float:
+def wall_seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    warm_ups: int = 2,
+    before: Callable[[], object] = lambda: None,
+) -> float:
     """Median seconds until the host may go on with the results."""
-
-    def until_done() -> None:
+    seconds: list[float] = []
+    for number in range(warm_ups + repeats):
+        if number >= warm_ups:
+            before()
+        start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-    for _ in range(warm_ups):
-        until_done()
-    return median(_wall(until_done) for _ in range(repeats))
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[warm_ups:])
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -198,13 +181,6 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / device_seconds(lambda: target.copy_(source), device, repeats=5)
-
-
-def _wall(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    before()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 _PROMPT = 64
@@ -215,20 +191,12 @@ _SEQUENCES = 4  # 256 rows of a root and 64 nodes each
 def step_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Decode, verify, replaying and drafting of one model."""
     model, costs_only = assembly.config.model, assembly.config.load_format == "dummy"
-
-    def figure(section: str, name: str, value: float, unit: str, **at: int | float | str) -> Figure:
-        return Figure(section, name, value, unit, {"model": model, **at}, costs_only)
-
-    yield from _decode(assembly, plan, figure)
-    yield from _verify(assembly, plan, figure)
-    yield from _graphs(assembly, plan, figure)
-    yield from _drafter(assembly, plan, figure)
+    for measure in (_decode, _verify, _graphs, _drafter):
+        for figure in measure(assembly, plan):
+            yield replace(figure, at={"model": model, **figure.at}, costs_only=costs_only)
 
 
-_Make = Callable[..., Figure]
-
-
-def _decode(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+def _decode(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """A plain step of one short text, as the engine makes it, and the target's part of it."""
     target, device = assembly.target, assembly.target.device
     bandwidth = copy_bandwidth(device, plan.copied_bytes)
@@ -236,16 +204,16 @@ def _decode(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
     rows = place_point(trial, Point(1, _PROMPT, 1))
     forward = device_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     floor = read_bytes(assembly, _PROMPT) / bandwidth
-    step = median(seconds for _, seconds in _steps(assembly, plan, nodes=0))
-    yield figure("decode", "copy bandwidth", bandwidth / 1e9, "GB/s")
-    yield figure("decode", "floor", floor * 1e3, "ms", context=_PROMPT)
-    yield figure("decode", "target forward", forward * 1e3, "ms", context=_PROMPT)
-    yield figure("decode", "step", step * 1e3, "ms", context=_PROMPT)
-    yield figure("decode", "share of floor", floor / step, "")
-    yield figure("decode", "share outside kernels", max(0.0, 1 - forward / step), "")
+    step = median(step.seconds for step in _steps(assembly, plan, nodes=0))
+    yield Figure("decode", "copy bandwidth", bandwidth / 1e9, "GB/s")
+    yield Figure("decode", "floor", floor * 1e3, "ms", {"context": _PROMPT})
+    yield Figure("decode", "target forward", forward * 1e3, "ms", {"context": _PROMPT})
+    yield Figure("decode", "step", step * 1e3, "ms", {"context": _PROMPT})
+    yield Figure("decode", "share of floor", floor / step, "")
+    yield Figure("decode", "share outside kernels", max(0.0, 1 - forward / step), "")
 
 
-def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+def _verify(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     target, device = assembly.target, assembly.target.device
     trial = made_up_texts(target, lines=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
     for point in (Point(-(-rows // 65), context, rows) for context in plan.contexts for rows in plan.rows):
@@ -253,11 +221,11 @@ def _verify(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
         run = partial(target.forward, rows, trial.table)
         seconds = device_seconds(run, device, repeats=plan.repeats)
         trial.free(rows)
-        at = {"rows": point.rows, "context": point.context, "sequences": point.sequences}
-        yield figure("verify", "forward", seconds * 1e3, "ms", **at)
+        at: At = {"rows": point.rows, "context": point.context, "sequences": point.sequences}
+        yield Figure("verify", "forward", seconds * 1e3, "ms", at)
 
 
-def _graphs(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+def _graphs(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """The same forward of one row, replayed and kernel by kernel."""
     target, device = assembly.target, assembly.target.device
     trial = made_up_texts(target, lines=1, length=plan.contexts[0])
@@ -265,31 +233,31 @@ def _graphs(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
     replayed = wall_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     with torch.inference_mode():
         as_it_is = wall_seconds(partial(target.forward_once, rows, trial.table), device, repeats=plan.repeats)
-    yield figure("graphs", "replayed", replayed * 1e3, "ms", rows=1)
-    yield figure("graphs", "kernel by kernel", as_it_is * 1e3, "ms", rows=1)
-    yield figure("graphs", "gain", as_it_is / replayed, "times")
+    yield Figure("graphs", "replayed", replayed * 1e3, "ms", {"rows": 1})
+    yield Figure("graphs", "kernel by kernel", as_it_is * 1e3, "ms", {"rows": 1})
+    yield Figure("graphs", "gain", as_it_is / replayed, "times")
 
 
-def _drafter(assembly: Assembly, plan: Plan, figure: _Make) -> Iterator[Figure]:
+def _drafter(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Grow and step of one sequence; drafting is timed where its results are waited for, at the tree's size."""
-    steps = list(_steps(assembly, plan, nodes=_NODES))
-    drafts = median(stats.draft_seconds for stats, _ in steps)
-    whole = median(seconds for _, seconds in steps)
-    yield figure("drafter", "forwards and growth", drafts * 1e3, "ms", blocks=2, nodes=_NODES)
-    yield figure("drafter", "step", whole * 1e3, "ms", nodes=_NODES)
-    yield figure("drafter", "share of a step", drafts / whole, "")
+    steps = _steps(assembly, plan, nodes=_NODES)
+    drafts = median(step.stats.draft_seconds for step in steps)
+    whole = median(step.seconds for step in steps)
+    yield Figure("drafter", "forwards and growth", drafts * 1e3, "ms", {"blocks": 2, "nodes": _NODES})
+    yield Figure("drafter", "step", whole * 1e3, "ms", {"nodes": _NODES})
+    yield Figure("drafter", "share of a step", drafts / whole, "")
 
 
-def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> Iterator[tuple[StepStats, float]]:
+def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> list[TimedStep]:
     """Steps of one decoding sequence that read no prompt; the first ones warm up."""
-    drafter = assembly.drafter("none" if nodes == 0 else None)
-    engine = assembly.engine(drafter, FixedBudget(min(nodes, assembly.limits.max_budget)))
+    engine = assembly.engine(
+        assembly.drafter("none" if nodes == 0 else None), FixedBudget(min(nodes, assembly.limits.max_budget))
+    )
     most_tokens = min(4 * plan.steps + 8, assembly.limits.max_model_len - _PROMPT)
     sampling = SamplingParams(seed=0, max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
     prompt = tuple(range(_PROMPT))
     run = generate(engine, [GenerationRequest(request_id="steps", prompt=prompt, sampling=sampling)])
-    decoding = [step for step in run.steps if not step.stats.prompt_tokens][2:]
-    yield from ((step.stats, step.seconds) for step in decoding[: plan.steps])
+    return [step for step in run.steps if not step.stats.prompt_tokens][2 : 2 + plan.steps]
 
 
 def read_bytes(assembly: Assembly, context: int) -> int:
@@ -305,7 +273,7 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         measure = Measure(temperature, plan.answer_tokens, concurrency=1, seed=0)
         warm_up(contestants, prompts.prompts[0], measure)
         row = measure_set(prompts, contestants, measure)
-        at: dict[str, int | float | str] = {"temperature": temperature, "model": assembly.config.model}
+        at: At = {"temperature": temperature, "model": assembly.config.model}
         name = f"at T={temperature:g}"
         speeds = {"plain": row.plain_decode_tokens_per_second, "speculative": row.speculative_decode_tokens_per_second}
         for contestant, speed in speeds.items():
@@ -317,11 +285,11 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Throughput by requests in flight, with the configured budget and without drafts."""
-    engines = {"plain": _plain(assembly), "adaptive": assembly.engine()}
+    engines = {"plain": plain_engine(assembly), "adaptive": assembly.engine()}
     for concurrency in plan.concurrencies:
         for name, engine in engines.items():
             run = serve(engine, assembly, plan, concurrency, 2 * concurrency)
-            yield Figure("load", name, num_tokens(run) / run.seconds, "tokens/s", {"concurrency": concurrency})
+            yield Figure("load", name, tokens_per_second([run]), "tokens/s", {"concurrency": concurrency})
 
 
 def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
@@ -332,28 +300,17 @@ def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         num_tokens=plan.exact_tokens,
         answer_tokens=min(64, plan.answer_tokens),
     )
-    at: dict[str, int | float | str] = {"numerics": assembly.numerics, "cases": len(result.cases)}
+    at: At = {"numerics": assembly.numerics, "cases": len(result.cases)}
     yield Figure("exactness", "tokens compared", result.total.tokens_compared, "tokens", at)
     yield Figure("exactness", "mismatched tokens", result.total.mismatched_tokens, "tokens", at)
 
 
-def _plain(assembly: Assembly) -> Engine:
-    return assembly.engine(assembly.drafter("none"), FixedBudget(0))
-
-
 def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> Run:
     """Answer so many of the built-in prompts, in turn, as the engine's thread would."""
-    prompts = small_prompts(assembly, plan)
-    chosen: Sequence[Sequence[int]] = [prompts[number % len(prompts)] for number in range(count)]
-    measure = Measure(0.0, plan.answer_tokens, concurrency=count, seed=0)
-    requests = [replace(one, request_id=f"load-{n}") for n, one in enumerate(requests_from(chosen, 0, measure))]
+    prompts = list(islice(cycle(small_prompts(assembly, plan)), count))
+    requests = requests_from(prompts, 0, Measure(0.0, plan.answer_tokens, concurrency=count, seed=0))
     with serving(assembly.target.device):
         return generate(engine, requests, ClosedLoop(concurrency))
-
-
-def num_tokens(run: Run) -> int:
-    """Tokens of all answers."""
-    return run.num_tokens
 
 
 _TRAINING_CONCURRENCY = 4
@@ -361,66 +318,27 @@ _TRAINING_NODES = 16
 _EAGER = Tuning(duty_cycle=1.0, always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What was served, and how many updates were made meanwhile."""
-
-    runs: tuple[Run, ...]
-    updates: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(num_tokens, self.runs)) / sum(run.seconds for run in self.runs)
-
-    def step_seconds(self, share: float) -> float:
-        """What so large a share of the steps stays below."""
-        steps = [step.stats for run in self.runs for step in run.steps]
-        seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
-        return float(np.quantile(seconds, share))
-
-
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Steps and throughput without updates and with them. Raises NotMeasured when none was made."""
-    quiet = _served_beside(assembly, plan, "never", updates=0)
-    busy = _served_beside(assembly, plan, "always", updates=plan.updates)
-    yield Figure("training", "updates", busy.updates, "")
-    for name, beside in (("off", quiet), ("on", busy)):
-        for share in (0.5, 0.99):
-            yield Figure("training", f"step p{share * 100:g} {name}", beside.step_seconds(share) * 1e3, "ms")
-        yield Figure("training", f"throughput {name}", beside.tokens_per_second, "tokens/s")
-    loss = 1 - busy.tokens_per_second / quiet.tokens_per_second
+    """Steps and throughput without updates and with them. Raises RuntimeError when none was made."""
+    quiet, _ = _served_beside(assembly, plan, "never", updates=0)
+    busy, updates = _served_beside(assembly, plan, "always", updates=plan.updates)
+    yield Figure("training", "updates", updates, "")
+    for name, runs in (("off", quiet), ("on", busy)):
+        steps = [step.stats for run in runs for step in run.steps]
+        seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
+        for percent in (50, 99):
+            value = percentile(seconds, percent, method="linear") * 1e3
+            yield Figure("training", f"step p{percent} {name}", value, "ms")
+        yield Figure("training", f"throughput {name}", tokens_per_second(runs), "tokens/s")
+    loss = 1 - tokens_per_second(busy) / tokens_per_second(quiet)
     yield Figure("training", "loss of tokens/s", loss, "")  # below 0: lost in the noise
 
 
-def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> Beside:
-    """Serve beside a learner, until it has made so many updates or patience ends. Raises NotMeasured without any."""
-    learning = assembly.config.adaptation
-    config = AdaptationConfig.model_validate({**learning.model_dump(), "enabled": True, "policy": policy})
-    with _learning(assembly, config) as (adaptive, told):
-        _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
-        beside = _serve_until(adaptive, assembly, plan, updates)
-    if updates and not beside.updates:
-        raise NotMeasured(f"no update in {plan.patience_seconds:g} s of serving; learning told of {dict(told)}")
-    return beside
-
-
-def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> Beside:
-    """All requests at least once, and again while updates are wanted and patience lasts."""
-    before, start = _made(adaptive), time.monotonic()
-    runs = [serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests)]
-    while _made(adaptive) - before < updates and time.monotonic() - start < plan.patience_seconds:
-        runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
-    return Beside(tuple(runs), _made(adaptive) - before)
-
-
-def _made(adaptive: Adaptive) -> int:
-    return sum(adaptive.learner.num_updates.values())
-
-
-@contextmanager
-def _learning(assembly: Assembly, config: AdaptationConfig) -> Iterator[tuple[Adaptive, Counter[str]]]:
-    """A learner at work, and what it tells: how often which event had which reason."""
+def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> tuple[list[Run], int]:
+    """Serve beside a learner until it has made so many updates or patience ends; what was served, and the updates."""
     told: Counter[str] = Counter()
+    learning = assembly.config.adaptation.model_dump()
+    config = AdaptationConfig.model_validate({**learning, "enabled": True, "policy": policy})
     budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # nothing is learnt where nothing is drafted
 
     def tell(event: Event) -> None:
@@ -430,6 +348,31 @@ def _learning(assembly: Assembly, config: AdaptationConfig) -> Iterator[tuple[Ad
         adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=tell, policy=budget, tuning=_EAGER)
         adaptive.start()
         try:
-            yield adaptive, told
+            _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
+            runs, made = _serve_until(adaptive, assembly, plan, updates)
         finally:
             adaptive.stop()
+    if updates and not made:
+        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; learning told of {dict(told)}")
+    return runs, made
+
+
+def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> tuple[list[Run], int]:
+    """All requests at least once, and again while updates are wanted and patience lasts."""
+    num_updates, start = adaptive.learner.num_updates, time.monotonic()
+    before, runs = sum(num_updates.values()), []
+    while True:
+        runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
+        made = sum(num_updates.values()) - before
+        if made >= updates or time.monotonic() - start >= plan.patience_seconds:
+            return runs, made
+
+
+SECTIONS: dict[str, Callable[[Assembly, Plan], Iterator[Figure]]] = {
+    "speed": speed_figures,
+    "steps": step_figures,
+    "training": training_figures,
+    "exactness": exactness_figures,
+    "load": load_figures,
+}
+"""What is measured of the served model, in this order."""

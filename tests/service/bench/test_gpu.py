@@ -16,7 +16,6 @@ from service.bench.gpu_sections import (
     DRY,
     FULL,
     Figure,
-    NotMeasured,
     check_device,
     copy_bandwidth,
     device_seconds,
@@ -56,19 +55,19 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
 def test_without_an_update_nothing_is_said_of_its_cost(tmp_path: Path) -> None:
     short = replace(DRY, training_requests=1, patience_seconds=0.0)
     assembly = small_assembly(ServiceConfig(state_dir=tmp_path), short, tmp_path / "drafter")
-    with pytest.raises(NotMeasured, match="no update"):
+    with pytest.raises(RuntimeError, match="no update"):
         list(training_figures(assembly, short))
 
 
 def test_a_section_that_breaks_costs_no_other() -> None:
     def breaking() -> Iterator[Figure]:
         yield Figure("load", "half of it", 1.0, "")
-        raise NotMeasured("nothing came")
+        raise RuntimeError("nothing came")
 
-    findings = Findings()
+    findings = Findings(DRY)
     findings.measure("broken", breaking)
     findings.measure("sound", lambda: iter([Figure("load", "plain", 2.0, "tokens/s")]))
-    assert findings.failed == {"broken": "NotMeasured: nothing came"}
+    assert findings.failed == {"broken": "RuntimeError: nothing came"}
     assert [figure.name for figure in findings.figures] == ["plain"]
 
 
