@@ -122,7 +122,7 @@ class SamplingTable:
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
         """What these sequences need: transforms in the order in which vLLM applies them, the cheapest draw that does
         for all."""
-        params, device = [state.params for state in states], states[0].device
+        params = [state.params for state in states]
         plan = [
             (any(p.logit_bias for p in params), _logit_bias),
             (any(p.min_tokens > 0 for p in params), _min_tokens),
@@ -131,6 +131,7 @@ class SamplingTable:
         transforms = tuple(build(states) for asked, build in plan if asked)
         if not any(p.temperature > 0 for p in params):
             return SamplingTable(transforms)
+        device = states[0].device
         return SamplingTable(
             transforms,
             _floats([p.temperature for p in params], device),
