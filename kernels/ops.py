@@ -15,13 +15,10 @@ from kernels.accept import accept
 from kernels.commit_slots import commit_slots
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
+from kernels.layers import rms_norm, rotary, silu_mul, store_kv
 from kernels.linear import plan_linear
 from kernels.rank_features import rank_features
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
 from kernels.sample import sample
-from kernels.silu_mul import silu_mul
-from kernels.store_kv import store_kv
 from kernels.tree_attention import plan_attention
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "on", "twin"]

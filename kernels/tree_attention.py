@@ -17,7 +17,7 @@ segment, members = query rows x query heads per key/value head in a segment (pad
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any, Protocol
 
@@ -231,7 +231,7 @@ class _Heads:
 
 @dataclass(frozen=True, slots=True)
 class _HostRows:
-    """`AttentionRows` and the slot table as host arrays, same shapes."""
+    """`AttentionRows`, in its order, and the slot table as host arrays, same shapes."""
 
     sequence: Ints
     positions: Ints
@@ -245,17 +245,7 @@ class _HostRows:
 
     @staticmethod
     def of(rows: AttentionRows, slot_table: Tensor) -> "_HostRows":
-        return _HostRows(
-            sequence=_host(rows.sequence),
-            positions=_host(rows.positions),
-            node=_host(rows.node),
-            table_rows=_host(rows.table_rows),
-            extend_end=_host(rows.extend_end),
-            node_slots=_host(rows.node_slots),
-            node_depths=_host(rows.node_depths),
-            ancestors=_host(rows.ancestors),
-            slot_table=_host(slot_table),
-        )
+        return _HostRows(*(_host(getattr(rows, part.name)) for part in fields(rows)), _host(slot_table))
 
     def in_chunks(self) -> Bools:
         """Rows whose sequence has more than one extend row. # -> [rows]"""

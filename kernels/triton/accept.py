@@ -18,19 +18,10 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Te
     path = tokens.new_empty(batch, depth)
     num_accepted, bonus = tokens.new_empty(batch), tokens.new_empty(batch)
     _walk[(batch,)](
-        tokens.contiguous(),
-        parents.contiguous(),
-        num_nodes.contiguous(),
-        target_tokens.contiguous(),
-        path,
-        num_accepted,
-        bonus,
-        nodes,
-        depth,
-        NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
-        MOST=MAX_DEPTH,
-        enable_fp_fusion=True,
-    )
+        *(part.contiguous() for part in (tokens, parents, num_nodes, target_tokens)),
+        path, num_accepted, bonus, nodes, depth,
+        NODES=triton.next_power_of_2(max(nodes, MAX_NODES)), MOST=MAX_DEPTH, enable_fp_fusion=True,
+    )  # fmt: skip
     return Accepted(path, num_accepted, bonus)
 
 

@@ -30,23 +30,11 @@ def commit_slots(
     freed = node_slots.new_full((batch * nodes,), NULL_SLOT)
     if nodes:
         _commit[(batch,)](
-            path.contiguous(),
-            num_accepted.contiguous(),
-            num_nodes.contiguous(),
-            node_slots.contiguous(),
-            lines.contiguous(),
-            extend_end.contiguous(),
-            slot_table,
-            path_slots,
-            freed,
-            nodes,
-            path.shape[1],
-            slot_table.stride(0),
-            BATCH=triton.next_power_of_2(max(batch, _SEQUENCES)),
-            NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
-            MOST=MAX_DEPTH,
-            enable_fp_fusion=True,
-        )
+            *(part.contiguous() for part in (path, num_accepted, num_nodes, node_slots, lines, extend_end)),
+            slot_table, path_slots, freed, nodes, path.shape[1], slot_table.stride(0),
+            BATCH=triton.next_power_of_2(max(batch, _SEQUENCES)), NODES=triton.next_power_of_2(max(nodes, MAX_NODES)),
+            MOST=MAX_DEPTH, enable_fp_fusion=True,
+        )  # fmt: skip
     return CommittedSlots(path_slots, freed)
 
 

@@ -87,16 +87,9 @@ def _to_gradient(
     log_totals = torch.empty_like(mass)
     top_scores = logits.gather(1, places)
     _dense_gradient[(logits.shape[0],)](
-        logits,
-        anchored,
-        mass,
-        log_totals,
-        divergences[1],
-        logits.shape[1],
-        anchor_weight,
-        BLOCK=_BLOCK,
-        enable_fp_fusion=True,
-    )
+        logits, anchored, mass, log_totals, divergences[1], logits.shape[1], anchor_weight,
+        BLOCK=_BLOCK, enable_fp_fusion=True,
+    )  # fmt: skip
     logits.scatter_add_(1, places, -p)
     its_log_q = top_scores - log_totals[:, None]
     divergences[0] = torch.where(known, p * (log_p - its_log_q), 0.0).sum(1)

@@ -71,22 +71,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     (rows, columns), features = x.shape, out.shape[1]
     tile = _FLOAT32 if x.dtype == torch.float32 else _tile_for(rows, features)
     _linear[triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        rows,
-        features,
-        columns,
-        HAS_BIAS=bias is not None,
-        EVEN=columns % tile.columns == 0,
-        ROWS=tile.rows,
-        FEATURES=tile.features,
-        COLUMNS=tile.columns,
-        num_warps=tile.warps,
+        x, weight, x if bias is None else bias, out, rows, features, columns,
+        HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+        ROWS=tile.rows, FEATURES=tile.features, COLUMNS=tile.columns, num_warps=tile.warps,
         num_stages=min(tile.stages, _shared_memory(x.device) // tile.stage_bytes(x.element_size())),
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 def _tile_for(rows: int, features: int) -> _Tile:

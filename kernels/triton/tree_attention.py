@@ -67,17 +67,9 @@ class TilePlan:
                 *pools, *layout, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
             )
             _tail_kernel[len(tiles), heads](
-                *pools,
-                *layout,
-                *tree,
-                rows.node_slots.shape[1],
-                sums,
-                tops_totals,
-                out,
-                *bounds,
-                *shape.constants(),
+                *pools, *layout, *tree, rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
                 enable_fp_fusion=True,
-            )
+            )  # fmt: skip
         return out
 
 

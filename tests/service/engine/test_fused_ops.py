@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from kernels.rotary import rotary
+from kernels.layers import rotary
 from service.engine.fused_ops import FusedRMSNorm, GatedMLP, fuse_layers
 from service.engine.linear import plan_linears
 from tests.tiny_models import FAMILIES, tiny_model
