@@ -1,22 +1,22 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter
+from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api.body import read_body
-from service.api.logprobs import chat_logprobs, legacy_length, legacy_logprobs
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Job, build_chat, build_completion
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
-from service.engine.requests import SequenceOutput
-from service.runtime import ModelCard
-from service.tokenizer import ChatTokenizer
+from service.engine.requests import SequenceOutput, TokenLogprob
+
+# JSON knows no infinity; this is what OpenAI's servers send instead.
+_LOWEST_LOGPROB = -9999.0
 
 
 def completions_router(server: Server) -> APIRouter:
@@ -58,7 +58,7 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": chat_logprobs(choice.logprobs, self._tokenizer, num_top=self._num_top),
+            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._tokens(choice.token_ids),
@@ -71,7 +71,7 @@ class ChatReply(Reply):
         number = self._count(output)
         if output.text or self._tells_tokens(output):
             choice = _delta(number, {"content": output.text})
-            choice["logprobs"] = chat_logprobs(output.logprobs, self._tokenizer, num_top=self._num_top)
+            choice["logprobs"] = self._logprobs(output.logprobs)
             choice |= self._tokens(output.token_ids) | self._trace(number, output)
             yield self._chunk(choice)
         if output.finish_reason is not None:
@@ -85,6 +85,18 @@ class ChatReply(Reply):
         self._begun.add(number)
         return chunk
 
+    def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Body | None:
+        """A list of records."""
+        return None if tokens is None else {"content": [self._record(token) for token in tokens], "refusal": None}
+
+    def _record(self, token: TokenLogprob) -> JsonValue:
+        top: list[JsonValue] = [self._entry(*entry) for entry in token.top[: self._num_top]]
+        return {**self._entry(token.token_id, token.logprob), "top_logprobs": top}
+
+    def _entry(self, token_id: int, logprob: float) -> Body:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
 
 def _delta(number: int, delta: Body) -> Body:
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -95,22 +107,16 @@ class TextReply(Reply):
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
-        super().__init__(job, card, tokenizer)
-        self._text_offset: dict[int, int] = defaultdict(int)
-
     def chunks(self, output: SequenceOutput) -> Iterator[Body]:
         number = self._count(output)
         if output.text or self._tells_tokens(output) or output.finish_reason is not None:
             yield self._chunk(self._choice(number, output) | self._trace(number, output))
 
     def _choice(self, number: int, choice: Choice | SequenceOutput) -> Body:
-        offset = self._text_offset[number]
-        self._text_offset[number] += legacy_length(choice.logprobs, self._tokenizer)
         piece: Body = {
             "index": number,
             "text": choice.text,
-            "logprobs": legacy_logprobs(choice.logprobs, self._tokenizer, num_top=self._num_top, text_offset=offset),
+            "logprobs": self._logprobs(number, choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._tokens(choice.token_ids),
@@ -119,3 +125,31 @@ class TextReply(Reply):
             piece["prompt_token_ids"] = self._prompt_of(number)
         self._begun.add(number)
         return piece
+
+    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob] | None) -> Body | None:
+        """Parallel lists."""
+        if tokens is None:
+            return None
+        texts, begin = [self._text(token.token_id) for token in tokens], self._text_length[number]
+        self._text_length[number] += sum(map(len, texts))
+        offsets = [begin + sum(map(len, texts[:position])) for position in range(len(texts))]
+        return {
+            "tokens": list[JsonValue](texts),
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._top_by_text(token) for token in tokens],
+            "text_offset": list[JsonValue](offsets),
+        }
+
+    def _top_by_text(self, token: TokenLogprob) -> JsonValue:
+        by_text: dict[str, JsonValue] = {}
+        for token_id, logprob in token.top[: self._num_top]:
+            # Different parts of characters look alike as text: the likeliest one keeps the place.
+            by_text.setdefault(self._text(token_id), _finite(logprob))
+        return by_text
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)

@@ -3,7 +3,6 @@
 import logging
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -33,7 +32,6 @@ def internal_error() -> EngineFailure:
 
 def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
 
@@ -41,14 +39,6 @@ def install_error_handlers(app: FastAPI) -> None:
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     return error_response(error)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    # The first element says whether the value stood in the body, the path or the query.
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    return error_response(InvalidRequest(f"Invalid value for '{param}': {first['msg']}.", param=param))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -54,16 +54,13 @@ class Feed:
         """What one reader is sent; it ends when the server is about to, which waits for open connections."""
         seen = self._number
         yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
-        while True:
-            seen, newest, ends = await self._newer_than(seen)
+        ends = False
+        while not ends:
+            async with self._changed:
+                while self._number <= seen:
+                    await self._changed.wait()
+                seen, newest, ends = self._number, self._frame, self._ends
             yield newest
-            if ends:
-                return
-
-    async def _newer_than(self, seen: int) -> tuple[int, bytes, bool]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._number > seen)
-            return self._number, self._frame, self._ends
 
     async def _run(self) -> None:
         while True:

@@ -1,6 +1,7 @@
 """What every form of an answer shares: its head, numbers of choices, totals over outputs, and what single steps did."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,6 +35,7 @@ class Reply(ABC):
         self._n = job.requests[0].n
         self._first_choice = {request.request_id: place * self._n for place, request in enumerate(job.requests)}
         self._begun: set[int] = set()  # choices of which something was sent
+        self._text_length: Counter[int] = Counter()  # of tokens that were sent with log-probabilities, by choice
         self._completion_tokens = 0
         self._cached_tokens: dict[str, int] = {}
         self._speculation: list[SpeculationRecord] = []

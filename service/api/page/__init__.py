@@ -5,7 +5,6 @@ it shows comes from routes that check keys themselves.
 """
 
 import hashlib
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
@@ -33,32 +32,19 @@ _HEADERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    content: bytes
-    media_type: str
-    etag: str
-
-
 def page_router() -> APIRouter:
-    return APIRouter(
-        routes=[
-            _route("/" if name == _START else _FOLDER + name, _read(name, media_type))
-            for name, media_type in _FILES.items()
-        ]
-    )
+    paths = {"/" if name == _START else _FOLDER + name: name for name in _FILES}
+    return APIRouter(routes=[_route(path, name) for path, name in paths.items()])
 
 
-def _read(name: str, media_type: str) -> _File:
+def _route(path: str, name: str) -> Route:
     content = files(__package__).joinpath(name).read_bytes()
-    return _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {**_HEADERS, "etag": etag}
 
-
-def _route(path: str, file: _File) -> Route:
     async def send(request: Request) -> Response:
-        headers = {**_HEADERS, "etag": file.etag}
-        if request.headers.get("if-none-match") == file.etag:
+        if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
-        return Response(file.content, media_type=f"{file.media_type}; charset=utf-8", headers=headers)
+        return Response(content, media_type=f"{_FILES[name]}; charset=utf-8", headers=headers)
 
     return Route(path, send, methods=["GET"])
