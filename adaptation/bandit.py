@@ -121,12 +121,12 @@ class Bandit:
 
     def decide(self, query: QueryReport) -> Decision:
         if not query.usable:
-            return Decision(None, "unusable", {})
+            return Decision(None, "unusable")
         held = self._observe(query)
         if held is not None:
-            return Decision(None, held, {})
+            return Decision(None, held)
         if query.signal is None:
-            return Decision(None, "not_admitted", {})
+            return Decision(None, "not_admitted")
         decision = self._choose(query.signal)
         if decision.arm is not None:
             waiting = self._now.signals[decision.arm]
@@ -253,16 +253,15 @@ class Bandit:
 
     def _choose(self, signal: float) -> Decision:
         now = self._now
-        gains = {arm: signal * now.values[arm] for arm in ARMS}
         untried = self._untried
         if untried and not self._has_given_up:
             wanting = [arm for arm in untried if len(now.signals[arm]) < self._rules.batch_queries[arm]]
-            return Decision((wanting or untried)[0], "untried", gains)
+            return Decision((wanting or untried)[0], "untried")
         if now.exploring is not None:
-            return Decision(now.exploring, "explore", gains)
-        best = max(ARMS, key=lambda arm: gains[arm])
-        worthwhile = gains[best] > 0 and not self._has_given_up
-        return Decision(best, "gain", gains) if worthwhile else Decision(None, "no_gain", gains)
+            return Decision(now.exploring, "explore")
+        best = max(ARMS, key=lambda arm: now.values[arm])
+        worthwhile = signal * now.values[best] > 0 and not self._has_given_up
+        return Decision(best, "gain") if worthwhile else Decision(None, "no_gain")
 
     @property
     def _promises(self) -> bool:

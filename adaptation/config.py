@@ -7,7 +7,7 @@ records into parts that take the values they use.
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
 import psutil
@@ -131,60 +131,21 @@ class Tuning:
     snapshots_on_disk: int = 8  # published drafters kept (ring)
 
 
-_DEFAULT = Tuning()
+_FIXED = """
+blocked_queries 2, buffer_positions 4096, change_threshold 8.0, cold_start_events 8, collapse_margin 0.05,
+cusum_slack 0.5, cusum_threshold 7.0, explore_queries 8.0, explore_share 0.01, gate_sequences 8, gradient_norm 1.0,
+held_back_sequences 24, held_back_share 0.25, payback_queries 200, probe_texts 8, query_positions 32,
+quota_clients 4096, quota_half_life_seconds 600.0, redis_lease_seconds 3.0, redis_lost learn, redis_queries 128,
+redis_query_mib 16, rehearsed_texts 64, replay blocks, resting_share 0.125, train_niceness 10, train_threads 1,
+window_sequences 16
+"""
 REMOVED_SETTINGS: Mapping[str, str] = {
+    **{number.name: f"fixed at {number.default}" for number in fields(Tuning)},
+    **{name: f"fixed at {value}" for name, value in (pair.split() for pair in _FIXED.split(","))},
+    "measured_seconds": "fixed: the gain of an update is known from a replay, without waiting",
     "min_signal": "s_min",
     "epsilon_start": "epsilon, whose first number it is",
     "epsilon_end": "epsilon, whose second number it is",
-    "measured_seconds": "fixed: the gain of an update is known from a replay, without waiting",
-    "blocked_queries": "fixed at 2",
-    "warm_up_queries": f"fixed at {_DEFAULT.warm_up_queries}",
-    "cold_start_events": "fixed at 8",
-    "explore_queries": "fixed at 8.0",
-    "explore_share": "fixed at 0.01",
-    "payback_queries": "fixed at 200",
-    "always_queries": f"fixed at {_DEFAULT.always_queries}",
-    "head_steps": f"fixed at {_DEFAULT.head_steps}",
-    "full_steps": f"fixed at {_DEFAULT.full_steps}",
-    "resting_share": "fixed at 0.125",
-    "rehearsed_texts": f"fixed at {_DEFAULT.replay_texts}",
-    "exchange_count": f"fixed at {_DEFAULT.exchange_count}",
-    "step_texts": f"fixed at {_DEFAULT.step_texts}",
-    "warm_up_steps": f"fixed at {_DEFAULT.warm_up_steps}",
-    "gradient_norm": "fixed at 1.0",
-    "update_norm": f"fixed at {_DEFAULT.update_norm}",
-    "kept_refusals": f"fixed at {_DEFAULT.kept_refusals}",
-    "target_top": f"fixed at {_DEFAULT.target_top}",
-    "buffer_positions": "fixed at 4096",
-    "window_tokens": f"fixed at {_DEFAULT.window_tokens}",
-    "queued_queries": f"fixed at {_DEFAULT.queued_queries}",
-    "train_threads": "fixed at 1",
-    "train_niceness": f"fixed at {_DEFAULT.niceness}",
-    "duty_cycle": f"fixed at {_DEFAULT.duty_cycle}",
-    "held_back_share": f"fixed at {_DEFAULT.validation_share}",
-    "held_back_sequences": f"fixed at {_DEFAULT.validation_texts}",
-    "replay": "fixed at blocks",
-    "probe_texts": f"fixed at {_DEFAULT.drift_texts}",
-    "gate_sequences": f"fixed at {_DEFAULT.gate_texts}",
-    "gate_standard_errors": f"fixed at {_DEFAULT.gate_standard_errors}",
-    "cusum_slack": "fixed at 0.5",
-    "cusum_threshold": "fixed at 7.0",
-    "change_threshold": "fixed at 8.0",
-    "window_sequences": f"fixed at {_DEFAULT.window_texts}",
-    "fall_standard_errors": f"fixed at {_DEFAULT.fall_standard_errors}",
-    "collapse_margin": "fixed at 0.05",
-    "collapse_verifies": f"fixed at {_DEFAULT.collapse_verifies}",
-    "client_share": f"fixed at {_DEFAULT.client_share}",
-    "client_free_queries": f"fixed at {_DEFAULT.client_free_queries}",
-    "query_positions": "fixed at 32",
-    "quota_half_life_seconds": "fixed at 600.0",
-    "quota_clients": "fixed at 4096",
-    "snapshots_in_memory": f"fixed at {_DEFAULT.snapshots_in_memory}",
-    "snapshots_on_disk": f"fixed at {_DEFAULT.snapshots_on_disk}",
-    "redis_lost": "fixed at learn",
-    "redis_lease_seconds": "fixed at 3.0",
-    "redis_queries": "fixed at 128",
-    "redis_query_mib": "fixed at 16",
 }
 """Settings that there were, each with its new name or with what it is fixed at."""
 

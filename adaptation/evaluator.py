@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 
 from adaptation.gate import Gate, GateDecision, GateReason
-from adaptation.losses import Drift
+from adaptation.losses import TextDivergence
 from adaptation.monitor import TextScores
 from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.training.corpus import Example
+from drafters.training.corpus import Batch, Example
 from drafters.training.replay import replay_blocks
 
 Replay = Callable[[SpecBlock, Example], float]  # -> tau
@@ -48,12 +48,23 @@ class _Known:
 class OfflineEvaluator:
     """Compares versions of a drafter on the same texts."""
 
-    def __init__(self, weights: DrafterWeights, gate: Gate, replay: Replay, drift: Drift, *, max_known: int) -> None:
-        """`max_known`: scores that are kept of each drafter."""
+    def __init__(
+        self,
+        weights: DrafterWeights,
+        gate: Gate,
+        replay: Replay,
+        divergence: TextDivergence,
+        *,
+        drift_texts: int,
+        max_known: int,
+    ) -> None:
+        """`drift_texts`: on which the distance to the anchor is measured; `max_known`: scores kept of each drafter."""
         self._weights = weights
         self._gate = gate
         self._replay = replay
-        self._drift = drift
+        self._divergence = divergence
+        self._num_drift_texts = drift_texts
+        self._drift_texts: list[Example] = []
         self._max_known = max_known
         self._known_drift: tuple[int, float] | None = None  # by version
         self._anchor = _Known(0)
@@ -103,16 +114,25 @@ class OfflineEvaluator:
         return self._scores(self._weights.unchanged(), [text])[0]
 
     def probe(self, text: ValidationText) -> None:
-        """Measure the distance to the anchor on this text too, until there are enough."""
-        self._drift.offer(text.example)
+        """Measure the distance to the anchor on this text too. Of enough texts, the set stays as it is, so that numbers
+        can be compared."""
+        if len(self._drift_texts) < self._num_drift_texts:
+            self._drift_texts.append(text.example)
 
     def kl_to_anchor(self) -> float | None:
-        """Of the serving drafter, once there are texts to measure it on."""
-        if not self._drift.ready:
+        """Mean KL(serving || anchor) over the first texts, once there are enough: a number for people, which decides
+        nothing, because far from the anchor may be exactly where the traffic is."""
+        if len(self._drift_texts) < self._num_drift_texts:
             return None
         if self._known_drift is None or self._known_drift[0] != self._weights.newest:
-            self._known_drift = self._weights.newest, self._drift.of(self._weights.served_in_full())
+            self._known_drift = self._weights.newest, self._drift(self._weights.served_in_full())
         return self._known_drift[1]
+
+    @torch.no_grad()
+    def _drift(self, model: SpecBlock) -> float:
+        reach, device = 2 * model.config.block_size, model.d2t.device
+        batches = (Batch.of([text], reach, device) for text in self._drift_texts)
+        return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())
 
     def _decide(self, candidate: Sequence[float], texts: Sequence[ValidationText]) -> GateDecision:
         return self._gate.decide(candidate, self.serving(texts), self.anchor(texts))

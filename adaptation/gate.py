@@ -23,9 +23,8 @@ GateReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """Publish or not, why, and the numbers behind it; means are nan where there was nothing to average."""
+    """What became of a candidate, and the numbers behind it; means are nan where there was nothing to average."""
 
-    publish: bool
     reason: GateReason
     num_texts: int
     candidate_mean: float
@@ -33,6 +32,10 @@ class GateDecision:
     anchor_mean: float
     standard_error: float  # of the mean difference candidate - serving
     needed: float  # what that difference must exceed, for noise alone seldom does
+
+    @property
+    def publish(self) -> bool:
+        return self.reason == "better"
 
     @property
     def gain(self) -> float:
@@ -63,16 +66,8 @@ class Gate:
         standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
         needed = self._standard_errors * standard_error
         reason = self._reason(candidate, serving, anchor, needed)
-        return GateDecision(
-            reason == "better",
-            reason,
-            len(candidate),
-            _mean(candidate),
-            _mean(serving),
-            _mean(anchor),
-            standard_error,
-            needed,
-        )
+        new, old, first = map(_mean, (candidate, serving, anchor))
+        return GateDecision(reason, len(candidate), new, old, first, standard_error, needed)
 
     def _reason(
         self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float], needed: float

@@ -19,7 +19,7 @@ from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import OfflineEvaluator
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
-from adaptation.losses import Drift
+from adaptation.losses import TextDivergence
 from adaptation.monitor import Alarm, RollbackMonitor
 from adaptation.policy import Arm, Policy
 from adaptation.process import TrainingTime, training_parts
@@ -33,6 +33,7 @@ from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
 
 _KEPT_EVENTS = 50
+_DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
 
 def _never() -> bool:
@@ -81,8 +82,11 @@ class Learner:
         vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
         self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
         gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
-        drift = Drift(weights.anchor, drafter.embed, rows, max_texts=tuning.drift_texts)
-        self._evaluator = OfflineEvaluator(weights, gate, replay, drift, max_known=2 * tuning.validation_texts)
+        divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
+        known = 2 * tuning.validation_texts
+        self._evaluator = OfflineEvaluator(
+            weights, gate, replay, divergence, drift_texts=tuning.drift_texts, max_known=known
+        )
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab, self._evaluator)
         self._checkpoint = LearnerCheckpoint(folder)

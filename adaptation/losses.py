@@ -1,9 +1,6 @@
 """What updates minimise besides the objectives of training and of heads: distance to the anchor drafter on texts, and
 the rank head's loss. Legend: rows = positions, vocab = the drafter's.
-
-How far the drafter that serves has moved from the anchor drafter, on a fixed set of texts.
-
-Only a number for people: it decides nothing, because far from the anchor may be exactly where the traffic is."""
+"""
 
 import torch
 from torch import Tensor
@@ -13,10 +10,8 @@ from adaptation.vocabulary import Rows
 from drafters.feedback import DraftLabels
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.training.corpus import Batch, Example
+from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
-
-_DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
 
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
@@ -78,31 +73,3 @@ class TextDivergence:
         valid[..., 0] = False  # the stream holds it
         valid[..., 1:] &= reached[..., :-1]
         return valid
-
-
-class Drift:
-    """KL(drafter || anchor) on the first texts it was given: a number for people, which decides nothing, because far
-    from the anchor may be exactly where the traffic is."""
-
-    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, max_texts: int) -> None:
-        self._divergence = TextDivergence(anchor, embed, rows, anchors=_DRIFT_ANCHORS)
-        self._reach = 2 * anchor.config.block_size
-        self._device = anchor.d2t.device
-        self._max_texts = max_texts
-        self._texts: list[Example] = []
-
-    @property
-    def ready(self) -> bool:
-        return len(self._texts) == self._max_texts
-
-    def offer(self, text: Example) -> None:
-        """Full, the set stays as it is, so that numbers can be compared."""
-        if not self.ready:
-            self._texts.append(text)
-
-    @torch.no_grad()
-    def of(self, model: SpecBlock) -> float:
-        """Mean over the texts, each counting the same. # a model with the anchor's dtype"""
-        assert self._texts, "nothing to measure on"
-        batches = (Batch.of([text], self._reach, self._device) for text in self._texts)
-        return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())

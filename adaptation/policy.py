@@ -62,7 +62,6 @@ class Decision:
 
     arm: Arm | None  # None: skip
     reason: Reason
-    predicted_gains: Mapping[Arm, float]
 
     @property
     def choice(self) -> Literal["skip", "head", "full"]:
@@ -94,33 +93,25 @@ class Policy(Protocol):
         ...
 
     def published(self, tau_ratio: float) -> None:
-        """The update reached the serving copy; `tau_ratio`: replayed tau of the new weights to that of the old, less
-        what may be luck."""
+        """`tau_ratio`: replayed tau of the new weights to that of the old, less what may be luck."""
         ...
 
     def discarded(self, *, counted: bool = True) -> None:
-        """The update failed or was refused: it cost time and changed nothing of what is served. Not `counted`, it says
-        nothing of its arm: further ones may make of it what shall be served."""
+        """The update failed or was refused. Not `counted`, it says nothing of its arm: further ones may make of it what
+        shall be served."""
         ...
 
-    def traffic_changed(self) -> None:
-        """Texts are not what they were: what could not be gained before may be now."""
-        ...
+    def traffic_changed(self) -> None: ...
 
     def reset(self) -> None:
-        """Forget everything learnt: the drafter it was learnt about is no longer served.
-
-        An update under way is forgotten too, and must then not be ended.
-        """
+        """Forget everything learnt, an update under way too: the drafter it was about is no longer served."""
         ...
 
     def state(self) -> State: ...
 
     def restore(self, state: State) -> None:
-        """Go on from a saved state. An update that was being trained is lost with its process.
-
-        Raises ValueError for a state that is not one, and then changes nothing.
-        """
+        """Go on from a saved state, without the update that was being trained. Raises ValueError for a state that is
+        not one, and then changes nothing."""
         ...
 
 
@@ -146,13 +137,13 @@ class EveryBatch:
 
     def decide(self, query: QueryReport) -> Decision:
         if self._arm is None:
-            return Decision(None, "never", {})
+            return Decision(None, "never")
         if not query.usable:
-            return Decision(None, "unusable", {})
+            return Decision(None, "unusable")
         if query.signal is None:
-            return Decision(None, "not_admitted", {})
+            return Decision(None, "not_admitted")
         self._num_waiting += 1
-        return Decision(self._arm, "fixed", {})
+        return Decision(self._arm, "fixed")
 
     def take_update(self) -> Arm | None:
         if self._training or self._num_waiting < self._batch_queries:

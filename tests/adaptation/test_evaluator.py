@@ -7,10 +7,11 @@ import torch
 
 from adaptation.evaluator import OfflineEvaluator, replay_of
 from adaptation.gate import Gate
-from adaptation.losses import Drift
+from adaptation.losses import TextDivergence
 from adaptation.samples import ValidationText, example_of
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks
@@ -48,8 +49,8 @@ def evaluator_of(
 ) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
     gate = Gate(least_texts=least, standard_errors=1.0)
-    drift = Drift(weights.anchor, EMBED, untrained_rows(weights.anchor, None), max_texts=2)
-    return OfflineEvaluator(weights, gate, replay, drift, max_known=known), weights
+    divergence = TextDivergence(weights.anchor, EMBED, untrained_rows(weights.anchor, None), anchors=8)
+    return OfflineEvaluator(weights, gate, replay, divergence, drift_texts=3, max_known=known), weights
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
@@ -143,3 +144,26 @@ def test_a_drafter_in_bf16_can_be_replayed() -> None:
 def test_replays_are_those_of_the_drafters() -> None:
     model, example = drafter(), text(0).example
     assert replay_of(EMBED)(model, example) == replay_blocks(model, EMBED, example, every=2, nodes=8).tau
+
+
+def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_distance(tmp_path: Path) -> None:
+    evaluator, weights = evaluator_of(tmp_path, Counted())
+    measured: list[float | None] = []
+    for number in range(4):
+        measured.append(evaluator.kl_to_anchor())
+        evaluator.probe(text(number))
+    assert measured == [None, None, None, 0.0]
+    distances = [0.0]
+    for size in (0.05, 0.2):
+        moved, noise = {}, torch.Generator().manual_seed(0)
+        for name, value in weights_of(drafter()).items():
+            random = torch.randn(value.shape, generator=noise)
+            moved[name] = value + size * random if value.is_floating_point() else value
+        weights.adopt(moved)
+        distance = evaluator.kl_to_anchor()
+        assert distance is not None
+        distances.append(distance)
+    assert distances == sorted(set(distances))
+    evaluator._known_drift = None
+    evaluator.probe(text(9))
+    assert evaluator.kl_to_anchor() == distances[-1]

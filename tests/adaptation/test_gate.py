@@ -44,7 +44,7 @@ def test_what_passes_by_luck_has_gained_next_to_nothing() -> None:
 
 def test_the_numbers_are_told() -> None:
     decision = GATE.decide([2.0, 3.0] * 8, [1.0, 2.5] * 8, [1.0, 1.0] * 8)
-    assert decision == GateDecision(True, "better", 16, 2.5, 1.75, 1.0, decision.standard_error, decision.needed)
+    assert decision == GateDecision("better", 16, 2.5, 1.75, 1.0, decision.standard_error, decision.needed)
     assert decision.standard_error == pytest.approx(0.25 * math.sqrt(16 / 15) / 4)
     assert (decision.gain, decision.needed) == (0.75, 1.25 * decision.standard_error)
     assert decision.sure_gain == 0.75 - decision.needed

@@ -290,7 +290,7 @@ def test_a_candidate_that_only_seems_better_says_nothing_of_its_arm_until_it_is_
 
     def unsure(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
-        return replace(decision, publish=False, reason=reason), seconds
+        return replace(decision, reason=reason), seconds
 
     monkeypatch.setattr(tried.learner._evaluator, "evaluate", unsure)
     while len(tried.events) < 4:

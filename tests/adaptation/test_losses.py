@@ -5,13 +5,12 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import kl_div
 
-from adaptation.losses import Drift, TextDivergence, anchor_divergence, rank_loss
+from adaptation.losses import TextDivergence, anchor_divergence, rank_loss
 from adaptation.samples import example_of
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.heads import rank_features
 from drafters.training.corpus import Batch, Example
-from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback
-from tests.tiny_models import VOCAB_SIZE
+from tests.adaptation.samples import EMBED, drafter, feedback
 
 torch.set_num_threads(1)
 
@@ -43,38 +42,6 @@ def test_the_rank_head_learns_the_rank_of_the_targets_token() -> None:
     last = replace(draft_labels, tokens=torch.full_like(draft_labels.tokens, int((model.t2d < 0).nonzero()[0])))
     assert rank_loss(model, first, features, ids) < 1e-3
     assert rank_loss(model, last, features, ids) > 40
-
-
-def test_drift_is_zero_for_the_anchor_and_grows_with_distance() -> None:
-    anchor = drafter()
-    drift = Drift(anchor, EMBED, untrained_rows(anchor, None), max_texts=3)
-    ready = []
-    for texts in ([text(0)], [text(seed) for seed in range(1, 6)]):
-        for one in texts:
-            drift.offer(one)
-        ready.append(drift.ready)
-    assert ready == [False, True]
-    distances = []
-    for size in (0.0, 0.05, 0.2):
-        moved = drafter()
-        noise = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for value in moved.parameters():
-                value.add_(size * torch.randn(value.shape, generator=noise))
-        distances.append(drift.of(moved))
-    assert distances[0] == 0.0
-    assert 0 < distances[1] < distances[2]
-    assert drift.of(drafter()) == 0.0
-
-
-def test_later_texts_do_not_change_the_probe_set() -> None:
-    rows = untrained_rows(drafter(), torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0)))
-    one, other = (Drift(drafter(), EMBED, rows, max_texts=2) for _ in range(2))
-    for seed in range(2):
-        one.offer(text(seed))
-    for seed in range(4):
-        other.offer(text(seed))
-    assert one.of(drafter(seed=1)) == other.of(drafter(seed=1))
 
 
 def test_a_block_teaches_as_far_as_the_anchor_could_have_drafted_it() -> None:
