@@ -231,7 +231,7 @@ class _Heads:
 
 @dataclass(frozen=True, slots=True)
 class _HostRows:
-    """`AttentionRows`, in its order, and the slot table as host arrays, same shapes."""
+    """`AttentionRows` and the slot table as host arrays, same shapes."""
 
     sequence: Ints
     positions: Ints
@@ -245,7 +245,8 @@ class _HostRows:
 
     @staticmethod
     def of(rows: AttentionRows, slot_table: Tensor) -> "_HostRows":
-        return _HostRows(*(_host(getattr(rows, part.name)) for part in fields(rows)), _host(slot_table))
+        parts = {part.name: getattr(rows, part.name) for part in fields(rows)} | {"slot_table": slot_table}
+        return _HostRows(**{name: _host(value) for name, value in parts.items()})
 
     def in_chunks(self) -> Bools:
         """Rows whose sequence has more than one extend row. # -> [rows]"""
