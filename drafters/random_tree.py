@@ -54,18 +54,16 @@ class RandomTreeDrafter(Drafter):
         return [0] * len(rows)
 
     def _tokens(self, rows: Tensor, depths: Tensor, parents: Tensor) -> Tensor:
+        """Under some parents a child drawn for each has the answer's token, and its siblings have others."""
+        (batch, nodes), vocab = parents.shape, self._vocab_size
         ranks, siblings = sibling_ranks(parents)
-        tokens = random_tokens(parents, ranks, self._vocab_size, self._generator)
         places = (self._generated[rows][:, None] + depths - 1).clamp(max=self._answers.shape[1] - 1)
         answers = self._answers[rows].gather(1, places)
-        return _with_answers(tokens, answers, parents, self._chosen(parents, ranks, siblings) & (answers >= 0))
-
-    def _chosen(self, parents: Tensor, ranks: Tensor, siblings: Tensor) -> Tensor:
-        """At most one child of each parent, drawn per parent. # [batch, nodes] bool"""
-        batch, nodes = parents.shape
-        lot = self._draw_int(1 << 30, (batch, nodes + 1)).gather(1, parents + 1)
+        chosen = self._draw_int(1 << 30, (batch, nodes + 1)).gather(1, parents + 1) % siblings
         hit = torch.rand(batch, nodes + 1, generator=self._generator, device=parents.device) < self._hit_rate
-        return (lot % siblings == ranks) & hit.gather(1, parents + 1)
+        tokens = random_tokens(parents, ranks, vocab, self._generator)
+        around = (answers + (ranks - chosen) * (_STRIDE % vocab)) % vocab
+        return torch.where(hit.gather(1, parents + 1) & (answers >= 0), around, tokens)
 
     def _survival(self, parents: Tensor) -> Tensor:
         draw = torch.rand(parents.shape, generator=self._generator, device=parents.device)
@@ -74,14 +72,6 @@ class RandomTreeDrafter(Drafter):
 
     def _draw_int(self, high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(high, shape, generator=self._generator, device=self._generator.device)
-
-
-def _with_answers(tokens: Tensor, answers: Tensor, parents: Tensor, chosen: Tensor) -> Tensor:
-    """Chosen nodes take the answer's token; a sibling that had it takes theirs, so that siblings stay different."""
-    siblings = parents[:, :, None] == parents[:, None, :]  # [batch, nodes, nodes]
-    displaced = siblings & chosen[:, None, :] & (tokens[:, :, None] == answers[:, None, :])
-    swapped = torch.where(displaced, tokens[:, None, :], -1).amax(-1)
-    return torch.where(chosen, answers, torch.where(swapped >= 0, swapped, tokens))
 
 
 def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:

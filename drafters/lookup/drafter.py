@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.lookup.calibration import ABSENT, LookupCalibration, Merger
-from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher, Matches
+from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, renumbered
@@ -59,7 +59,8 @@ class LookupDrafter(Drafter):
         self._has_proposed = True
         matches = self._matcher.find(rows)
         if self._history.has_predictions:
-            self._follow_prediction(rows, matches)
+            sure = matches.strengths[:, 0] >= PREDICTED + _SURE
+            self._history.follow(rows, matches.columns[:, 0], sure)
         tree = self._merger.merge(matches)
         buckets = self._calibration.buckets(matches, tree, noise.temperatures)
         # The rates along a path are those of its nodes, which may stand in other matches' columns.
@@ -80,10 +81,6 @@ class LookupDrafter(Drafter):
         predicted: list[int] = self._predicted[list(rows)].tolist()  # planned transfer
         return predicted
 
-    def _follow_prediction(self, rows: Tensor, matches: Matches) -> None:
-        sure = matches.strengths[:, 0] >= PREDICTED + _SURE
-        self._history.follow(rows, matches.columns[:, 0], sure)
-
     def _learn(self, committed: Committed) -> None:
         rows = committed.rows
         depth = committed.tokens.shape[1]
@@ -92,13 +89,11 @@ class LookupDrafter(Drafter):
         came_true = (self._proposals["tokens"][rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
         predicted = came_true & known & (self._proposals["strengths"][rows] >= PREDICTED)[:, None]
         self._predicted[rows] += predicted.any(2).sum(1)
-        self._observe(rows, came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH])
-        self._proposals.forget(rows)
-
-    def _observe(self, rows: Tensor, came_true: Tensor, known: Tensor) -> None:
+        came_true, known = came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH]
         tried = known.expand_as(came_true).clone()
         tried[:, 1:] &= came_true[:, :-1]
         self._calibration.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true, tried)
+        self._proposals.forget(rows)
 
     def _likeliest(self, tokens: Tensor, parents: Tensor, survival: Tensor) -> Candidates:
         """The likeliest nodes, by falling survival: strictly so along a path, hence parents come first.

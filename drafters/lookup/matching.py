@@ -140,14 +140,10 @@ class Matcher:
         # Two columns to spare: the end of the text, which matches only itself, and the last one, which nothing follows.
         texts = self._history.texts(rows, CONTEXT + self._max_matches + 2)
         last = self._history.ends[rows][:, None] - 1  # [batch, 1]
-        if self._history.has_predictions:
-            return self._find_in_both(texts, last, rows)
-        columns, lengths = self._best(texts, last, self._latest_first[: texts.shape[1] - 1 - CONTEXT])
-        columns, lengths = _strongest_first(columns, lengths)
-        return Matches(columns, lengths, self._continuations(texts, columns, lengths, last))
-
-    def _find_in_both(self, texts: Tensor, last: Tensor, rows: Tensor) -> Matches:
-        """As `find`, where some texts come with predictions."""
+        if not self._history.has_predictions:
+            columns, lengths = self._best(texts, last, self._latest_first[: texts.shape[1] - 1 - CONTEXT])
+            columns, lengths = _strongest_first(columns, lengths)
+            return Matches(columns, lengths, self._continuations(texts, columns, lengths, last))
         origins = self._history.origins[rows][:, None]
         preference = self._prediction_first(texts.shape[1], origins, self._history.cursors[rows][:, None])
         columns, lengths = self._best(texts, last, preference)

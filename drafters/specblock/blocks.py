@@ -90,7 +90,7 @@ class Further(NamedTuple):
     picked: Picked
     states: Tensor  # [batch, starts, block, hidden]
     reach: Reach
-    live: tuple[Tensor, ...]  # as of `PoolAttention`
+    live: tuple[Tensor, ...]  # as of `BlockForward`
 
 
 class Block(NamedTuple):

@@ -8,7 +8,8 @@ compared, sent and written back as a whole.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,57 +75,45 @@ def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping
 
 def read_config(folder: Path) -> SpecBlockConfig:
     """The drafter's shapes alone, to know which target layers to tap before anything is loaded."""
-    return _config(_described(folder), folder)
+    return _described(folder)[0]
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
     """A drafter for this target."""
-    described = _described(folder)
-    config = _config(described, folder)
-    expected = described.get("target_identity")
+    config, expected = _described(folder)
     if expected != target.identity:
         raise DrafterError(
             f"drafter {folder}: trained for target {expected}, but this one is {target.identity}; "
             "train a drafter for it with `adaptree train drafter`, or set drafter to lookup"
         )
-    tensors = _tensors(folder)
+    with _refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
+        tensors = load_file(folder / WEIGHTS_FILE)
     model = SpecBlock(config)
     model.set_vocabulary(_vocabulary(tensors, config, folder))
-    if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = _borrowed_head(model, target, folder)
+    if "lm_head.weight" not in tensors:  # it is the target's output rows of the draft tokens
+        if target.head is None:
+            raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
+        tensors["lm_head.weight"] = target.head[model.d2t.to(target.head.device)].cpu()
     _fill(model, tensors, folder)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def _borrowed_head(model: SpecBlock, target: TargetParts, folder: Path) -> Tensor:
-    """The target's output rows of the draft tokens. # -> [draft_vocab, hidden]"""
-    if target.head is None:
-        raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
-    return target.head[model.d2t.to(target.head.device)].cpu()
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    try:
+def _described(folder: Path) -> tuple[SpecBlockConfig, str | None]:
+    """The drafter's config and its target's identity."""
+    with _refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"drafter {folder}: {CONFIG_FILE} cannot be read: {error}") from error
     if described.get("format") != _FORMAT:
         raise DrafterError(f"drafter {folder}: format {described.get('format')!r}, this version reads {_FORMAT}")
-    return described
+    with _refusing(folder, f"{CONFIG_FILE} is not a drafter's", KeyError, TypeError, ValueError):
+        return SpecBlockConfig.from_mapping(described["drafter"]), described.get("target_identity")
 
 
-def _config(described: Mapping[str, Any], folder: Path) -> SpecBlockConfig:
+@contextmanager
+def _refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
     try:
-        return SpecBlockConfig.from_mapping(described["drafter"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterError(f"drafter {folder}: {CONFIG_FILE} is not a drafter's: {error}") from error
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise DrafterError(f"drafter {folder}: {WEIGHTS_FILE} cannot be read: {error}") from error
+        yield
+    except errors as error:
+        raise DrafterError(f"drafter {folder}: {what}: {error}") from error
 
 
 def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Path) -> Tensor:

@@ -38,52 +38,6 @@ class Window(NamedTuple):
         return Window(pool.places(slots).flatten(1), order.flatten(1))
 
 
-class PoolAttention:
-    """Attention of one forward: to the pool up to each row's order, and to live rows by mask."""
-
-    def __init__(
-        self,
-        pool: EntryPool,
-        window: Window,
-        stored: Tensor,
-        limits: Tensor,
-        live_mask: Tensor,
-        before: Sequence[Tensor],
-        stores_only: bool,
-    ) -> None:
-        """`before` are the live rows of earlier forwards, as `live` becomes."""
-        self._pool = pool
-        self._window = window
-        self._stored = stored  # [batch, committed rows] int64, pool places of the forward's first rows
-        self._unseen = (window.order[:, None] > limits[:, :, None]) | (window.order < 0)[:, None]
-        self._live_unseen = ~live_mask  # [batch, rows, live rows after this forward]
-        self._before = before
-        self.live: list[Tensor] = []  # keys, values, layer by layer, all [batch, kv_heads, live rows, head_dim] float32
-        self._stores_only = stores_only
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        stored = self._stored.shape[1]
-        if stored:
-            keys, values = (rows[:, :, :stored].transpose(1, 2).flatten(0, 1) for rows in (key, value))
-            self._pool.write(layer, self._stored.flatten(), keys, values)
-        if self._stores_only and layer == self._pool.num_layers - 1:
-            raise _AllStored
-        for rows in (key, value):
-            before = self._before[len(self.live) :][:1]
-            self.live.append(torch.cat([*before, rows[:, :, stored:].float()], dim=2))
-        live_keys, live_values = self.live[-2:]
-        keys, values = self._pool.read(layer, self._window.places)
-        seen = keys.shape[2]
-        keys = torch.cat([keys.float(), live_keys], dim=2)
-        values = torch.cat([values.float(), live_values], dim=2)
-        grouped = query.float().unflatten(1, (keys.shape[1], -1)) * scale  # [batch, kv_heads, group, rows, dim]
-        scores = grouped @ keys[:, :, None].transpose(3, 4)
-        scores[..., :seen].masked_fill_(self._unseen[:, None, None], _HIDDEN)
-        scores[..., seen:].masked_fill_(self._live_unseen[:, None, None], _HIDDEN)
-        out: Tensor = scores.softmax(-1) @ values[:, :, None]
-        return out.flatten(1, 2).to(query.dtype)
-
-
 class Reach(NamedTuple):
     """What blocks of one forward can see, from which follows what blocks that start at their nodes can see."""
 
@@ -113,7 +67,7 @@ class Reach(NamedTuple):
 
 
 class BlockForward:
-    """The forwards of one draft tree. It keeps the keys and values of the tree's live rows, as `PoolAttention.live`."""
+    """The forwards of one draft tree. Rows attend to the pool up to each one's order, and to live rows by mask."""
 
     def __init__(
         self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window, live: Sequence[Tensor] = ()
@@ -123,7 +77,8 @@ class BlockForward:
         self._pool = pool
         self._window = window
         self._size = model.config.block_size
-        self.live = live
+        self.live = live  # keys, values, layer by layer, all [batch, kv_heads, live rows, head_dim] float32
+        self._before: Sequence[Tensor] = ()  # as `live`, of the forwards before
 
     def first(self, waiting: Waiting) -> Tensor:
         """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
@@ -185,7 +140,33 @@ class BlockForward:
     def _forward(
         self, rows: BlockRows, stored: Tensor, limits: Tensor, live_mask: Tensor, *, stores_only: bool = False
     ) -> Tensor:
-        attention = PoolAttention(self._pool, self._window, stored, limits, live_mask, self.live, stores_only)
-        states: Tensor = self._model(rows, attention)
-        self.live = attention.live
+        """stored [batch, committed rows] int64, pool places of the first rows; live_mask [..., rows, live rows]"""
+        order = self._window.order
+        self._stored, self._stores_only = stored, stores_only
+        self._unseen = (order[:, None] > limits[:, :, None]) | (order < 0)[:, None]
+        self._live_unseen = ~live_mask
+        self._before, self.live = self.live, []
+        states: Tensor = self._model(rows, self)
         return states
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        stored = self._stored.shape[1]
+        if stored:
+            keys, values = (rows[:, :, :stored].transpose(1, 2).flatten(0, 1) for rows in (key, value))
+            self._pool.write(layer, self._stored.flatten(), keys, values)
+        if self._stores_only and layer == self._pool.num_layers - 1:
+            raise _AllStored
+        for rows in (key, value):
+            before = self._before[len(self.live) :][:1]
+            self.live = [*self.live, torch.cat([*before, rows[:, :, stored:].float()], dim=2)]
+        live_keys, live_values = self.live[-2:]
+        keys, values = self._pool.read(layer, self._window.places)
+        seen = keys.shape[2]
+        keys = torch.cat([keys.float(), live_keys], dim=2)
+        values = torch.cat([values.float(), live_values], dim=2)
+        grouped = query.float().unflatten(1, (keys.shape[1], -1)) * scale  # [batch, kv_heads, group, rows, dim]
+        scores = grouped @ keys[:, :, None].transpose(3, 4)
+        scores[..., :seen].masked_fill_(self._unseen[:, None, None], _HIDDEN)
+        scores[..., seen:].masked_fill_(self._live_unseen[:, None, None], _HIDDEN)
+        out: Tensor = scores.softmax(-1) @ values[:, :, None]
+        return out.flatten(1, 2).to(query.dtype)

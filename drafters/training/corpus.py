@@ -138,20 +138,27 @@ class Batch:
         )
 
 
+def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Places of texts of similar length, of at most so many tokens with padding; a longer text goes alone."""
+    order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    waiting: list[int] = []
+    for place in order:
+        if waiting and lengths[place] * (len(waiting) + 1) > most_tokens:
+            yield waiting
+            waiting = []
+        waiting.append(place)
+    if waiting:
+        yield waiting
+
+
 def batches(examples: list[Example], *, tokens: int, generator: torch.Generator) -> Iterator[list[Example]]:
     """One pass over all examples in random order, of similar length within a batch of about that many tokens."""
     order = torch.randperm(len(examples), generator=generator).tolist()
     window = max(1, 32 * tokens // max(1, sum(e.length for e in examples) // max(1, len(examples))))
     groups: list[list[Example]] = []
     for start in range(0, len(order), window):
-        near = sorted((examples[i] for i in order[start : start + window]), key=lambda e: e.length)
-        group: list[Example] = []
-        for example in near:
-            if group and example.length * (len(group) + 1) > tokens:
-                groups.append(group)
-                group = []
-            group.append(example)
-        groups.append(group)
+        near = [examples[i] for i in order[start : start + window]]
+        groups += [[near[place] for place in places] for places in by_length([e.length for e in near], tokens)]
     for place in torch.randperm(len(groups), generator=generator).tolist():
         yield groups[place]
 
@@ -162,19 +169,15 @@ def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) 
     for example in examples:
         said = example.tokens[example.prompt :]
         likely = example.top_ids[:, :_LABEL_RANKS].flatten().long()
-        _refuse_foreign(said, likely, vocab_size)
+        largest = max(int(said.max()), int(likely.max()))
+        if largest >= vocab_size:
+            raise TrainingError(
+                f"the features hold token {largest}, but the target has {vocab_size}: they were made for another target"
+            )
         frequency.index_add_(0, said, torch.ones_like(said, dtype=torch.float64))
         odds = example.top_logprobs[:, :_LABEL_RANKS].double().exp().flatten()
         frequency.index_add_(0, likely, _LABEL_WEIGHT * odds)
     return frequency.topk(min(size, vocab_size)).indices.sort().values
-
-
-def _refuse_foreign(said: Tensor, likely: Tensor, vocab_size: int) -> None:
-    largest = max(int(said.max()), int(likely.max()))
-    if largest >= vocab_size:
-        raise TrainingError(
-            f"the features hold token {largest}, but the target has {vocab_size}: they were made for another target"
-        )
 
 
 class TrainingError(ValueError):

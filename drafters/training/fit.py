@@ -15,7 +15,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drafters.training.corpus import Batch, Example, TrainingError, batches
 from drafters.training.objective import StepScores
@@ -28,14 +28,10 @@ _STEPS_APART = 7_919
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """The end of a run: so many steps or so many seconds, whichever comes first."""
+    """The end of a run: so many steps or so many seconds, whichever comes first; one is given."""
 
     steps: int | None = None
     seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is None and self.seconds is None:
-            raise TrainingError("say how long to train: minutes, steps or both")
 
     def fraction(self, steps: int, seconds: float) -> float:
         """How much of the run is over, 0 to 1."""
@@ -205,12 +201,16 @@ class Trainer:
         trains_rank = settings.rank_from_step is not None and step >= settings.rank_from_step
         loss = scores.draft_loss + scores.rank_loss if trains_rank else scores.draft_loss
         loss.backward()
-        norm = self._norm()
+        with torch.no_grad():
+            self._ranks.average([p.grad for p in self._trained if p.grad is not None])
+        norm = nn.utils.clip_grad_norm_(self._trained, settings.clip)  # before clipping
         factor = rate_factor(step, fraction, warm_up_steps=settings.warm_up_steps, least=settings.least_rate)
         rate = settings.learning_rate * factor
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
-            self._update(rate)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._count(batch.num_tokens * self._ranks.size, is_finite)
         return StepReport(self.position, scores.draft_loss.item(), scores.rank_loss.item(), norm.item(), rate, fraction)
@@ -220,17 +220,6 @@ class Trainer:
         drawn = torch.Generator().manual_seed(self._settings.seed + _STEPS_APART * (place + 1))
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._settings.autocast):
             return self._objective(batch, drawn)
-
-    def _norm(self) -> Tensor:
-        """Gradients averaged over all processes and clipped; their norm before that."""
-        with torch.no_grad():
-            self._ranks.average([p.grad for p in self._trained if p.grad is not None])
-        return nn.utils.clip_grad_norm_(self._trained, self._settings.clip)
-
-    def _update(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
 
     def _count(self, tokens: int, is_finite: bool) -> None:
         before = self.position

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from drafters.training.corpus import TOP, Shard
+from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of
 from service.config import ServiceConfig
@@ -228,19 +228,6 @@ class FeatureReader:
             raise StartupError(
                 "this model has layers whose attention is not one plain attention each; its features cannot be read"
             )
-
-
-def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Places of texts of similar length, of at most so many tokens with padding; a longer text goes alone."""
-    order = sorted(range(len(lengths)), key=lambda place: lengths[place])
-    waiting: list[int] = []
-    for place in order:
-        if waiting and lengths[place] * (len(waiting) + 1) > most_tokens:
-            yield waiting
-            waiting = []
-        waiting.append(place)
-    if waiting:
-        yield waiting
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:

@@ -229,15 +229,12 @@ def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
         raise StartupError(f"--start-from: {error}") from error
 
 
-@torch.no_grad()
 def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
     """Go on from another drafter's weights; how they are used may differ, their shapes must not."""
-    weights = dict(begun.named_parameters())
-    names = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    if names != {name: tuple(value.shape) for name, value in weights.items()}:
+    own, others = checkpoint.weights_of(model), checkpoint.weights_of(begun)
+    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in others.items()}:
         raise StartupError("--start-from: that drafter has other layers or sizes than the one to be trained")
-    for name, value in model.named_parameters():
-        value.copy_(weights[name])
+    checkpoint.write_weights(model, others)
 
 
 def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:

@@ -13,6 +13,7 @@ from drafters.training.corpus import (
     Shard,
     TrainingError,
     batches,
+    by_length,
     frequent_tokens,
     held_out,
 )
@@ -105,3 +106,7 @@ def test_no_more_tokens_than_there_are() -> None:
 def test_tokens_of_another_target_are_refused() -> None:
     with pytest.raises(TrainingError, match="token 99, but the target has 80"):
         frequent_tokens([example([1], [99, 3], [5, 6])], vocab_size=80, size=10)
+
+
+def test_texts_of_similar_length_go_together_and_a_long_one_alone() -> None:
+    assert list(by_length([5, 90, 6, 40, 200, 41], 100)) == [[0, 2], [3, 5], [1], [4]]

@@ -178,11 +178,6 @@ def test_the_end_that_comes_first_counts() -> None:
     assert Length(steps=10).fraction(11, 0.0) == 1.0
 
 
-def test_a_length_must_be_said() -> None:
-    with pytest.raises(TrainingError, match="minutes, steps or both"):
-        Length()
-
-
 def test_the_rate_rises_then_falls_to_its_rest() -> None:
     rising = [rate_factor(step, 0.0, warm_up_steps=4, least=0.1) for step in range(5)]
     assert rising == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters.training.corpus import TOP, Shard
 from service.engine.target import decoder_layers
 from service.errors import StartupError
-from service.training.features import SHARD_SEQUENCES, FeatureReader, by_length, write_shards
+from service.training.features import SHARD_SEQUENCES, FeatureReader, write_shards
 from service.training.regenerate import Response
 from tests.tiny_models import FAMILIES, WINDOW, load, random_prompts, stock_tiny, tiny_model
 
@@ -77,10 +77,6 @@ def test_a_batch_mate_changes_nothing_that_matters(reader: FeatureReader) -> Non
     apart = torch.cat([shard.features for shard in alone])
     assert (together.features.float() - apart.float()).abs().max() < 0.02 * apart.float().abs().max()
     assert together.lengths.tolist() == [text.num_tokens for text in texts]
-
-
-def test_batches_are_of_similar_length_and_bounded() -> None:
-    assert list(by_length([5, 90, 6, 40, 200, 41], 100)) == [[0, 2], [3, 5], [1], [4]]
 
 
 def test_shards_hold_all_texts_and_are_kept(reader: FeatureReader, tmp_path: Path) -> None:
