@@ -193,15 +193,19 @@ def _shift(
 ) -> bool:
     """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
-    from service.bench.shift import Traffic, policies_of, run_shift
+    from service.bench.shift import policies_of, run_shift
 
-    if not after and epochs is None:
-        raise StartupError("--after says what traffic changes to: give it, or --epochs for a stream that does not")
-    traffic = Traffic(
-        before=tuple(before), after=tuple(after or ()), queries=queries, epochs=epochs, turn_queries=turn_queries
+    return run_shift(
+        loaded.config,
+        before,
+        after or [],
+        policies_of(policies),
+        Measure(temperature, max_tokens, concurrency, seed),
+        queries=queries,
+        epochs=epochs,
+        turn_queries=turn_queries,
+        out=out,
     )
-    measure = Measure(temperature, max_tokens, concurrency, seed)
-    return run_shift(loaded.config, traffic, policies_of(policies), measure, out=out)
 
 
 def _gpu(

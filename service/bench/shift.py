@@ -1,4 +1,4 @@
-"""`adaptree bench shift`: load, let the policies take turns, print the table, write and draw."""
+"""`adaptree bench shift`: what the turns of all policies come to, as figures, a table and a picture."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,10 @@ from typing import Any, get_args
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from service.assembly import Assembly, assemble
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import Measure, mismatches, paired_bootstrap, percentile, read_sets
+from service.bench.experiment import Measure, conclude, mismatches, paired_bootstrap, percentile, prepare, read_sets
 from service.bench.shift_play import (
     PLAIN,
     Counts,
@@ -39,42 +36,43 @@ _RECOVERED = 0.9
 _REPORTED = ("training_seconds", "updates_head", "updates_full", "publishes", "refusals", "rollbacks")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Which prompts are streamed."""
-
-    before: tuple[Path, ...]
-    after: tuple[Path, ...]
-    queries: int
-    epochs: int | None  # None: a shift in the middle
-    turn_queries: int
-
-
 def run_shift(
-    config: ServiceConfig, traffic: Traffic, policies: Sequence[PolicyName], measure: Measure, *, out: Path | None
+    config: ServiceConfig,
+    before: Sequence[Path],
+    after: Sequence[Path],
+    policies: Sequence[PolicyName],
+    measure: Measure,
+    *,
+    queries: int,
+    epochs: int | None,
+    turn_queries: int,
+    out: Path | None,
 ) -> bool:
-    """Let the policies take turns at the stream and report; whether all their texts were the same."""
-    refuse_unwritable(out)
-    assembly = assemble(config)
-    stream = stream_of(assembly, traffic, measure)
-    turns = turns_of(stream, traffic.turn_queries, measure)
+    """Let the policies take turns at the stream and report; whether all their texts were the same. A shift in the
+    middle, unless there are epochs."""
+    if not after and epochs is None:
+        raise StartupError("--after says what traffic changes to: give it, or --epochs for a stream that does not")
+    assembly = prepare(config, out)
+    old, new = (read_sets(assembly, files, None, measure.max_tokens) for files in (before, after))
+    if epochs is None:
+        stream = shifted(old, new, queries, measure.seed)
+    else:
+        stream = repeated([*old, *new], queries, epochs, measure.seed)
+    turns = turns_of(stream, turn_queries, measure)
     with players_of(assembly, {policy: policy for policy in policies}, measure.seed) as players:
         played = play_all(players, dict.fromkeys(policies, turns), measure)
     summaries = {name: summary_of(mine, played[PLAIN], stream, seed=measure.seed) for name, mine in played.items()}
-    Console().print(table_of(summaries, stream))
-    mismatched = sum(summary.mismatched_tokens for summary in summaries.values())
+    windows = {name: windows_of(mine) for name, mine in played.items()}
     if out is not None:
-        windows = {name: windows_of(mine) for name, mine in played.items()}
-        rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
-        summary = {
-            "queries": stream.num_queries,
-            "new_from": stream.new_from,
-            "mismatched_tokens": mismatched,
-            "policies": {name: mine.as_json() for name, mine in summaries.items()},
-        }
-        write_report(out, conditions_of(assembly), rows, summary)
         draw(out.with_suffix(".png"), windows, stream)
-    return not mismatched
+    summary = {
+        "queries": stream.num_queries,
+        "new_from": stream.new_from,
+        "mismatched_tokens": sum(summary.mismatched_tokens for summary in summaries.values()),
+        "policies": {name: mine.as_json() for name, mine in summaries.items()},
+    }
+    rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
+    return conclude(assembly, out, rows, summary, table_of(summaries, stream))
 
 
 def policies_of(names: str) -> list[PolicyName]:
@@ -86,14 +84,6 @@ def policies_of(names: str) -> list[PolicyName]:
     if PLAIN not in asked:
         raise StartupError(f"--policies: add {PLAIN}, all others are compared with it")
     return [name for name in POLICIES if name in asked]
-
-
-def stream_of(assembly: Assembly, traffic: Traffic, measure: Measure) -> Stream:
-    """The prompts, as tokens and in their order. Raises StartupError."""
-    before, after = (read_sets(assembly, files, None, measure.max_tokens) for files in (traffic.before, traffic.after))
-    if traffic.epochs is not None:
-        return repeated([*before, *after], traffic.queries, traffic.epochs, measure.seed)
-    return shifted(before, after, traffic.queries, measure.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +209,10 @@ def recovery_of(mine: Sequence[Played], plain: Sequence[Played]) -> tuple[float,
 
 def json_event(noted: Noted) -> dict[str, object]:
     """JSON knows no NaN, which is what a score without texts is."""
-    numbers = {name: value if math.isfinite(value) else None for name, value in noted.event.numbers.items()}
-    return {"query": noted.query, **asdict(noted.event), "numbers": numbers}
+    event = noted.event
+    numbers = {name: value if math.isfinite(value) else None for name, value in event.numbers.items()}
+    said = {"kind": event.kind, "version": event.version, "reason": event.reason}
+    return {"query": noted.query, **said, "numbers": numbers}
 
 
 def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:

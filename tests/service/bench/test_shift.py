@@ -10,7 +10,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
-from service.bench import shift
 from service.bench.driver import Answer
 from service.bench.shift import draw, net_gain, policies_of, recovery_of, rows_of, summary_of, table_of
 from service.bench.shift_play import NOTHING, Played, turns_of, windows_of
@@ -26,7 +25,7 @@ WIDE = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
 @pytest.fixture(autouse=True)
 def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> None:
     """The command finds a tiny model with a drafter, and leaves the log alone."""
-    monkeypatch.setattr(shift, "assemble", lambda config: trained_assembly)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: trained_assembly)
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
 
 
