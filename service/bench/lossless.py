@@ -6,7 +6,7 @@ Plain decoding means: no drafter, one sequence at a time, nobody beside it.
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -210,7 +210,8 @@ def check(
     `advance` is told how many at the end of each case.
     """
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
-    bench = _Bench(assembly, prompts, answer_tokens=answer_tokens, seed=seed)
+    costs = assembly.costs or _verify_costs(assembly)
+    bench = _Bench(assembly, prompts, answer_tokens, seed, costs, plain_engine(assembly))
     ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
     results: list[tuple[Case, Tally]] = []
@@ -221,25 +222,25 @@ def check(
     return LosslessResult(results, bench.first)
 
 
+@dataclass(slots=True)
 class _Bench:
     """Runs cases; remembers the first mismatch, and plain answers for every case that asks the same question."""
 
-    def __init__(self, assembly: Assembly, prompts: Sequence[Sequence[int]], *, answer_tokens: int, seed: int) -> None:
-        self._assembly = assembly
-        self._prompts = prompts
-        self._answer_tokens = answer_tokens
-        self._seed = seed
-        self._costs = assembly.costs or _verify_costs(assembly)
-        self._plain = plain_engine(assembly)
-        self._references: dict[Question, Answer] = {}
-        self.first: Mismatch | None = None
+    assembly: Assembly
+    prompts: Sequence[Sequence[int]]
+    answer_tokens: int
+    seed: int
+    costs: Costs
+    plain: Engine
+    references: dict[Question, Answer] = field(default_factory=dict)
+    first: Mismatch | None = None
 
     def run(self, case: Case, number: int) -> Tally:
         """Answer the case's questions in the case's way and compare."""
         questions = self._questions(case, number)
         expected = [self._reference(question) for question in questions]
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
-        engine = self._engine(case, questions, seed=self._seed + number)
+        engine = self._engine(case, questions, seed=self.seed + number)
         scarce = case.company == "short of slots"
         run = generate(engine, requests, before_step=_preempting(engine) if scarce else lambda step: None)
         engine.assert_conserved()
@@ -261,31 +262,29 @@ class _Bench:
         """
         turn = number // _CASES_PER_ROUND
         kind = SAMPLINGS.index((case.temperature, case.extras))
-        own = (kind + turn) % len(self._prompts)
-        questions = [Question(own, case.temperature, case.extras, self._seed + turn)]
+        own = (kind + turn) % len(self.prompts)
+        questions = [Question(own, case.temperature, case.extras, self.seed + turn)]
         if case.company == "alone":
             return questions
-        others = [(own + offset) % len(self._prompts) for offset in range(1, NUM_COMPANIONS + 1)]
-        kinds = [SAMPLINGS[(prompt * 7 + turn) % len(SAMPLINGS)] for prompt in others]
-        return questions + [
-            Question(prompt, temperature, extras, self._seed + turn)
-            for prompt, (temperature, extras) in zip(others, kinds, strict=True)
-        ]
+        for other in ((own + offset) % len(self.prompts) for offset in range(1, NUM_COMPANIONS + 1)):
+            temperature, extras = SAMPLINGS[(other * 7 + turn) % len(SAMPLINGS)]
+            questions.append(Question(other, temperature, extras, self.seed + turn))
+        return questions
 
     def _reference(self, question: Question) -> Answer:
-        if question not in self._references:
-            (answer,) = generate(self._plain, [self._request(question, 0)]).answers
-            self._references[question] = answer
-        return self._references[question]
+        if question not in self.references:
+            (answer,) = generate(self.plain, [self._request(question, 0)]).answers
+            self.references[question] = answer
+        return self.references[question]
 
     def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
         """The question as a request, predicted where the budget is fixed, so that much is drafted and accepted."""
         is_predicted = way is not None and way.nodes
         return GenerationRequest(
             request_id=str(name),
-            prompt=self._prompts[question.prompt],
-            sampling=sampling_params(question, self._answer_tokens, self._stop(question)),
-            prediction=_predict(self._reference(question).token_ids, self._assembly) if is_predicted else (),
+            prompt=self.prompts[question.prompt],
+            sampling=sampling_params(question, self.answer_tokens, self._stop(question)),
+            prediction=_predict(self._reference(question).token_ids, self.assembly) if is_predicted else (),
         )
 
     def _stop(self, question: Question) -> tuple[str, ...]:
@@ -301,8 +300,8 @@ class _Bench:
 
         Scarce slots are room for any one sequence with a full tree, as a server must have, but not for all.
         """
-        configured, nodes = self._assembly.limits, case.way.nodes
-        lengths = [len(self._prompts[question.prompt]) + self._answer_tokens for question in questions]
+        configured, nodes = self.assembly.limits, case.way.nodes
+        lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
         limits = replace(
             configured,
@@ -311,11 +310,11 @@ class _Bench:
             max_sequences=max(configured.max_sequences, NUM_COMPANIONS + 1),
             num_slots=too_few if case.company == "short of slots" else None,
         )
-        policy = make_policy(self._costs if nodes is None else None, limits)
+        policy = make_policy(self.costs if nodes is None else None, limits)
         if case.way.drafter == "random":  # other trees in each case
-            sizes = drafting_sizes(self._assembly.target, limits)
-            return self._assembly.engine(RandomTreeDrafter(sizes, seed=seed, hit_rate=_HIT_RATE), policy, limits)
-        return self._assembly.engine(self._assembly.drafter(case.way.drafter, limits), policy, limits)
+            sizes = drafting_sizes(self.assembly.target, limits)
+            return self.assembly.engine(RandomTreeDrafter(sizes, seed=seed, hit_rate=_HIT_RATE), policy, limits)
+        return self.assembly.engine(self.assembly.drafter(case.way.drafter, limits), policy, limits)
 
 
 def sampling_params(question: Question, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
