@@ -122,16 +122,11 @@ class DrafterWeights:
     def publish(self, scores: Mapping[str, float]) -> int:
         """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
         assert not self.pending, "the version before has not reached the engine"
-        replaced = self._served.weights
-        version = self._add(self._as_served(weights_of(self.training)), scores)
-        self._previous = replaced
-        return version
+        return self._add(self._as_served(weights_of(self.training)), scores, replaced=self._served.weights)
 
     def adopt(self, weights: Mapping[str, Tensor]) -> int:
         """Store weights that somebody brings as a snapshot, and stage them. Raises NotStored, as `publish` does."""
-        version = self._add(self._as_served(weights), {})
-        self._previous = None
-        return version
+        return self._add(self._as_served(weights), {})
 
     def restore(self, version: int) -> Version:
         """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
@@ -199,7 +194,6 @@ class DrafterWeights:
 
     def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Version:
         staged = self._prepared(self._claim(), origin, self._as_served(weights))
-        self._previous = None
         self._stage(staged)
         return staged
 
@@ -208,14 +202,16 @@ class DrafterWeights:
         self._claimed += 1
         return self._claimed
 
-    def _add(self, weights: dict[str, Tensor], scores: Mapping[str, float]) -> int:
+    def _add(
+        self, weights: dict[str, Tensor], scores: Mapping[str, float], *, replaced: dict[str, Tensor] | None = None
+    ) -> int:
         version = self._claim()
         staged = self._prepared(version, version, weights)
         try:
             self.snapshots.add(SnapshotInfo(version, self.latest.origin, now(), dict(scores)), weights)
         except NotRemoved as error:
             logger.warning("%s; the next publish tries again", error)
-        self._stage(staged)
+        self._stage(staged, replaced)
         return version
 
     def _prepared(self, version: int, origin: int, weights: dict[str, Tensor]) -> Version:
@@ -226,11 +222,11 @@ class DrafterWeights:
             torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
         return staged
 
-    def _stage(self, staged: Version) -> None:
+    def _stage(self, staged: Version, replaced: dict[str, Tensor] | None = None) -> None:
         """A restore may replace what waits: that version is then never served."""
         with self._lock:
             self.newest = staged.version
-            self._staged = staged
+            self._staged, self._previous = staged, replaced
         self.waits()
 
     @torch.no_grad()

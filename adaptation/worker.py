@@ -14,8 +14,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,12 +42,6 @@ class Loop(Protocol):
     def recover(self, error: str) -> None: ...
 
     def save(self, *, training: bool) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    run: Callable[[], None]
-    cancel: Callable[[], bool]
 
 
 class Worker:
@@ -75,7 +70,7 @@ class Worker:
         self._niceness = niceness
         self._device = device or torch.device("cpu")
         self._waiting: deque[QueryFeedback] = deque()
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[tuple[Future[Any], Callable[[], object]]] = deque()
         self._ready = threading.Condition()
         self._stopping = threading.Event()
         self._nothing_due = threading.Event()
@@ -109,20 +104,8 @@ class Worker:
         """Run something in the thread that owns the learner, before the next query."""
         answer: Future[Result] = Future()
 
-        def run() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(command())
-            except Exception as error:
-                answer.set_exception(error)
-                raise
-            except BaseException:  # what ends this thread must not end the one that asked
-                answer.set_exception(RuntimeError("the adaptation thread died over this command"))
-                raise
-
         with self._ready:
-            self._commands.append(_Command(run, answer.cancel))
+            self._commands.append((answer, command))
             self._ready.notify()
         self._revive()
         if self._stopping.is_set():
@@ -140,8 +123,8 @@ class Worker:
             self._ready.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-        for command in tuple(self._commands):
-            command.cancel()
+        for answer, _ in tuple(self._commands):
+            answer.cancel()
         return not self.alive
 
     def _revive(self) -> None:
@@ -165,54 +148,38 @@ class Worker:
 
     def _turn(self) -> None:
         """The next thing there is to do, commands first."""
-        work = self._next()
-        if work is not None:
-            stage, action = work
-            self._attempt(stage, action)
-        if self._may_train():
-            self._attempt("update", self._update)
-
-    def _next(self) -> tuple[Stage, Callable[[], object]] | None:
+        command = feedback = None
         with self._ready:
             if not (self._commands or self._waiting or self._stopping.is_set()):
-                self._ready.wait(self._patience())
+                rest = self._rest_until - time.monotonic() if self._more_due else _IDLE_SECONDS
+                self._ready.wait(min(max(0.0, rest), _IDLE_SECONDS))
             if self._commands:
-                return "command", self._commands.popleft().run
-            if self._waiting:
+                command = self._commands.popleft()
+            elif self._waiting:
                 feedback = self._waiting.popleft()
-                return "hear", lambda: self.loop.observe(feedback)
-            return None
-
-    def _patience(self) -> float:
-        if not self._more_due:
-            return _IDLE_SECONDS
-        return min(max(0.0, self._rest_until - time.monotonic()), _IDLE_SECONDS)
-
-    def _may_train(self) -> bool:
-        return not self._stopping.is_set() and time.monotonic() >= self._rest_until
+        if command is not None:
+            self._attempt("command", partial(_carry_out, *command))
+        elif feedback is not None:
+            self._attempt("hear", partial(self.loop.observe, feedback))
+        if not self._stopping.is_set() and time.monotonic() >= self._rest_until:
+            self._attempt("update", self._update)
 
     def _update(self) -> None:
         """One update, and then as much rest as keeps training within what it may take."""
-        began = time.monotonic()
+        began, rests = time.monotonic(), True
         try:
             report = self.loop.update(self._interrupted) if self.trains else None
-        except BaseException:
-            self._rest(began)
-            raise
-        self._more_due = report is not None
-        if report is not None:
-            self._rest(began)
-            return
+            rests = self._more_due = report is not None
+        finally:
+            if rests:
+                now = time.monotonic()
+                self._rest_until = now + (now - began) * self._rest_share
         with self._ready:
-            if not (self._waiting or self._commands):
+            if not (rests or self._waiting or self._commands):
                 self._nothing_due.set()
 
     def _interrupted(self) -> bool:
         return self._stopping.is_set() or not self.trains
-
-    def _rest(self, began: float) -> None:
-        now = time.monotonic()
-        self._rest_until = now + (now - began) * self._rest_share
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True
@@ -230,6 +197,19 @@ class Worker:
             logger.exception("learning failed in stage %s", stage)
             return error
         return None
+
+
+def _carry_out(answer: Future[Any], command: Callable[[], object]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(command())
+    except Exception as error:
+        answer.set_exception(error)
+        raise
+    except BaseException:  # what ends this thread must not end the one that asked
+        answer.set_exception(RuntimeError("the adaptation thread died over this command"))
+        raise
 
 
 def step_back(niceness: int) -> None:
