@@ -8,7 +8,8 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from pydantic import JsonValue
@@ -18,8 +19,7 @@ from adaptation.feedback import FilteredQuery
 from adaptation.records import Refused
 from adaptation.replicas.follower import Follower, Replica, ServedVersion
 from adaptation.replicas.redis_store import QueryMessage
-from adaptation.replicas.wire import QueryHeader, VersionRecord, sign, verify
-from drafters.feedback import QueryFeedback
+from adaptation.replicas.wire import VersionRecord, sign, verify
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,7 @@ class QueryReceiver:
 
     def _conclude(self) -> None:
         """The learner hears in order. Whatever broke over a query breaks again: it is not handed over twice."""
-        heard: list[_Handed] = []
-        for waiting in self._waiting:
-            if not waiting.answer.done() or waiting.answer.cancelled():
-                break
-            heard.append(waiting)
+        heard = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
         if heard:
             self._store.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
             self._counts["heard"] += len(heard)
@@ -77,7 +73,7 @@ class QueryReceiver:
         try:
             if message is None:
                 raise Refused("misfit", "an entry of the stream that is no query")
-            header, feedback = self._replica.codec.decode(message)
+            header, feedback = self._replica.codec.decode(message, self._replica.served.version_of)
         except Refused as refusal:
             if not self._counts[refusal.reason]:  # the others are counted: whoever sends one sends more
                 logger.warning("a query of another replica is not heard: %s", refusal)
@@ -87,8 +83,7 @@ class QueryReceiver:
             self._drop(entry_id, "duplicate")
             return
         self._remember(header.sender, header.sequence)
-        learner, told = self._replica.learner, self._with_versions(header, feedback)
-        answer = self._replica.worker.ask(lambda: learner.observe(told))
+        answer = self._replica.worker.ask(lambda: self._replica.learner.observe(feedback))
         self._waiting.append(_Handed(entry_id, header.sender, header.sequence, answer))
 
     def _drop(self, entry_id: bytes, outcome: str) -> None:
@@ -101,12 +96,6 @@ class QueryReceiver:
         self._offsets[sender] = sequence
         if len(self._offsets) > _MAX_SENDERS:
             del self._offsets[next(iter(self._offsets))]
-
-    def _with_versions(self, header: QueryHeader, feedback: QueryFeedback) -> QueryFeedback:
-        """In the numbers by which this process counts."""
-        version_of = self._replica.served.version_of
-        first, last = version_of(header.first_weights), version_of(header.weights)
-        return replace(feedback, query=replace(feedback.query, first_version=first, version=last))
 
 
 class Leader:

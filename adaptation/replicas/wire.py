@@ -6,7 +6,7 @@ numbers in their range. Weights are named by hash, since every replica counts ve
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -180,15 +180,17 @@ class QueryCodec:
         content: dict[str, JsonValue] = _HEADER.dump_python(header, mode="json")
         return QueryMessage(sign("query", content, self._secret), tensors)
 
-    def decode(self, message: QueryMessage) -> tuple[QueryHeader, QueryFeedback]:
-        """The query has no version yet: which weights served it, its header tells by hash. Raises Refused."""
+    def decode(
+        self, message: QueryMessage, version_of: Callable[[str], int] = lambda sha256: _NO_VERSION
+    ) -> tuple[QueryHeader, QueryFeedback]:
+        """`version_of`: the number by which this process knows weights of this hash. Raises Refused."""
         header = self._header(message)
         try:
             tensors = safetensors.torch.load(message.tensors)
         except safetensors.SafetensorError as error:
             raise Refused("torn", f"a query that holds no tensors: {error}") from error
         _check(tensors, header.prompt, self.shape)
-        return header, _feedback(header, tensors)
+        return header, _feedback(header, tensors, version_of)
 
     def _header(self, message: QueryMessage) -> QueryHeader:
         content = verify("query", message.header, self._secret)
@@ -253,14 +255,14 @@ def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
         raise Refused("misfit", "a query's draft labels are not in the order of its text")
 
 
-def _feedback(header: QueryHeader, tensors: dict[str, Tensor]) -> QueryFeedback:
+def _feedback(header: QueryHeader, tensors: dict[str, Tensor], version_of: Callable[[str], int]) -> QueryFeedback:
     query = Query(
         row=0,
         tokens=tensors["tokens"].tolist(),
         num_prompt=header.prompt,
         store=True,
-        first_version=_NO_VERSION,
-        version=_NO_VERSION,
+        first_version=version_of(header.first_weights),
+        version=version_of(header.weights),
         accepted=tuple(header.accepted),
         **{name: getattr(header, name) for name in _AS_THEY_ARE},
     )

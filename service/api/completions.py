@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
-from service.api.request_builder import Job, build_chat, build_completion
+from service.api.request_builder import Completion, build
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
@@ -24,23 +24,19 @@ def completions_router(server: Server) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        body = await read_body(request, ChatCompletionRequest, server)
-        job = await build_chat(body, server, client=server.client_of(request.scope, body))
-        return await _answer(request, job, server, ChatReply)
+        return await _answer(request, await read_body(request, ChatCompletionRequest, server), server, ChatReply)
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, server)
-        job = await build_completion(body, server, client=server.client_of(request.scope, body))
-        return await _answer(request, job, server, TextReply)
+        return await _answer(request, await read_body(request, CompletionRequest, server), server, TextReply)
 
     return router
 
 
-async def _answer(request: Request, job: Job, server: Server, form: type[Reply]) -> Response:
-    runtime = server.runtime
+async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
+    runtime, job = server.runtime, await build(body, server, client=server.client_of(request.scope, body))
     reply, outputs = form(job, runtime.card, runtime.tokenizer), runtime.generate(*job.requests)
-    if job.body.stream:
+    if body.stream:
         return EventStream(events(outputs, reply), outputs)
     return whole(reply.whole(await collect(request, outputs)))
 

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import JsonValue
 
@@ -49,6 +50,9 @@ _HARMLESS_IN_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
 _IGNORED_ON_PURPOSE = frozenset({"best_of", "parallel_tool_calls"})
 
 
+Completion = ChatCompletionRequest | CompletionRequest
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A body made ready to run: one engine request per prompt, all with the same number of choices."""
@@ -59,25 +63,40 @@ class Job:
     requests: tuple[GenerationRequest, ...]
 
 
-async def build_chat(body: ChatCompletionRequest, server: Server, *, client: str) -> Job:
-    server.runtime.check_ready()
+async def build(body: Completion, server: Server, *, client: str) -> Job:
+    """Raises RequestError."""
+    runtime, card, n = server.runtime, server.runtime.card, body.n or 1
+    runtime.check_ready()
     _check_fields(body, server)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-    tokenizer = server.runtime.tokenizer
-    prompt = await server.runtime.off_loop(lambda: render(body.messages, body, tokenizer))
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await _build(
-        body, [prompt], server, num_logprobs=num_logprobs, kind="chatcmpl", source="messages", client=client
-    )
-
-
-async def build_completion(body: CompletionRequest, server: Server, *, client: str) -> Job:
-    server.runtime.check_ready()
-    _check_fields(body, server)
-    tokenizer = server.runtime.tokenizer
-    prompts = await server.runtime.off_loop(lambda: _encode_prompts(body, tokenizer))
-    return await _build(body, prompts, server, num_logprobs=body.logprobs, kind="cmpl", source="prompt", client=client)
+    if isinstance(body, ChatCompletionRequest):
+        kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
+        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer))]
+    else:
+        kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
+        prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
+    job_id = f"{kind}-{uuid.uuid4().hex}"
+    seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
+    prediction = await _encode_prediction(body, server)
+    requests = []
+    for position, prompt in enumerate(prompts):
+        check_token_ids(prompt, card, param=source)
+        max_tokens = _max_tokens(body, len(prompt), server, source=source)
+        # A drawn seed moves on from prompt to prompt, within what can be sent back; a given one is the same for each.
+        prompt_seed = (seed + position * n) % _SEED_RANGE if body.seed is None else seed
+        requests.append(
+            GenerationRequest(
+                request_id=f"{job_id}-{position}",
+                prompt=tuple(prompt),
+                sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
+                n=n,
+                prediction=prediction,
+                speculation=_speculation(body),
+                store=body.store is not False,
+                client=client,
+                priority=body.priority or 0,
+            )
+        )
+    return Job(job_id, int(time.time()), body, tuple(requests))
 
 
 def check_model(model: str | None, server: Server) -> None:
@@ -113,10 +132,11 @@ def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
             )
 
 
-def _check_fields(body: SamplingFields, server: Server) -> None:
+def _check_fields(body: Completion, server: Server) -> None:
     check_model(body.model, server)
-    assert isinstance(body, ChatCompletionRequest | CompletionRequest)
     _refuse_unsupported(body, server)
+    if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
@@ -165,48 +185,11 @@ def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[l
     return encoded or [single]
 
 
-async def _build(
-    body: SamplingFields,
-    prompts: list[list[int]],
-    server: Server,
-    *,
-    num_logprobs: int | None,
-    kind: str,
-    source: str,
-    client: str,
-) -> Job:
-    """`kind` begins the job's id; `source` is the field that holds its prompt."""
-    card, n = server.runtime.card, body.n or 1
-    job_id = f"{kind}-{uuid.uuid4().hex}"
-    seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
-    prediction = await _encode_prediction(body, server)
-    requests = []
-    for position, prompt in enumerate(prompts):
-        check_token_ids(prompt, card, param=source)
-        max_tokens = _max_tokens(body, len(prompt), server, source=source)
-        # A drawn seed moves on from prompt to prompt, within what can be sent back; a given one is the same for each.
-        prompt_seed = (seed + position * n) % _SEED_RANGE if body.seed is None else seed
-        requests.append(
-            GenerationRequest(
-                request_id=f"{job_id}-{position}",
-                prompt=tuple(prompt),
-                sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
-                n=n,
-                prediction=prediction,
-                speculation=_speculation(body),
-                store=body.store is not False,
-                client=client,
-                priority=body.priority or 0,
-            )
-        )
-    return Job(job_id, int(time.time()), body, tuple(requests))
-
-
 async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int, ...]:
     if body.prediction is None:
         return ()
-    text, tokenizer = text_of(body.prediction.content), server.runtime.tokenizer
-    return tuple(await server.runtime.off_loop(lambda: tokenizer.encode(text)))
+    text = text_of(body.prediction.content)
+    return tuple(await server.runtime.off_loop(lambda: server.runtime.tokenizer.encode(text)))
 
 
 def _sampling(body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
