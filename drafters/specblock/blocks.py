@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.protocol import Noise
+from drafters.protocol import DraftingSizes, Noise
 from drafters.specblock.calibration import RankCalibration
 from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import WAITING, Entries, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward, Reach, Window
 from drafters.tree import DraftTree, merge_trees
@@ -101,46 +101,39 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Grows blocks from committed entries, and makes one tree of them."""
+    """Grows blocks from committed entries, makes one tree of them, and learns what became of it."""
 
-    def __init__(
-        self,
-        weights: TrainedWeights,
-        *,
-        pool: EntryPool,
-        state: EntryState,
-        calibration: RankCalibration,
-        max_nodes: int,
-    ) -> None:
-        self._weights = weights
-        self._model = weights.model
+    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
+        self.weights, self._model = weights, weights.model
+        config = weights.model.config
         self._policy = POLICIES[weights.policy]
-        self._pool, self._state = pool, state
-        self._calibration = calibration
-        self._max_nodes = max_nodes
+        self._max_nodes = sizes.max_nodes
+        self.pool = EntryPool(weights.model, sizes.num_slots, sizes.device)
+        self.state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, weights.model.dtype)
+        self.calibration = RankCalibration(config.block_size, sizes)
 
     def ingest(self, rows: Tensor, waiting: Waiting, width: int) -> None:
         """Run entries without drafting."""
-        self._pool.hold(waiting.slots)
+        self.pool.hold(waiting.slots)
         self._forward(self._window(rows, width)).ingest(waiting)
 
     def begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
-        anchored = self._state.num_waiting(keys.rows) > 0
-        waiting = self._state.take(keys.rows, sizes.waiting)
-        self._pool.hold(waiting.slots)
+        anchored = self.state.num_waiting(keys.rows) > 0
+        waiting = self.state.take(keys.rows, sizes.waiting)
+        self.pool.hold(waiting.slots)
         window = self._window(keys.rows, sizes.width)
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
-        tree_noise = TreeNoise.of(noise, self._weights.blocks * self._model.config.block_size, self._model.d2t)
+        tree_noise = TreeNoise.of(noise, self.weights.blocks * self._model.config.block_size, self._model.d2t)
         ground = Ground(keys, anchored, window, tree_noise)
         forward = self._forward(window)
         states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
-        reach = Reach.of_first(waiting.positions[:, -1], self._pool.entries)
+        reach = Reach.of_first(waiting.positions[:, -1], self.pool.entries)
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
         block, logprobs = self._block(states, root, reach, ground, [], forward.live)
-        if self._weights.recorder is not None:
+        if self.weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
-            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
+            self.weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
         return ground, block
 
     def follow(self, ground: Ground, before: Sequence[Block]) -> Block:
@@ -159,8 +152,16 @@ class Blocks:
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merge_trees(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self._calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
+
+    def take_in(self, *entries: Tensor) -> Tensor:
+        """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""
+        rows, positions, counts, slots, features, tokens = Entries(*entries)
+        came = self.calibration.learn(rows, tokens, counts)
+        self.pool.forget(self.state.append(rows, positions, counts, slots))
+        self.state.wait(rows, counts, features, tokens)
+        return came
 
     def _block(
         self,
@@ -176,40 +177,42 @@ class Blocks:
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(self._model, states, origin.depth[..., None] + 1 + ahead, ground.noise)
         predicted = self._policy(proposal.chances)
-        corrected = self._calibration.correct(predicted, number)
+        corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
-        if number + 1 == self._weights.blocks:
+        if number + 1 == self.weights.blocks:
             return Block(nodes, ()), proposal.logprobs
-        further = Further(lattice.pick(self._weights.starts), states, reach, tuple(live))
+        further = Further(lattice.pick(self.weights.starts), states, reach, tuple(live))
         return Block(nodes, (further,)), proposal.logprobs
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
         """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""
-        buckets = self._calibration.buckets(number).flatten()
+        buckets = self.calibration.buckets(number).flatten()
         batch, width = nodes.tokens.shape
         return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
 
     def _forward(self, window: Window, live: Sequence[Tensor] = ()) -> BlockForward:
-        return BlockForward(self._model, self._weights.embed, self._pool, window, live)
+        return BlockForward(self._model, self.weights.embed, self.pool, window, live)
 
     def _window(self, rows: Tensor, width: int) -> Window:
         """Entries at the newest positions, of those that can be read by now."""
-        positions, slots = self._state.window(rows, width)
-        readable = self._pool.holds(slots)
-        return Window.of(positions.where(readable, NOWHERE), slots.where(readable, NULL_SLOT), self._pool)
+        positions, slots = self.state.window(rows, width)
+        readable = self.pool.holds(slots)
+        return Window.of(positions.where(readable, NOWHERE), slots.where(readable, NULL_SLOT), self.pool)
 
 
 class TreeRunners:
     """Each function of `Blocks`, eager or captured in a few shapes, whose batches are padded with rows of nobody's and
     whose waiting entries and windows with what nobody sees."""
 
-    def __init__(self, blocks: Blocks, weights: TrainedWeights, *, max_batch: int, window: int, nobody: int) -> None:
-        """`window` is the widest there is, `nobody` the row that pads batches."""
-        capture = weights.capture
+    def __init__(self, blocks: Blocks, *, max_batch: int, window: int) -> None:
+        """`window` is the widest there is."""
+        weights, nobody, capture = blocks.weights, blocks.state.nobody, blocks.weights.capture
         batches = batches_up_to(max_batch) if capture else []
         widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
+        padding = blocks.state.padding(max_batch)
+        self.take_in = GraphRunner(blocks.take_in, capture, ((leading(padding, batch), ()) for batch in batches))
         none = torch.zeros(max_batch, dtype=torch.int64, device=weights.model.d2t.device)
         keys = Keys(none + nobody, none, none.float(), none)
         shapes = [

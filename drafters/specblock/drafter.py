@@ -22,10 +22,8 @@ from drafters.protocol import (
     Read,
 )
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, TreeRunners, of_tree
-from drafters.specblock.calibration import RankCalibration
-from drafters.specblock.pool import ROOM, Backlog, Entries, EntryPool, EntryState, Waiting, taken_slots
+from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
 from drafters.tree import Candidates, DraftTree
-from kernels.graph_runner import GraphRunner, batches_up_to, leading
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
 
@@ -38,27 +36,14 @@ class SpecBlockDrafter(Drafter):
     num_blocks = 0
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
-        model, config, device = weights.model, weights.model.config, sizes.device
+        config, device = weights.model.config, sizes.device
         self.tap_layers = config.tap_layers
-        self._weights = weights
         self._recorder = weights.recorder
         self._window = config.trained_length
-        self._pool = EntryPool(model, sizes.num_slots, device)
-        self._state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, model.dtype)
-        self._calibration = RankCalibration(config.block_size, sizes)
-        self._blocks = Blocks(
-            weights, pool=self._pool, state=self._state, calibration=self._calibration, max_nodes=sizes.max_nodes
-        )
-        self._runners = TreeRunners(
-            self._blocks,
-            weights,
-            max_batch=sizes.max_sequences,
-            window=-(-self._window // _WINDOW_STEP) * _WINDOW_STEP,
-            nobody=self._state.nobody,
-        )
-        padding = self._state.padding(sizes.max_sequences)
-        shapes = ((leading(padding, batch), ()) for batch in batches_up_to(sizes.max_sequences))
-        self._take_in = GraphRunner(self._learn_and_wait, weights.capture, shapes)
+        self._blocks = blocks = Blocks(sizes, weights)
+        self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
+        widest = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
+        self._runners = TreeRunners(blocks, max_batch=sizes.max_sequences, window=widest)
         self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, weights.blocks)
         self._survivals = [readback.readback_of(device) for _ in further]
@@ -70,7 +55,7 @@ class SpecBlockDrafter(Drafter):
 
     @property
     def version(self) -> int:
-        return self._weights.version()
+        return self._blocks.weights.version()
 
     @property
     def wants_scores(self) -> bool:
@@ -137,7 +122,7 @@ class SpecBlockDrafter(Drafter):
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
-            came = self._take_in((rows, positions, counts, slots, committed.features, committed.tokens))
+            came = self._runners.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(taken_slots(slots, counts))
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
@@ -157,14 +142,6 @@ class SpecBlockDrafter(Drafter):
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
-
-    def _learn_and_wait(self, *entries: Tensor) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""
-        rows, positions, counts, slots, features, tokens = Entries(*entries)
-        came = self._calibration.learn(rows, tokens, counts)
-        self._pool.forget(self._state.append(rows, positions, counts, slots))
-        self._state.wait(rows, counts, features, tokens)
-        return came
 
     def _width(self, known: int) -> int:
         """Of a window that holds so many positions, or those of them that can be seen."""
