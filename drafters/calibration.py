@@ -117,9 +117,11 @@ class SurvivalCalibration:
             return candidates, Claims(candidates.survival, candidates.parents)
         above = pad(candidates.survival, (1, 0), value=1.0).gather(1, candidates.parents + 1)
         conditional = (candidates.survival / above.clamp(min=1e-9)).clamp(max=1.0)
-        bucket = _claim_buckets(candidates.depths, conditional)
+        claim = (conditional * _CLAIMS).long().clamp(max=_CLAIMS - 1)
+        bucket = (candidates.depths - 1).clamp(0, _DEPTHS - 1) * _CLAIMS + claim
         corrected = (conditional * self._table.ratios[bucket]).clamp(max=CEILING)
-        return replace(candidates, survival=_along_paths(corrected, candidates.parents)), Claims(conditional, bucket)
+        survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)
+        return replace(candidates, survival=survival), Claims(conditional, bucket)
 
     def learn(self, claims: Claims, tree: DraftTree, path: Tensor) -> None:
         """Take in what the target said of verified nodes; claims in the order of the tree's nodes, path [batch, depth]
@@ -139,13 +141,3 @@ class SurvivalCalibration:
         """Expected calibration error of corrected survival over recently verified nodes; 0 before there are any."""
         nodes, survival, accepted = self._bins
         return float((survival - accepted).abs().sum() / nodes.sum().clamp(min=1.0))  # planned transfer
-
-
-def _claim_buckets(depths: Tensor, conditional: Tensor) -> Tensor:
-    claim = (conditional * _CLAIMS).long().clamp(max=_CLAIMS - 1)
-    return (depths - 1).clamp(0, _DEPTHS - 1) * _CLAIMS + claim
-
-
-def _along_paths(conditional: Tensor, parents: Tensor) -> Tensor:
-    """Products from the root's child down to each node. # both [batch, nodes] -> [batch, nodes]"""
-    return accumulated(pad(conditional, (0, 1), value=1.0), parents, torch.mul)

@@ -5,7 +5,6 @@ What has lost it all is suspended, and tried again once a small share of the tim
 up for a trial. So the loss against never having tried is at most the opening balance and that share of the time.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,32 +84,24 @@ class LedgersBySize:
     def of(self, num_sequences: int) -> LossLedger:
         size = num_sequences.bit_length()
         if size not in self._ledgers:
-            part = _part(size)
-            opening = min(part * self._opening, self._debt(size - 1))
-            limit = _weight(size) * LIMIT
-            self._ledgers[size] = LossLedger(opening=opening, limit=limit, share=part * SHARE, trial=part * TRIAL)
+            weight, smaller = _weight(size), self._ledgers.get(size - 1)
+            part = min(1.0, weight)  # of a whole balance
+            opening = part * self._opening
+            if smaller is not None and not smaller.is_open and 2 ** (size - 2) > _WHOLE_FOR:
+                opening = min(opening, 0.0, smaller.balance)
+            self._ledgers[size] = LossLedger(
+                opening=opening, limit=weight * LIMIT, share=part * SHARE, trial=part * TRIAL
+            )
         return self._ledgers[size]
 
     def renew(self) -> None:
         """Something else is behind them all from now on: what was lost says little of it."""
         for size, ledger in self._ledgers.items():
-            ledger.renew(_RENEWAL * _part(size) * self._opening)
-
-    def _debt(self, size: int) -> float:
-        """The balance of a suspended one; infinite where it says nothing of other sizes."""
-        ledger = self._ledgers.get(size)
-        if ledger is None or ledger.is_open or 2 ** (size - 1) <= _WHOLE_FOR:
-            return math.inf
-        return min(0.0, ledger.balance)
-
-
-def _part(size: int) -> float:
-    """Of a whole balance, for batches of so many bits."""
-    return min(1.0, _weight(size))
+            ledger.renew(_RENEWAL * min(1.0, _weight(size)) * self._opening)
 
 
 def _weight(size: int) -> float:
-    """How unevenly so many gain, four being 1."""
+    """How unevenly batches of so many bits gain, four sequences being 1."""
     return max(_SMALLEST, _WHOLE_FOR / (1 << (size - 1)))
 
 
@@ -152,16 +143,17 @@ class DrafterGate:
         """The step has ended. What is returned is to be told, sooner or later, how many of its emitted tokens were
         accepted on this drafter's word alone, and how many there were; None where it was not asked."""
         asked, self._asked = self._asked, None
-        return None if asked is None else partial(_settle, *asked, self._answered, self._clock())
+        if asked is None:
+            return None
+        (ledger, began), answered, ended = asked, self._answered, self._clock()
 
+        def settle(counts: Sequence[float]) -> None:
+            extra, emitted = counts
+            whole, seconds = ended - began, answered - began
+            if whole > seconds:
+                ledger.settle((extra * whole / max(1, emitted) - seconds) / (whole - seconds))
 
-def _settle(
-    ledger: LossLedger, asked: Timestamp, answered: Timestamp, ended: Timestamp, counts: Sequence[float]
-) -> None:
-    extra, emitted = counts
-    whole, seconds = ended - asked, answered - asked
-    if whole > seconds:
-        ledger.settle((extra * whole / max(1, emitted) - seconds) / (whole - seconds))
+        return settle
 
 
 class FollowGate:
