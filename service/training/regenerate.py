@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -129,14 +130,58 @@ def regenerate(
     file = ResponseFile(out)
     try:
         missing = [prompt for prompt in prompts if prompt.id not in file.done]
-        before = len(file.done)
-        if before:
-            say(f"{out}: {before} responses are there already, {len(missing)} prompts to answer")
-        if missing:
-            _Answers(engine, tokenizer, file, how, max_model_len).answer(missing)
+        if file.done:
+            say(f"{out}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
+        asked = [_asked(tokenizer, prompt, how) for prompt in missing]
+        most = max_model_len - how.max_tokens
+        fitting = [(request, response) for request, response in asked if len(request.prompt) <= most]
+        if len(fitting) < len(asked):
+            say(f"left out {len(asked) - len(fitting)} prompts of more than {most} tokens")
+        _answer(engine, fitting, file, how)
         return len(file.done)
     finally:
         file.close()
+
+
+def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
+    """A request, and the response that is to be filled."""
+    try:
+        tokens = tokenizer.render_chat(prompt.messages)
+    except RequestError as error:
+        raise StartupError(f"prompt {prompt.id}: {error.message}") from error
+    drawn = random.Random(f"{how.seed} {prompt.id}")
+    temperature = 0.0 if drawn.random() < _GREEDY_SHARE else drawn.choice(_WARM)
+    sampling = SamplingParams(seed=drawn.getrandbits(63), max_tokens=how.max_tokens, temperature=temperature)
+    response = Response(id=prompt.id, task=prompt.task, temperature=temperature, prompt=tokens, response=[])
+    return GenerationRequest(request_id=prompt.id, prompt=tokens, sampling=sampling), response
+
+
+def _answer(
+    engine: Engine, asked: Sequence[tuple[GenerationRequest, Response]], file: ResponseFile, how: Answering
+) -> None:
+    """Keep the engine busy with as many as may run together."""
+    began, finished, num_tokens = time.perf_counter(), 0, 0
+    waiting, running = iter(asked), dict[str, Response]()
+    with bar("answering", len(asked)) as advance:
+        while True:
+            # The first prompts are answered however late it is: without them nothing follows.
+            is_late = how.deadline is not None and time.monotonic() > how.deadline and num_tokens > 0
+            for request, response in islice(waiting, 0 if is_late else how.concurrency - len(running)):
+                engine.add(request)
+                running[request.request_id] = response
+            if not running:
+                return
+            for output in engine.step().outputs:
+                response = running[output.request_id]
+                response.response.extend(output.token_ids)
+                num_tokens += len(output.token_ids)
+                if output.finish_reason == "error":
+                    raise StartupError(f"prompt {output.request_id}: {output.error}; leave it out of the prompt file")
+                if output.finish_reason is not None:
+                    file.append(running.pop(output.request_id))
+                    finished += 1
+            rate = num_tokens / (time.perf_counter() - began)
+            advance(finished, f"{num_tokens} tokens, {rate:.0f} tokens/s")
 
 
 def answer_prompts(config: ServiceConfig, prompts: Sequence[Path], out: Path, how: Answering) -> None:
@@ -144,76 +189,3 @@ def answer_prompts(config: ServiceConfig, prompts: Sequence[Path], out: Path, ho
     wanted = read_prompts(prompts)
     assembly = assemble(config)
     regenerate(assembly.engine(), assembly.tokenizer, wanted, out, how, max_model_len=assembly.limits.max_model_len)
-
-
-class _Answers:
-    """Keeps the engine busy with as many prompts as may run together."""
-
-    def __init__(
-        self, engine: Engine, tokenizer: ChatTokenizer, file: ResponseFile, how: Answering, max_model_len: int
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._file = file
-        self._how = how
-        self._most_prompt_tokens = max_model_len - how.max_tokens
-        self._running: dict[str, Response] = {}
-        self._too_long = 0
-        self._tokens = 0
-
-    def answer(self, prompts: Sequence[Prompt]) -> None:
-        began = time.perf_counter()
-        waiting = iter(prompts)
-        with bar("answering", len(prompts)) as advance:
-            finished = 0
-            while self._refill(waiting, is_first=finished == 0 and not self._tokens):
-                finished += self._step()
-                rate = self._tokens / (time.perf_counter() - began)
-                advance(finished, f"{self._tokens} tokens, {rate:.0f} tokens/s")
-        if self._too_long:
-            say(f"left out {self._too_long} prompts of more than {self._most_prompt_tokens} tokens")
-
-    def _refill(self, waiting: Iterator[Prompt], *, is_first: bool) -> bool:
-        """Whether anything runs. The first prompts are answered however late it is: without them nothing follows."""
-        is_late = self._how.deadline is not None and time.monotonic() > self._how.deadline and not is_first
-        while not is_late and len(self._running) < self._how.concurrency:
-            prompt = next(waiting, None)
-            if prompt is None:
-                break
-            self._start(prompt)
-        return bool(self._running)
-
-    def _start(self, prompt: Prompt) -> None:
-        tokens = self._tokens_of(prompt)
-        if len(tokens) > self._most_prompt_tokens:
-            self._too_long += 1
-            return
-        drawn = random.Random(f"{self._how.seed} {prompt.id}")
-        temperature = 0.0 if drawn.random() < _GREEDY_SHARE else drawn.choice(_WARM)
-        sampling = SamplingParams(seed=drawn.getrandbits(63), max_tokens=self._how.max_tokens, temperature=temperature)
-        self._engine.add(GenerationRequest(request_id=prompt.id, prompt=tokens, sampling=sampling))
-        self._running[prompt.id] = Response(
-            id=prompt.id, task=prompt.task, temperature=temperature, prompt=tokens, response=[]
-        )
-
-    def _tokens_of(self, prompt: Prompt) -> list[int]:
-        try:
-            return self._tokenizer.render_chat(prompt.messages)
-        except RequestError as error:
-            raise StartupError(f"prompt {prompt.id}: {error.message}") from error
-
-    def _step(self) -> int:
-        """How many answers one engine step completed."""
-        finished = 0
-        for output in self._engine.step().outputs:
-            response = self._running[output.request_id]
-            response.response.extend(output.token_ids)
-            self._tokens += len(output.token_ids)
-            if output.finish_reason is None:
-                continue
-            del self._running[output.request_id]
-            if output.finish_reason == "error":
-                raise StartupError(f"prompt {output.request_id}: {output.error}; leave it out of the prompt file")
-            self._file.append(response)
-            finished += 1
-        return finished
