@@ -1,9 +1,7 @@
 """How often proposals come true, learned while serving: the source of every survival estimate, and its correction.
 
-A label is a node whose parent came true, and only such a node; labels fade exponentially, so that a bucket nobody has
-seen for a while returns to its prior, and a new version of a drafter is soon judged by itself. What a bucket stands
-for is the drafter's business.
-Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives.
+A label is a node whose parent came true. Labels fade, so that a bucket nobody has seen for a while returns to its
+prior. Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives.
 """
 
 from dataclasses import dataclass, replace
@@ -27,11 +25,9 @@ _BIN_DECAY = 0.998
 
 
 class HitTable:
-    """(prior + came true) / (prior + expected) for flat bucket indices, within `limits`.
-
-    With 1 expected of each label this is a rate of acceptance, with its predicted probability a correction factor. The
-    prior never fades; labels weigh `decay` times less with every later call of `observe`. Tensors are changed in place:
-    captured computations read them where they stand.
+    """(prior + came true) / (prior + expected) for flat bucket indices, within `limits`: with 1 expected of each label
+    a rate of acceptance, with its predicted probability a correction factor. Labels weigh `decay` times less with every
+    later call of `observe`. Tensors are changed in place: captured computations read them where they stand.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""What a drafter can learn from one finished query, and the tables it is collected in while the query runs.
+"""What a drafter can learn from one finished query, and the tables it is collected in, written at the slot of a
+position.
 
-Tables are written at the slot of a position, so that what several steps made permanent costs a few scatters whatever
-was accepted, and the newest positions overwrite the oldest.
 Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
 top = likeliest tokens of the target that are kept, labels = positions of which the drafter said something.
 """

@@ -1,9 +1,8 @@
 """Whether something whose gain is uncertain may go on: a drafter in this step, a further block, following the texts.
 
-Gains and losses of a drafter are entered in a ledger, counted in steps (the seconds of a plain one), up to a limit.
-What has lost it all is suspended, and tried again once a small share of the time since has paid off the debt and saved
-up for a trial. So the loss against never having tried is at most the opening balance and that share of the time.
-"""
+Gains and losses are entered in a ledger, counted in plain steps. What has lost it all is suspended, and tried again
+once a small share of the time since has saved up for a trial: so much is the most that is lost against never having
+tried. """
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -70,11 +69,9 @@ class LossLedger:
 
 
 class LedgersBySize:
-    """One ledger for each size of batch, in powers of two.
-
-    A step's gain is a mean over its sequences: the more there are, the less its variance, the opening balance, and the
-    share of the time that fills it; for few, what was earned lasts longer. What is suspended for many begins with that
-    debt for twice as many.
+    """One ledger for each size of batch, in powers of two: a step's gain is a mean over its sequences, so with more of
+    them go a smaller variance, opening balance and share of time. What is suspended for many begins with that debt for
+    twice as many.
     """
 
     def __init__(self, *, opening: float = OPENING) -> None:
@@ -106,10 +103,8 @@ def _weight(size: int) -> float:
 
 
 class DrafterGate:
-    """Whether a costly drafter is asked in this step: the tokens only it had right, against the seconds it took.
-
-    Ledgers by the tokens expected of the cheaper drafters, because a sure copy leaves nothing to gain, and by how many
-    sequences draft together.
+    """Whether a costly drafter is asked in this step: the tokens only it had right, against the seconds it took; by the
+    tokens expected of the cheaper drafters and by how many sequences draft together.
     """
 
     def __init__(self, clock: Clock = perf_counter) -> None:
@@ -157,10 +152,8 @@ class DrafterGate:
 
 
 class FollowGate:
-    """Whether a costly drafter follows the texts, prompts and answers, which costs time in every step, asked or not.
-
-    One that is seldom asked where trees are drafted is suspended; now and then it follows for a while, to be able to
-    show what it gains.
+    """Whether a costly drafter follows the texts, which costs time in every step, asked or not. One that is seldom
+    asked is suspended; now and then it follows for a while, to be able to show what it gains.
     """
 
     def __init__(self) -> None:
@@ -188,11 +181,9 @@ class _BlockStep:
 
 
 class BlockGate:
-    """Whether a tree gets a further block: only when the tokens expected of it save more seconds than it takes
-    (SALF's stopping rule, in seconds).
-
-    The tokens expected of a block's starts are what the tree itself says; how many come, what a block takes and what a
-    token takes are measured while serving. Now and then a block is drafted that does not pay, so that it can again.
+    """Whether a tree gets a further block: only when the tokens expected of it save more seconds than it takes (SALF's
+    stopping rule, in seconds). What comes of starts and what blocks and tokens take is measured while serving; now and
+    then a block is drafted that does not pay, so that it can again.
     """
 
     def __init__(self, clock: Clock = perf_counter) -> None:

@@ -1,7 +1,5 @@
-"""One tree from several drafters: equal paths once, the larger survival wins, and the budget takes the best.
+"""One tree from a cheap drafter and one that costs a forward pass and is asked while that pays; and who was right.
 
-Counts who was right. The first drafters are cheap and always asked; the last one costs a forward pass and is asked
-while that pays.
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table.
 """
 

@@ -1,5 +1,4 @@
-"""Proposes random trees that follow a known answer here and there, so that accepted and rejected nodes come in
-scrambled order. For exactness checks, never for speed. The answer arrives as the sequence's `prediction`.
+"""Proposes random trees that follow a known answer, the sequence's `prediction`, here and there. For exactness checks.
 
 Legend: batch, nodes as in drafters/tree.py.
 """

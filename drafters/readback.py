@@ -1,7 +1,4 @@
-"""Numbers and times of a device for books that must not make the host wait: known one step late, and at once on a CPU.
-
-What decides by them is a matter of speed only.
-"""
+"""Numbers and times of a device for books that must not make the host wait: known one step late, at once on a CPU."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter

@@ -203,9 +203,8 @@ def joined_trees(trees: Sequence[Candidates]) -> Candidates:
 def merge_trees(raw: Candidates, max_nodes: int) -> tuple[Candidates, Tensor]:
     """The likeliest nodes of a raw tree, each path once, by falling survival, and which raw nodes they were.
 
-    Raw: parents before children, survival 0 = absent. Of equal paths the likeliest stays and takes over the others'
-    children, so that survival still falls along every path.
-    `raw.num_nodes` is not read: a node exists when its survival is above 0. # -> tree, [batch, nodes] int64
+    Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the likeliest stays and
+    takes over the others' children, so that survival still falls along every path. # -> tree, [batch, nodes] int64
     """
     hashes = path_hashes(raw.tokens, raw.parents, raw.depths)
     order = raw.survival.sort(dim=1, descending=True, stable=True).indices  # likeliest first
@@ -248,10 +247,8 @@ def renumbered(parents: Tensor, chosen: Tensor) -> Tensor:
 
 def select_nodes(candidates: Candidates, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
     """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
-    padding mean nothing.
+    padding mean nothing. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
 
-    Survival never rises along a path and parents stand before children, so a stable sort by falling survival puts
-    every parent before its children and any prefix of that order is a valid tree.
     num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64
     """
     width = min(width, candidates.width)

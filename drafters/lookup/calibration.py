@@ -1,10 +1,7 @@
 """Turns continuations into one tree, and says how often nodes with such evidence come true.
 
-Equal beginnings become one node, named by (depth, match) of the first match whose continuation runs through it: matches
-come strongest first, so that this is also the strongest. The evidence of a node is where the copy was found, how long
-the longest match behind it is, how many matches vote for it, which share of its parent's weight it carries, how deep it
-stands, and whether tokens are sampled.
-Legend: batch, matches, depth as in drafters/lookup/matching.py.
+Equal beginnings become one node, named by (depth, match) of the first, hence strongest, match whose continuation runs
+through it. Legend: batch, matches, depth as in drafters/lookup/matching.py.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
-"""The lookup drafter: copies what followed the same words earlier in the prompt, the answer so far, or the answer
-the client predicted, and proposes several such continuations as one tree.
+"""The lookup drafter: copies what followed the same words earlier in the prompt, the answer so far, or the answer the
+client predicted, and proposes several such continuations as one tree. It learns from every committed token.
 
-It learns how far each kind of copy can be trusted, from every committed token: the fate of a continuation is known
-as soon as the text goes on, whether or not it was verified. The text alone decides what is proposed; a temperature
-only lowers the survival.
 Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
 """
 

@@ -16,11 +16,8 @@ _CLASSES = len(CLASS_NAMES)  # those that can be drafted
 
 
 class RankCalibration:
-    """Corrects what the rank head predicts, per block, position and class, from every committed token: a node's fate is
-    known once the text goes on past its parent, whether or not it was verified.
-
-    A bucket is (first or later block, position in it, class of the rank).
-    """
+    """Corrects what the rank head predicts, per bucket of first or later block, position in it and class of the rank. A
+    node's fate is known once the text goes on past its parent, whether or not it was verified."""
 
     def __init__(self, block_size: int, sizes: DraftingSizes) -> None:
         self._table = HitTable.of_factors(

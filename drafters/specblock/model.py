@@ -40,10 +40,7 @@ RANK_CLASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class SpecBlockConfig:
-    """Shapes and switches of one drafter, written beside its weights and checked against the target it is loaded for.
-
-    Raises ValueError for values that cannot work.
-    """
+    """Shapes and switches, written beside the weights. Raises ValueError for values that cannot work."""
 
     target: Mapping[str, Any]  # transformers' config of the target's decoder: the drafter's layers are of its kind
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition

@@ -1,8 +1,6 @@
-"""Where a drafter keeps its own keys and values: one pool addressed by the target's slot ids, and per sequence what is
-stored and what is still to be run.
+"""A drafter's own keys and values in one pool addressed by the target's slot ids, and per sequence what is stored and
+what is still to be run. An entry needs a position's target features and the token after it (section 3.1).
 
-An entry needs a position's target features and the token after it. Those that a step has committed wait here until
-the next forward, which runs them before it drafts (fresh entries with true features: section 3.1).
 Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait.
 """
 
@@ -94,8 +92,7 @@ def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:
 class EntryState:
     """Per row: slots and number of known positions, and the entries that wait for the next forward.
 
-    Behind the rows of sequences stands one of nobody's, which pads batches: nothing is known or waits there. Behind the
-    columns of a row stands one that takes what is written by padding and is never read.
+    Behind the rows stands one of nobody's, which pads batches; behind a row's columns one that takes padding.
     """
 
     def __init__(self, sizes: DraftingSizes, width: int, dtype: torch.dtype) -> None:
@@ -173,10 +170,8 @@ class EntryState:
 
 
 class Backlog:
-    """How many entries can be waiting for each row, by what the host knows without asking the device.
-
-    Upper bounds: how much a step committed is said by the root of the next one.
-    """
+    """Upper bounds of how many entries wait for each row, by what the host knows without asking the device: how much a
+    step committed is said by the root of the next one."""
 
     def __init__(self, max_sequences: int) -> None:
         self._before = [0] * max_sequences

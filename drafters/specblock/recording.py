@@ -1,10 +1,7 @@
-"""What a SpecBlock drafter said of the positions that came to be committed, for whoever learns from it.
+"""What a SpecBlock drafter said of the positions that came to be committed, for whoever learns from it: a tree's first
+block, which speaks of the positions behind the root whatever path is accepted.
 
-A tree's first block speaks of the positions right behind the root whatever path is accepted; later blocks hang on
-tokens that may not come, and are not kept. What steps committed is worked up several steps at a time: beside a forward
-that leaves nothing in the caches, most operations on a single position take longer to begin than to compute.
-Legend: batch, rows = sequences of the engine's table, block = K, depth = longest accepted path, draft_vocab,
-positions = those that steps made permanent.
+Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = those made permanent.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +36,7 @@ class _Committed(NamedTuple):
 class BlockRecorder:
     """Keeps each row's last first block until the next step says what became of its positions.
 
-    Steps without a sequence that is recorded cost next to nothing. Behind the rows of sequences stands one of nobody's,
-    which pads batches.
+    Behind the rows of sequences stands one of nobody's, which pads batches.
     """
 
     def __init__(

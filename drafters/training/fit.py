@@ -1,9 +1,7 @@
-"""The training loop: batches in random order, one optimizer step each, a report after each step; and the file a run
-continues from.
+"""The training loop, which reports after each step, and the file a run continues from.
 
-When to evaluate, save or stop early is the caller's business: it gets control back after every step. The order of
-batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up again computes
-what it would have computed, and no generator has to be kept.
+The order of batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up
+again computes what it would have computed, and no generator has to be kept.
 """
 
 import math

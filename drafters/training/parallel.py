@@ -1,8 +1,5 @@
-"""One process, or several that train the same weights on different batches (`torchrun`).
-
-Gradients are averaged by hand: a step calls the network several times with different rows, which wrappers that count
-calls do not expect.
-"""
+"""One process, or several that train the same weights on different batches (`torchrun`), averaging gradients by hand: a
+step calls the network several times, which wrappers that count calls do not expect."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta

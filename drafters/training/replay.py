@@ -1,7 +1,6 @@
-"""What a drafter would have saved on a text that is already written: tau of blocks, of a chain and of a tree.
+"""What a drafter would have saved on a text that is already written: tau of blocks, of a chain and of a tree. Nothing
+is generated: a step accepts what continues the text.
 
-The drafter sees the recorded features as it would while serving; a step accepts what continues the text, then the next
-step starts behind it. Nothing is generated, so thousands of steps take seconds.
 Legend: batch = texts side by side, nodes, depth as in drafters/tree.py.
 """
 
@@ -38,11 +37,8 @@ class Replayed:
 
 @torch.no_grad()
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """One block at every so-manieth position of the answer, as a tree of its likeliest paths, so many nodes: what a
-    step from there emits. Survival is the product of the block's probabilities; the rank head is not asked.
-
-    Not a walk along the text, so that each position counts the same whatever was accepted before it: two drafters are
-    compared on the same positions, at a fraction of a walk's cost.
+    """One block at every so-manieth position of the answer, as a tree of its likeliest paths, so many nodes, by the
+    block's probabilities alone: what a step from there emits. Not a walk, so that each position counts the same.
     """
     device, size = model.d2t.device, model.config.block_size
     batch = Batch.of([example], 2 * size, device)
@@ -62,10 +58,7 @@ def _said_of(model: SpecBlock, logprobs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:
-    """What a path must exceed to be among the likeliest: the log-probability of the next one after so many.
-
-    A path is no likelier than any of its beginnings, so each position need only go on from as many as are kept.
-    """
+    """What a path must exceed to be among the likeliest: the log-probability of the next one after so many."""
     # logprobs [n, block, vocab] -> [n]
     kept = nodes + 1
     tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values

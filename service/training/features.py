@@ -1,8 +1,7 @@
 """Stage 2: what the target's layers say while it reads its own answers, and what else it might have said.
 
-Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, in shards on disk. A shard that is
-there already and holds these very texts is kept, so a run that was stopped goes on. The manifest beside them says for
-which target they are and from which files: fit refuses others, and the drafter's card names the data by it.
+Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, in shards on disk that are kept
+when they hold these very texts. The manifest says for which target they are and from which files.
 Legend: batch, heads, length, dim.
 """
 

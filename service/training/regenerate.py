@@ -1,9 +1,7 @@
 """Stage 1: the target answers the prompts, with the engine that serves it; answers are lines of JSON.
 
-A drafter is to predict what this target says, so only its own words teach. Half of the prompts are answered greedily
-and half at a temperature; which, and with what noise, follows from seed and prompt id, so a run that is taken up again
-writes what it would have written. A line is whole or it is not there: what a kill tore off is dropped when the file is
-opened again.
+Half are answered greedily, half at a temperature; which, and with what noise, follows from seed and prompt id, so a run
+that is taken up again writes what it would have written. What a kill tore off is dropped when the file is opened again.
 """
 
 import random
