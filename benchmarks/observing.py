@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import PromptFile
-from service.api.app import create_app
-from service.api.settings import ApiSettings
 from service.assembly import Assembly, assemble
 from service.bench.commands import AnswerTokens, Concurrency, Limit, Out
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
@@ -28,7 +26,7 @@ from service.logging import counting
 from service.observability.live import Live
 from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import Runtime, Served
-from service.serve import card_of, metrics_of, rendered, status_of, telling
+from service.serve import api_settings, card_of, metrics_of, telling, watched_app
 
 _STARTING_SECONDS = 60.0
 
@@ -77,8 +75,8 @@ async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *,
     runtime = Runtime(
         lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
     )
-    metrics.watch_server(lambda: status_of(runtime))
-    app = create_app(runtime, _open(assembly), live=live, render_metrics=lambda: rendered(metrics, runtime))
+    settings = replace(api_settings(assembly.config), api_keys=(), admin_key=None, open_metrics=True)
+    app = watched_app(runtime, settings, metrics, live)
     async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
         await runtime.wait_until_loaded()
         async with _read(url) if watched else _unread() as seen:
@@ -162,18 +160,6 @@ async def _read(url: str) -> AsyncIterator[list[Seen]]:
 async def _unread() -> AsyncIterator[list[Seen]]:
     """Nobody reads."""
     yield [Seen()]
-
-
-def _open(assembly: Assembly) -> ApiSettings:
-    """Readers need no key."""
-    config = assembly.config
-    return ApiSettings(
-        api_keys=(),
-        admin_key=None,
-        open_metrics=True,
-        max_output_tokens=config.max_output_tokens,
-        served_model_names=(config.public_model_name,),
-    )
 
 
 def run(

@@ -216,19 +216,19 @@ def _costs(
 
 def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
-    folder = config.drafter_path or shipped_folder(config.model_source)
-    if config.load_format == "dummy" and config.drafter_path is None:
-        return ("specblock" if config.drafter == "auto" else config.drafter), None
-    if config.drafter == "auto":
-        if folder is None:
+    made_up = config.load_format == "dummy" and config.drafter_path is None
+    folder = None if made_up else config.drafter_path or shipped_folder(config.model_source)
+    name: str = config.drafter
+    if name == "auto":
+        name = "specblock" if made_up else MERGED if folder else "lookup"
+        if name == "lookup":
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
-        return (MERGED, folder) if folder else ("lookup", None)
-    if config.drafter in TRAINED and folder is None:
+    if name in TRAINED and folder is None and not made_up:
         raise StartupError(
-            f"drafter {config.drafter} needs trained weights for {config.model}: set drafter_path, "
+            f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to lookup"
         )
-    return config.drafter, folder if config.drafter in TRAINED else None
+    return name, folder if name in TRAINED else None
 
 
 def _weights(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
 import anyio
@@ -28,6 +27,7 @@ Result = TypeVar("Result")
 
 _LOOP_WATCH_SECONDS = 0.005
 _LOADING_RETRY_SECONDS = 5
+_TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
 _LONGEST_RETRY_SECONDS = 30
 _NOT_LEARNING = (
@@ -116,10 +116,9 @@ class OutputStream:
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], *, abort: Callable[[str], None], release: Callable[[str], None]
+        self, requests: Sequence[GenerationRequest], *, abort: Callable[[str], None], release: Callable[[str], object]
     ) -> None:
-        self._unfinished = {request.request_id: request.n for request in requests}
-        self._request_ids = tuple(self._unfinished)
+        self._unfinished = {request.request_id: request.n for request in requests}  # sequences, by request
         self._abort = abort
         self._release = release
         self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
@@ -128,24 +127,22 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> SequenceOutput:
-        if not self._unfinished:
+        if not any(self._unfinished.values()):
             raise StopAsyncIteration
         item = await self._queue.get()
         if isinstance(item, RequestError):
             raise item
-        self._raise_if_given_up(item)
-        if item.finish_reason is not None:
-            self._unfinished[item.request_id] -= 1
-            if self._unfinished[item.request_id] == 0:
-                del self._unfinished[item.request_id]
+        if item.finish_reason == "error":
+            raise EngineFailure(item.error or "The engine could not finish this request.", code="engine_error")
+        if item.finish_reason == "abort":
+            raise _not_ready("The server gave this request up because it is shutting down.")
+        self._unfinished[item.request_id] -= item.finish_reason is not None
         return item
 
     def __enter__(self) -> "OutputStream":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def put(self, item: SequenceOutput | RequestError) -> None:
@@ -153,28 +150,19 @@ class OutputStream:
 
     def close(self) -> None:
         """Take nothing more; harmless when repeated."""
-        for request_id in self._request_ids:
+        for request_id, num_unfinished in self._unfinished.items():
             self._release(request_id)
-        for request_id in self._unfinished:
-            self._abort(request_id)
+            if num_unfinished:
+                self._abort(request_id)
         self._unfinished = {}
-        self._request_ids = ()
-
-    @staticmethod
-    def _raise_if_given_up(output: SequenceOutput) -> None:
-        if output.finish_reason == "error":
-            raise EngineFailure(output.error or "The engine could not finish this request.", code="engine_error")
-        if output.finish_reason == "abort":
-            raise _not_ready("The server gave this request up because it is shutting down.")
 
 
 class Runtime:
     """Loads in the background, admits requests, hands their outputs out, drains and stops."""
 
-    def __init__(self, load: Callable[[], Served], *, max_waiting: int, tokenizer_threads: int = 2) -> None:
+    def __init__(self, load: Callable[[], Served], *, max_waiting: int) -> None:
         self._load_served = load
         self._max_waiting = max_waiting
-        self._tokenizer_threads = tokenizer_threads
         self._served: Served | None = None
         self._state: State = "loading"
         self._streams: dict[str, OutputStream] = {}
@@ -185,7 +173,7 @@ class Runtime:
     async def start(self) -> None:
         """Begin to load; returns at once."""
         self._loop = asyncio.get_running_loop()
-        self._limiter = anyio.CapacityLimiter(self._tokenizer_threads)
+        self._limiter = anyio.CapacityLimiter(_TOKENIZER_THREADS)
         self._operators = anyio.CapacityLimiter(_OPERATOR_THREADS)
         self._loading = self._loop.create_task(self._load())
         self._tasks = [self._loading, self._loop.create_task(self._watch())]
@@ -224,8 +212,16 @@ class Runtime:
         """Submit requests and return their outputs. To be called on the event loop; raises before anything runs."""
         self.check_ready()
         engine = self._loaded().engine
-        self._check_queue(engine)
-        stream = OutputStream(requests, abort=engine.abort, release=self._release)
+        if (waiting := engine.num_waiting) >= self._max_waiting:
+            self.num_refused += 1
+            raise QueueFull(
+                f"{waiting} requests are waiting already; try again later.",
+                code="queue_full",
+                retry_after_seconds=min(_LONGEST_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
+            )
+        stream = OutputStream(
+            requests, abort=engine.abort, release=lambda request_id: self._streams.pop(request_id, None)
+        )
         try:
             for request in requests:
                 assert request.request_id not in self._streams, "request ids must be unique"
@@ -284,23 +280,13 @@ class Runtime:
         assert self._served is not None, "ready without a model"
         return self._served
 
-    def _check_queue(self, engine: EngineHandle) -> None:
-        waiting = engine.num_waiting
-        if waiting >= self._max_waiting:
-            self.num_refused += 1
-            raise QueueFull(
-                f"{waiting} requests are waiting already; try again later.",
-                code="queue_full",
-                retry_after_seconds=min(_LONGEST_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
-            )
-
-    def _release(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-
     async def _load(self) -> None:
         try:
             served = await anyio.to_thread.run_sync(self._load_served, abandon_on_cancel=True)
-            _start(served, self._deliver)
+            if served.adaptation is not None:
+                served.adaptation.start(served.engine.wake)
+                served.engine.wake()  # what an earlier process has learnt waits for a step
+            served.engine.start(self._deliver)
         except Exception:
             logger.exception("the model could not be loaded")
             self._state = "failed"
@@ -334,13 +320,6 @@ class Runtime:
     def _give_up(self, error: RequestError) -> None:
         for stream in set(self._streams.values()):
             stream.put(error)
-
-
-def _start(served: Served, deliver: Callable[[list[SequenceOutput]], None]) -> None:
-    if served.adaptation is not None:
-        served.adaptation.start(served.engine.wake)
-        served.engine.wake()  # what an earlier process has learnt waits for a step
-    served.engine.start(deliver)
 
 
 def _stop(served: Served) -> None:

@@ -8,6 +8,7 @@ from types import FrameType
 
 import anyio
 import uvicorn
+from fastapi import FastAPI
 
 from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
@@ -42,10 +43,8 @@ def serve(config: ServiceConfig) -> None:
 async def _serve(config: ServiceConfig) -> None:
     metrics, live = metrics_of(config), Live()
     runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
-    metrics.watch_server(lambda: status_of(runtime))
-    app = create_app(runtime, _api_settings(config), live=live, render_metrics=lambda: rendered(metrics, runtime))
     settings = uvicorn.Config(
-        app,
+        watched_app(runtime, api_settings(config), metrics, live),
         http=GuardedProtocol,
         ws="none",
         host=config.host,
@@ -73,14 +72,19 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     )
 
 
-def status_of(runtime: Runtime) -> ServerStatus:
-    """The server process at this moment."""
-    return ServerStatus(
-        ready=runtime.state == "ready",
-        requests_in_flight=runtime.num_open,
-        requests_refused=runtime.num_refused,
-        loop_lag_seconds=runtime.max_loop_lag_seconds(),
-    )
+def watched_app(runtime: Runtime, settings: ApiSettings, metrics: Metrics, live: Live) -> FastAPI:
+    """The application, which shows metrics and live state."""
+
+    def status() -> ServerStatus:
+        return ServerStatus(
+            ready=runtime.state == "ready",
+            requests_in_flight=runtime.num_open,
+            requests_refused=runtime.num_refused,
+            loop_lag_seconds=runtime.max_loop_lag_seconds(),
+        )
+
+    metrics.watch_server(status)
+    return create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime))
 
 
 async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
@@ -189,7 +193,8 @@ def card_of(assembly: Assembly) -> ModelCard:
     )
 
 
-def _api_settings(config: ServiceConfig) -> ApiSettings:
+def api_settings(config: ServiceConfig) -> ApiSettings:
+    """Limits and keys of the HTTP interface."""
     return ApiSettings(
         api_keys=tuple(key.get_secret_value() for key in config.api_keys),
         admin_key=None if config.admin_key is None else config.admin_key.get_secret_value(),

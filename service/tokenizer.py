@@ -116,41 +116,19 @@ class ChatTokenizer:
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[int]:
         """Tokens of a conversation in the model's own chat format."""
-        kwargs = dict(chat_template_kwargs or {})
-        self._refuse_reserved(kwargs)
-        guard = _SpecialTokenGuard(self._special_strings)
-        rendered = self._render(
-            [{key: guard.hide(value) for key, value in message.items()} for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=guard.hide_all(kwargs),
-        )
-        if not guard.hid_something:
-            return list(self._parsing.encode(rendered, add_special_tokens=False).ids)
-        return self._encode_guarded(rendered, guard)
-
-    def _refuse_reserved(self, kwargs: Mapping[str, JsonValue]) -> None:
-        for name in kwargs:
+        for name in chat_template_kwargs or {}:
             if name in self._reserved_kwargs:
                 raise InvalidRequest(
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
-
-    def _render(
-        self,
-        messages: list[dict[str, str]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template_kwargs: dict[str, JsonValue],
-    ) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
-        # A template's own variables may have any type; names that are parameters of the call were refused.
-        variables: dict[str, Any] = dict(chat_template_kwargs)
+        guard = _SpecialTokenGuard(self._special_strings)
+        # A template's own variables may have any type.
+        variables: dict[str, Any] = {name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()}
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages,
+                [{key: str(guard.hide(value)) for key, value in message.items()} for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -159,7 +137,9 @@ class ChatTokenizer:
         except _TEMPLATE_ERRORS as error:
             message = f"The chat template refused these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
-        return str(rendered)
+        if not guard.hid_something:
+            return list(self._parsing.encode(str(rendered), add_special_tokens=False).ids)
+        return self._encode_guarded(str(rendered), guard)
 
     def _encode_guarded(self, rendered: str, guard: "_SpecialTokenGuard") -> list[int]:
         """Parse the template's special tokens, and encode every run of text between them literally."""
@@ -187,23 +167,16 @@ class _SpecialTokenGuard:
         self._find_word = re.compile(self._nonce + r"x(\d+)x")
         self.hid_something = False
 
-    def hide(self, text: str) -> str:
-        if self._find is None or self._find.search(text) is None:
-            return text
-        self.hid_something = True
-        return self._find.sub(lambda match: f"{self._nonce}x{self._specials.index(match[0])}x", text)
-
-    def hide_all(self, values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        return {name: self._hide_inside(value) for name, value in values.items()}
-
-    def _hide_inside(self, value: JsonValue) -> JsonValue:
-        if isinstance(value, str):
-            return self.hide(value)
+    def hide(self, value: JsonValue) -> JsonValue:
+        """The same value with every text in it changed."""
         if isinstance(value, list):
-            return [self._hide_inside(item) for item in value]
+            return [self.hide(item) for item in value]
         if isinstance(value, dict):
-            return {self.hide(name): self._hide_inside(item) for name, item in value.items()}
-        return value
+            return {str(self.hide(name)): self.hide(item) for name, item in value.items()}
+        if not isinstance(value, str) or self._find is None or self._find.search(value) is None:
+            return value
+        self.hid_something = True
+        return self._find.sub(lambda match: f"{self._nonce}x{self._specials.index(match[0])}x", value)
 
     def reveal(self, text: str) -> str:
         revealed = self._find_word.sub(lambda match: self._specials[int(match[1])], text)
