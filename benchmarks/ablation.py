@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.anatomy import Share, anatomy_of, observe_set
@@ -15,7 +14,7 @@ from benchmarks.draft_records import observed, without_noise
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights
 from drafters.specblock.growth import POLICIES
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import (
     AnswerTokens,
     Concurrency,
@@ -26,13 +25,15 @@ from service.bench.commands import (
     Seed,
     Temperatures,
 )
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
     PLAIN,
     Measure,
+    conclude,
+    counted,
     mismatches,
     plain_engine,
+    prepare,
     read_sets,
     take_turns,
     tau,
@@ -43,7 +44,6 @@ from service.config import LoadedConfig, ServiceConfig
 from service.engine import build, drafter_weights
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
-from service.logging import counting
 from service.prompts import PromptSet
 
 DRAFTER = "specblock"
@@ -216,33 +216,21 @@ def run(
     out: Out = None,
 ) -> bool:
     """What each part of a trained drafter is worth: variants without it, on the same prompts with as many nodes."""
-    refuse_unwritable(out)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     ablations = list(dict.fromkeys(part.strip() for part in ablate.split(",")))
     weights, nodes = ablation_weights, ablation_nodes
     refuse_impossible(ablations, weights, [measure.temperature for measure in measures])
-    assembly = assemble(config_for(loaded.config, weights))
+    assembly = prepare(config_for(loaded.config, weights), out)
     sets = read_sets(assembly, [*prompts, *(more_prompts or [])], limit, max_tokens)
     variants = variants_of(assembly, ablations, weights)
     rows: list[AblationRow] = []
-    with counting() as progress:
-        task = progress.add_task("", total=len(measures) * sum(len(prompts.prompts) for prompts in sets))
+    with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
         for measure in measures:
-            progress.update(task, description=f"T = {measure.temperature:g}")
-            rows += measure_variants(
-                assembly,
-                sets,
-                variants,
-                measure,
-                nodes=nodes,
-                observe=observe,
-                advance=lambda done: progress.advance(task, done),
-            )
-    Console().print(_table(rows, nodes))
+            advance(0, f"T = {measure.temperature:g}")
+            rows += measure_variants(assembly, sets, variants, measure, nodes=nodes, observe=observe, advance=advance)
     mismatched = sum(row.mismatched_tokens for row in rows)
     summary = {"variants": len(variants), "nodes": nodes, "mismatched_tokens": mismatched}
-    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary)
-    return mismatched == 0
+    return conclude(assembly, out, [row.as_json() for row in rows], summary, _table(rows, nodes))
 
 
 def _table(rows: Sequence[AblationRow], nodes: int) -> Table:

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.draft_records import BlockRecord, Odds, Recorder, StepRecord, TokenPath, observed
 from drafters.registry import TRAINED, TrainedWeights
 from drafters.specblock.heads import CLASS_OF_RANK
 from drafters.specblock.model import RANK_CLASSES
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import (
     AnswerTokens,
     Concurrency,
@@ -24,12 +23,10 @@ from service.bench.commands import (
     Seed,
     Temperatures,
 )
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import generate
-from service.bench.experiment import Measure, read_sets, take_turns
+from service.bench.experiment import Measure, conclude, counted, prepare, read_sets, take_turns
 from service.config import LoadedConfig
 from service.engine.engine import Engine
-from service.logging import counting
 from service.prompts import PromptSet
 
 _BINS = 10
@@ -366,19 +363,18 @@ def run(
     out: Out = None,
 ) -> bool:
     """Look into every step's drafts: acceptance by depth, calibration of survival, the rank head, credits by source."""
-    refuse_unwritable(out)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     sets = read_sets(assembly, [*prompts, *(more_prompts or [])], limit, max_tokens)
     by_temperature: dict[str, list[StepRecord]] = {}
     rows: list[dict[str, object]] = []
-    with counting() as progress, observed(assembly, assembly.drafter_name, assembly.weights) as (drafter, recorder):
-        task = progress.add_task("observing", total=len(measures) * sum(len(chosen.prompts) for chosen in sets))
+    total = len(measures) * sum(len(chosen.prompts) for chosen in sets)
+    watched = observed(assembly, assembly.drafter_name, assembly.weights)
+    with counted(total, "observing") as advance, watched as (drafter, recorder):
         engine = assembly.engine(drafter=drafter)
         for measure, chosen in product(measures, sets):
-            mine = observe_set(engine, recorder, chosen, measure, lambda done: progress.advance(task, done))
+            mine = observe_set(engine, recorder, chosen, measure, advance)
             by_temperature.setdefault(f"T = {measure.temperature:g}", []).extend(mine)
             rows.append({"set": chosen.name, "temperature": measure.temperature, **judged(assembly, mine).as_json()})
-    Console().print(*anatomy_tables([(name, judged(assembly, mine)) for name, mine in by_temperature.items()]))
-    write_report(out, conditions_of(assembly), rows, {"observed_steps": sum(map(len, by_temperature.values()))})
-    return True
+    tables = anatomy_tables([(name, judged(assembly, mine)) for name, mine in by_temperature.items()])
+    return conclude(assembly, out, rows, {"observed_steps": sum(map(len, by_temperature.values()))}, *tables)

@@ -8,21 +8,27 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import Out, Seed, Temperature, numbers
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import ClosedLoop, Run, generate
-from service.bench.experiment import Measure, cost_errors, percentile, read_sets, requests_from
+from service.bench.experiment import (
+    Measure,
+    conclude,
+    cost_errors,
+    counted,
+    percentile,
+    prepare,
+    read_sets,
+    requests_from,
+)
 from service.bench.shift_play import Stream, shifted
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.engine.stats import StepStats
 from service.errors import StartupError
-from service.logging import counting
 
 _ROUNDS = 2
 """Queries of each client in a leg: after the first round prompts are read beside answers under way."""
@@ -109,9 +115,6 @@ class LegRow:
     cost_error: CostError | None
     survival: SurvivalError | None  # the last reading by its end; None before the phase's first one
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationSummary:
@@ -123,9 +126,6 @@ class CalibrationSummary:
     cost_error_reading: CostError | None  # of those that did
     survival_before: SurvivalError | None  # once enough nodes were verified; None where they never were
     survival_after: SurvivalError | None  # likewise, counted from the change
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def rows_of(played: Sequence[PlayedLeg], stream: Stream) -> list[LegRow]:
@@ -227,28 +227,25 @@ def run(
     Reports how far the cost table's seconds were off (an error of 10 % in the median is good), and the calibration
     error of survival (0.03 is good) once so many nodes were verified before the change, and again after it.
     """
-    refuse_unwritable(out)
     measure = Measure(temperature, max_tokens, 1, seed)
     counts = numbers(concurrency)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     if assembly.costs is None:
         raise StartupError("nothing is predicted without measured costs: set budget_policy to cost")
     first, second = (read_sets(assembly, files, None, max_tokens) for files in (before, after))
     stream = shifted(first, second, queries, seed)
     played = _measured(assembly, legs_of(stream, counts, measure), max(counts))
     rows, summary = rows_of(played, stream), summary_of(played, nodes)
-    Console().print(course_of(rows), costs_of(summary), survival_of(summary, nodes))
-    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], summary.as_json())
-    return True
+    tables = (course_of(rows), costs_of(summary), survival_of(summary, nodes))
+    return conclude(assembly, out, rows, asdict(summary), *tables)
 
 
 def _measured(assembly: Assembly, legs: Sequence[Leg], most: int) -> list[PlayedLeg]:
     limits = replace(assembly.limits, max_sequences=max(assembly.limits.max_sequences, most))
     play(assembly.engine(limits=limits), [_short(legs[0])])
     engine = assembly.engine(limits=limits)
-    with counting() as progress:
-        task = progress.add_task("queries", total=sum(len(leg.requests) for leg in legs))
-        return play(engine, legs, lambda done: progress.advance(task, done))
+    with counted(sum(len(leg.requests) for leg in legs), "queries") as advance:
+        return play(engine, legs, advance)
 
 
 def _short(leg: Leg) -> Leg:

@@ -2,23 +2,21 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import PromptFile
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Out
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.experiment import conclude, counted, prepare
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.logging import counting
 from service.prompts import read_prompt_set, refuse_too_long
 
 QUIET, BUSY = "quiet", "busy"
@@ -116,15 +114,12 @@ def run(
     out: Out = None,
 ) -> bool:
     """What a busy client does to the latency of a quiet one."""
-    refuse_unwritable(out)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     texts = read_prompt_set(prompts, assembly.tokenizer).prompts
     refuse_too_long(texts, max_tokens, assembly.limits.max_model_len, "--max-tokens")
     rows = _measure(assembly, texts, quiet=quiet, busy=busy, answers=answers, max_tokens=max_tokens)
     ratio = slowdown(rows)
-    Console().print(_table(rows, ratio))
-    write_report(out, conditions_of(assembly), [asdict(row) for row in rows], {"p95_loaded_to_alone": ratio})
-    return True
+    return conclude(assembly, out, rows, {"p95_loaded_to_alone": ratio}, _table(rows, ratio))
 
 
 def slowdown(rows: Sequence[NeighbourRow]) -> float:
@@ -138,11 +133,10 @@ def _measure(
     assembly: Assembly, prompts: Sequence[Sequence[int]], *, quiet: int, busy: int, answers: int, max_tokens: int
 ) -> list[NeighbourRow]:
     streams = [0, busy] * _TURNS
-    with counting() as progress:
-        task = progress.add_task("answering", total=answers * len(streams))
+    with counted(answers * len(streams), "answering") as advance:
         return [
             Neighbours(assembly.engine(), prompts, max_tokens=max_tokens).run(
-                quiet=quiet, busy=others, answers=answers, watch=lambda: progress.advance(task)
+                quiet=quiet, busy=others, answers=answers, watch=lambda: advance(1)
             )
             for others in streams
         ]

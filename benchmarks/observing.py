@@ -6,23 +6,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 import uvicorn
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import PromptFile
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Concurrency, Limit, Out
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import count_mismatches
+from service.bench.experiment import conclude, count_mismatches, counted, prepare
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import EngineThread
-from service.logging import counting
 from service.observability.live import Live
 from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import Runtime, Served
@@ -172,18 +169,15 @@ def run(
     out: Out = None,
 ) -> bool:
     """Tokens per second with metrics, live state and a reader of both, and without."""
-    refuse_unwritable(out)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     texts = read_prompt_set(prompts, assembly.tokenizer, limit=limit).prompts
     refuse_too_long(texts, max_tokens, assembly.limits.max_model_len, "--max-tokens")
     rows = rows_of(asyncio.run(_taking_turns(assembly, _requests(texts, max_tokens), streams, turns)))
     unwatched, watched = rows
     share = watched.tokens_per_second / unwatched.tokens_per_second
     mismatched = sum(row.mismatched_tokens for row in rows)
-    Console().print(_table(rows, share))
     summary = {"watched_to_unwatched": share, "mismatched_tokens": mismatched}
-    write_report(out, conditions_of(assembly), [asdict(row) for row in rows], summary)
-    return mismatched == 0
+    return conclude(assembly, out, rows, summary, _table(rows, share))
 
 
 async def _taking_turns(
@@ -192,12 +186,11 @@ async def _taking_turns(
     """Both ways in turn, the first of each pair alternating, because a machine's speed drifts. One more comes first
     and is not counted: it reads the model's pages."""
     order = [way for number in range(turns) for way in ((False, True) if number % 2 else (True, False))]
-    with counting() as progress:
-        task = progress.add_task("answering", total=1 + len(order))
+    with counted(1 + len(order), "answering") as advance:
         done = []
         for watched in (False, *order):
             done.append(await run_turn(assembly, requests, streams=streams, watched=watched))
-            progress.advance(task)
+            advance(1)
     return done[1:]
 
 

@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import PromptFile
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import Out
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.experiment import conclude, prepare
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
@@ -38,9 +37,6 @@ class PrefillRow:
     itl_max_seconds: float
     quiet_itl_p50_seconds: float  # before the long prompt arrived
     mismatched_tokens: int  # against the first way
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +129,13 @@ def run(
     out: Out = None,
 ) -> bool:
     """What a long prompt does to running streams, read in chunks and in one go."""
-    refuse_unwritable(out)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     texts = read_prompt_set(prompts, assembly.tokenizer).prompts
     long_prompt = list(islice(cycle([token for prompt in texts for token in prompt]), prompt_tokens))
     refuse_too_long([long_prompt], 1, assembly.limits.max_model_len, "--prompt-tokens")
     rows = _measure(assembly, list(islice(cycle(texts), streams)), long_prompt, max_tokens)
-    Console().print(_table(rows))
     mismatched = sum(row.mismatched_tokens for row in rows)
-    write_report(out, conditions_of(assembly), [row.as_json() for row in rows], {"mismatched_tokens": mismatched})
-    return mismatched == 0
+    return conclude(assembly, out, rows, {"mismatched_tokens": mismatched}, _table(rows))
 
 
 def _measure(

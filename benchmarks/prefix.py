@@ -2,24 +2,21 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import PromptFile
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Out
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.experiment import count_mismatches
+from service.bench.experiment import conclude, count_mismatches, counted, prepare
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.logging import counting
 from service.prompts import read_prompt_set, refuse_too_long
 
 
@@ -102,16 +99,13 @@ def run(
     out: Out = None,
 ) -> bool:
     """Time to first token of prompts that begin alike, with and without the prefix cache."""
-    refuse_unwritable(out)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     asked = prompts_alike(read_prompt_set(prompts, assembly.tokenizer).prompts, requests, shared_tokens)
     refuse_too_long(asked, max_tokens, assembly.limits.max_model_len, "--shared-tokens")
     rows = _measure(assembly, asked, shared_tokens, max_tokens)
-    Console().print(_table(rows))
     mismatched = sum(row.mismatched_tokens for row in rows)
     summary = {"mismatched_tokens": mismatched, "later_to_first": rows[0].ratio}
-    write_report(out, conditions_of(assembly), [asdict(row) for row in rows], summary)
-    return mismatched == 0
+    return conclude(assembly, out, rows, summary, _table(rows))
 
 
 def prompts_alike(prompts: Sequence[Sequence[int]], requests: int, shared_tokens: int) -> list[list[int]]:
@@ -124,14 +118,13 @@ def _measure(
     assembly: Assembly, prompts: Sequence[Sequence[int]], shared_tokens: int, max_tokens: int
 ) -> list[PrefixRow]:
     ways = (False, True)
-    with counting() as progress:
-        task = progress.add_task("asking", total=len(ways) * len(prompts))
+    with counted(len(ways) * len(prompts), "asking") as advance:
         read, kept = (
             measure(
                 assembly.engine(limits=replace(assembly.limits, prefix_cache=way)),
                 prompts,
                 max_tokens=max_tokens,
-                watch=lambda: progress.advance(task),
+                watch=lambda: advance(1),
             )
             for way in ways
         )

@@ -72,7 +72,7 @@ def conclude(
     """Print what is to be shown and write the report; whether no token differed."""
     Console().print(*shown, sep="\n")
     write_report(out, conditions_of(assembly), rows, summary)
-    return summary["mismatched_tokens"] == 0
+    return summary.get("mismatched_tokens", 0) == 0
 
 
 def plain_engine(assembly: Assembly, limits: EngineLimits | None = None) -> Engine:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation
 from benchmarks.ablation import ABLATIONS, config_for, measure_variants, refuse_impossible, variants_of
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly
@@ -109,7 +108,9 @@ def test_the_full_drafter_comes_from_the_folder_of_weights(tmp_path: Path) -> No
 def test_the_command_writes_a_row_per_variant(
     run: Callable[..., tuple[int, str]], trained_assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ablation, "assemble", lambda config: replace(trained_assembly, drafter_name="specblock"))
+    monkeypatch.setattr(
+        "service.bench.experiment.assemble", lambda config: replace(trained_assembly, drafter_name="specblock")
+    )
     prompts, out = tmp_path / "some.jsonl", tmp_path / "out.json"
     prompts.write_text(next(written_prompts()))
     arguments = ["ablation", "--prompts", prompts, "--max-tokens", 6, "--ablate", "rank, coupling", "--out", out]

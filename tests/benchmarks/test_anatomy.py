@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import anatomy
 from benchmarks.anatomy import (
     Place,
     Share,
@@ -172,7 +171,7 @@ def test_nothing_observed_is_no_number() -> None:
 def test_the_command_looks_into_the_drafts_at_every_temperature(
     run: Callable[..., tuple[int, str]], trained_assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anatomy, "assemble", lambda config: trained_assembly)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: trained_assembly)
     prompts, out = tmp_path / "some.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(written_prompts()))
     code, output = run(

@@ -9,7 +9,6 @@ from statistics import median
 
 import pytest
 
-from benchmarks import calibration
 from benchmarks.calibration import (
     CostError,
     PlayedLeg,
@@ -152,7 +151,7 @@ def test_the_command_reports_both_halves(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibration, "assemble", lambda config: costly)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: costly)
     out = tmp_path / "out.json"
     code, output = run(
         *("calibration", "--before", prompt_file, "--after", prompt_file, "--queries", 6, "--concurrency", "1,2"),
@@ -173,6 +172,6 @@ def test_the_command_reports_both_halves(
 def test_the_command_needs_measured_costs(
     run: Callable[..., tuple[int, str]], trained_assembly: Assembly, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "assemble", lambda config: replace(trained_assembly, costs=None))
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: replace(trained_assembly, costs=None))
     with pytest.raises(StartupError, match="budget_policy"):
         run("calibration", "--before", prompt_file, "--after", prompt_file)
