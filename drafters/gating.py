@@ -2,7 +2,7 @@
 
 Gains and losses are entered in a ledger, counted in plain steps. What has lost it all is suspended, and tried again
 once a small share of the time since has saved up for a trial: so much is the most that is lost against never having
-tried. """
+tried."""
 
 from collections import defaultdict
 from collections.abc import Sequence

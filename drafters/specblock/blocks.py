@@ -101,42 +101,74 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Grows blocks from committed entries, makes one tree of them, and learns what became of it."""
+    """Grows blocks from committed entries, makes one tree of them, and learns what became of it.
 
-    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
-        self.weights, self._model = weights, weights.model
+    `begin`, `follow` (one for each further block), `tree` and `take_in` are called as runners of the functions below,
+    eager or captured in a few shapes, whose batches are padded with rows of nobody's and whose waiting entries and
+    windows with what nobody sees.
+    """
+
+    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights, *, window: int) -> None:
+        """`window` is the widest there is."""
+        self._weights, self._model = weights, weights.model
         config = weights.model.config
         self._policy = POLICIES[weights.policy]
         self._max_nodes = sizes.max_nodes
         self.pool = EntryPool(weights.model, sizes.num_slots, sizes.device)
         self.state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, weights.model.dtype)
         self.calibration = RankCalibration(config.block_size, sizes)
+        capture = weights.capture
+        batches = batches_up_to(sizes.max_sequences) if capture else []
+        padding = self.state.padding(sizes.max_sequences)
+        self.take_in = GraphRunner(self._take_in, capture, ((leading(padding, batch), ()) for batch in batches))
+        widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
+        none = torch.zeros_like(padding.rows)
+        keys = Keys(padding.rows, none, none.float(), none)
+        shapes = product(batches, widths, (True, False), reversed(COUNTS))
+        self.begin = GraphRunner(
+            self._begin,
+            capture,
+            (((leading(keys, batch), Sizes(count, width, warm)), ()) for batch, width, warm, count in shapes),
+        )
+        # How many entries wait changes nothing in the shapes of what follows.
+        grown: list[tuple[Ground, tuple[Block, ...]]] = [
+            (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
+        ]
+        self.follow: list[GraphRunner[Block]] = []
+        for _ in range(1, weights.blocks):
+            runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
+            self.follow.append(runner)
+            grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
+        by_batch = grown[:: 2 * len(widths)]  # a tree depends on neither width nor warmth
+        numbers = range(weights.blocks, 0, -1)
+        trees = (((), of_tree(ground, blocks[:number])) for number, (ground, blocks) in product(numbers, by_batch))
+        self.tree = GraphRunner(self._tree, capture, trees)
 
     def ingest(self, rows: Tensor, waiting: Waiting, width: int) -> None:
         """Run entries without drafting."""
         self.pool.hold(waiting.slots)
         self._forward(self._window(rows, width)).ingest(waiting)
 
-    def begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
+    def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
         anchored = self.state.num_waiting(keys.rows) > 0
         waiting = self.state.take(keys.rows, sizes.waiting)
         self.pool.hold(waiting.slots)
         window = self._window(keys.rows, sizes.width)
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
-        tree_noise = TreeNoise.of(noise, self.weights.blocks * self._model.config.block_size, self._model.d2t)
+        tree_noise = TreeNoise.of(noise, self._weights.blocks * self._model.config.block_size, self._model.d2t)
         ground = Ground(keys, anchored, window, tree_noise)
         forward = self._forward(window)
         states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
         reach = Reach.of_first(waiting.positions[:, -1], self.pool.entries)
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
         block, logprobs = self._block(states, root, reach, ground, [], forward.live)
-        if self.weights.recorder is not None:
+        if self._weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
-            self.weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
+            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
         return ground, block
 
-    def follow(self, ground: Ground, before: Sequence[Block]) -> Block:
+    def _follow(self, ground: Ground, before: Sequence[Block]) -> Block:
         """Run the blocks that start at nodes of the last one."""
         picked, states, reach, live = before[-1].further[0]
         reach = reach.onward(picked, self._model.config.block_size)
@@ -144,7 +176,7 @@ class Blocks:
         states = forward.next(states, picked, reach, ground.keys.roots)
         return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
 
-    def tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> tuple[Tensor, ...]:
+    def _tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> tuple[Tensor, ...]:
         """One tree of all blocks' nodes; keeps what is needed to learn from it. # -> the fields of `DraftTree`"""
         parts = zip(*grown, strict=True)
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
@@ -155,7 +187,7 @@ class Blocks:
         self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
 
-    def take_in(self, *entries: Tensor) -> Tensor:
+    def _take_in(self, *entries: Tensor) -> Tensor:
         """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""
         rows, positions, counts, slots, features, tokens = Entries(*entries)
         came = self.calibration.learn(rows, tokens, counts)
@@ -181,9 +213,9 @@ class Blocks:
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
-        if number + 1 == self.weights.blocks:
+        if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logprobs
-        further = Further(lattice.pick(self.weights.starts), states, reach, tuple(live))
+        further = Further(lattice.pick(self._weights.starts), states, reach, tuple(live))
         return Block(nodes, (further,)), proposal.logprobs
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
@@ -193,53 +225,13 @@ class Blocks:
         return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
 
     def _forward(self, window: Window, live: Sequence[Tensor] = ()) -> BlockForward:
-        return BlockForward(self._model, self.weights.embed, self.pool, window, live)
+        return BlockForward(self._model, self._weights.embed, self.pool, window, live)
 
     def _window(self, rows: Tensor, width: int) -> Window:
         """Entries at the newest positions, of those that can be read by now."""
         positions, slots = self.state.window(rows, width)
         readable = self.pool.holds(slots)
         return Window.of(positions.where(readable, NOWHERE), slots.where(readable, NULL_SLOT), self.pool)
-
-
-class TreeRunners:
-    """Each function of `Blocks`, eager or captured in a few shapes, whose batches are padded with rows of nobody's and
-    whose waiting entries and windows with what nobody sees."""
-
-    def __init__(self, blocks: Blocks, *, max_batch: int, window: int) -> None:
-        """`window` is the widest there is."""
-        weights, nobody, capture = blocks.weights, blocks.state.nobody, blocks.weights.capture
-        batches = batches_up_to(max_batch) if capture else []
-        widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
-        padding = blocks.state.padding(max_batch)
-        self.take_in = GraphRunner(blocks.take_in, capture, ((leading(padding, batch), ()) for batch in batches))
-        none = torch.zeros(max_batch, dtype=torch.int64, device=weights.model.d2t.device)
-        keys = Keys(none + nobody, none, none.float(), none)
-        shapes = [
-            (batch, Sizes(count, width, warm))
-            for batch, width, warm, count in product(batches, widths, (True, False), reversed(COUNTS))
-        ]
-        self.begin = GraphRunner(
-            blocks.begin, capture, (((leading(keys, batch), sizes), ()) for batch, sizes in shapes)
-        )
-        # How many entries wait changes nothing in the shapes of what follows.
-        grown: list[tuple[Ground, tuple[Block, ...]]] = [
-            (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
-        ]
-        self.follow: list[GraphRunner[Block]] = []
-        for _ in range(1, weights.blocks):
-            runner = GraphRunner(blocks.follow, capture, (((), given) for given in grown))
-            self.follow.append(runner)
-            grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
-        by_batch = grown[:: 2 * len(widths)]  # a tree depends on neither width nor warmth
-        self.tree = GraphRunner(
-            blocks.tree,
-            capture,
-            (
-                ((), of_tree(ground, blocks[:number]))
-                for number, (ground, blocks) in product(range(weights.blocks, 0, -1), by_batch)
-            ),
-        )
 
 
 def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:

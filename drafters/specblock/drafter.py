@@ -21,7 +21,7 @@ from drafters.protocol import (
     RankOutcomes,
     Read,
 )
-from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, TreeRunners, of_tree
+from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
 from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
 from drafters.tree import Candidates, DraftTree
 
@@ -40,10 +40,10 @@ class SpecBlockDrafter(Drafter):
         self.tap_layers = config.tap_layers
         self._recorder = weights.recorder
         self._window = config.trained_length
-        self._blocks = blocks = Blocks(sizes, weights)
-        self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
+        self._version = weights.version
         widest = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
-        self._runners = TreeRunners(blocks, max_batch=sizes.max_sequences, window=widest)
+        self._blocks = blocks = Blocks(sizes, weights, window=widest)
+        self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
         self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, weights.blocks)
         self._survivals = [readback.readback_of(device) for _ in further]
@@ -55,7 +55,7 @@ class SpecBlockDrafter(Drafter):
 
     @property
     def version(self) -> int:
-        return self._blocks.weights.version()
+        return self._version()
 
     @property
     def wants_scores(self) -> bool:
@@ -99,10 +99,10 @@ class SpecBlockDrafter(Drafter):
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
-        ground, first = self._runners.begin((keys, sizes))
+        ground, first = self._blocks.begin((keys, sizes))
         grown: tuple[Block, ...] = (first,)  # the next trees may overwrite them
         self.num_blocks += len(rows)
-        for number, follow in enumerate(self._runners.follow):
+        for number, follow in enumerate(self._blocks.follow):
             expected = grown[-1].further[0].picked.origin.survival[: len(rows)]  # [batch, starts]
             self._survivals[number].read(expected.sum()[None] / len(rows), partial(self._observe, number))
             if not self._block_gate.further(self._expected[number] * len(rows)):
@@ -110,7 +110,7 @@ class SpecBlockDrafter(Drafter):
             grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
             self._block_gate.drafted()
-        return DraftTree(*self._runners.tree((), of_tree(ground, grown))).first(len(rows))
+        return DraftTree(*self._blocks.tree((), of_tree(ground, grown))).first(len(rows))
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
@@ -122,13 +122,13 @@ class SpecBlockDrafter(Drafter):
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
-            came = self._runners.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
+            came = self._blocks.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
             self._pool.forget(taken_slots(slots, counts))
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
             came = self._calibration.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
-        if self._runners.follow:
+        if self._blocks.follow:
             self._outcomes.read(came, self._block_gate.end())
 
     def finish(self, rows: Sequence[int]) -> list[int]:

@@ -71,27 +71,20 @@ class Example:
         return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
-class Corpus:
-    """All sequences of a folder of shards, memory-mapped."""
-
-    def __init__(self, paths: list[Path], *, max_length: int) -> None:
-        self.examples = [example for path in paths for example in _examples(Shard.load(path), max_length)]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(example.length for example in self.examples)
-
-
-def _examples(shard: Shard, max_length: int) -> Iterator[Example]:
-    token, label = 0, 0
-    sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
-    for length, prompt, temperature in sequences:
-        mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
-        if min(length, max_length) > prompt:
-            tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
-            whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
-            yield whole.first(min(length, max_length))
-        token, label = mine.stop, labelled.stop
+def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
+    """All sequences of some shards, memory-mapped, cut at so many tokens."""
+    examples = []
+    for shard in map(Shard.load, paths):
+        token, label = 0, 0
+        sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
+        for length, prompt, temperature in sequences:
+            mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
+            if min(length, max_length) > prompt:
+                tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
+                whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
+                examples.append(whole.first(min(length, max_length)))
+            token, label = mine.stop, labelled.stop
+    return examples
 
 
 def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:

@@ -130,7 +130,6 @@ class StepReport:
 
     position: Position
     loss: float
-    rank_loss: float
     gradient_norm: float
     learning_rate: float
     fraction: float  # of the run that was over when the step began
@@ -211,7 +210,7 @@ class Trainer:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._count(batch.num_tokens * self._ranks.size, is_finite)
-        return StepReport(self.position, scores.draft_loss.item(), scores.rank_loss.item(), norm.item(), rate, fraction)
+        return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)
 
     def _scores(self, batch: Batch) -> StepScores:
         place = self.position.step * self._ranks.size + self._ranks.rank

@@ -175,7 +175,13 @@ class FeatureReader:
     def read(self, responses: Sequence[Response]) -> Shard:
         """Everything about these texts, in their order. Raises StartupError for tokens the target does not have."""
         texts = [response.prompt + response.response for response in responses]
-        self._refuse_foreign(responses)
+        for response in responses:
+            largest = max(*response.prompt, *response.response)
+            if largest >= self.vocab_size:
+                raise StartupError(
+                    f"response {response.id}: token {largest}, but this target has {self.vocab_size}; "
+                    "it was written by another target: answer the prompts with this one"
+                )
         found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for places in by_length([len(text) for text in texts], self._batch_tokens):
             prompts = [len(responses[place].prompt) for place in places]
@@ -205,28 +211,16 @@ class FeatureReader:
             logits_to_keep=torch.arange(first, length, device=self._device),
             attended=attended,
         )
-        self._refuse_bypass(attended)
+        if attended != list(range(self._num_layers)):
+            raise StartupError(
+                "this model has layers whose attention is not one plain attention each; its features cannot be read"
+            )
         for line, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
             logits = output.logits[line, prompt - 1 - first : len(text) - first].float()
             top = logits.topk(TOP)
             logprobs = top.values - logits.logsumexp(-1, keepdim=True)
             features = self._taps.take(len(text), line).to(torch.bfloat16).cpu()
             yield features, logprobs.to(torch.float16).cpu(), top.indices.to(torch.int32).cpu()
-
-    def _refuse_foreign(self, responses: Sequence[Response]) -> None:
-        for response in responses:
-            largest = max(*response.prompt, *response.response)
-            if largest >= self.vocab_size:
-                raise StartupError(
-                    f"response {response.id}: token {largest}, but this target has {self.vocab_size}; "
-                    "it was written by another target: answer the prompts with this one"
-                )
-
-    def _refuse_bypass(self, attended: list[int]) -> None:
-        if attended != list(range(self._num_layers)):
-            raise StartupError(
-                "this model has layers whose attention is not one plain attention each; its features cannot be read"
-            )
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:

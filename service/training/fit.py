@@ -13,7 +13,7 @@ from torch import Tensor
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
-from drafters.training.corpus import Corpus, Example, TrainingError, frequent_tokens, held_out
+from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitSettings,
     Length,
@@ -124,8 +124,8 @@ def fit_drafter(
 def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     manifest, settings = Manifest.read(plan.features), plan.settings
     _refuse_other_target(manifest, loaded, plan.features)
-    corpus = Corpus(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
-    trained, apart = held_out(corpus.examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
+    examples = load_examples(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
+    trained, apart = held_out(examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
     _refuse_too_few(trained, plan, ranks)
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Batch, Corpus, Example, TrainingError
+from drafters.training.corpus import Batch, Example, TrainingError, load_examples
 from drafters.training.fit import (
     FitSettings,
     Length,
@@ -33,7 +33,7 @@ DESCRIBED = {"seed": 0}
 @pytest.fixture
 def examples(tmp_path: Path) -> list[Example]:
     random_shard(12).save(tmp_path / "a.safetensors")
-    return Corpus([tmp_path / "a.safetensors"], max_length=512).examples
+    return load_examples([tmp_path / "a.safetensors"], max_length=512)
 
 
 def objective_of(model: SpecBlock) -> Objective:

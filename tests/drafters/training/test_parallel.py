@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Corpus, TrainingError
+from drafters.training.corpus import TrainingError, load_examples
 from drafters.training.fit import FitSettings, Length, Position, Trainer, make_optimizer
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, join, local_device
@@ -22,7 +22,7 @@ SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=2, lear
 def train(ranks: Ranks, model: SpecBlock, folder: Path, steps: int = 4) -> None:
     """Weights and losses go into the folder."""
     torch.set_num_threads(1)
-    examples = Corpus([folder / "a.safetensors"], max_length=512).examples
+    examples = load_examples([folder / "a.safetensors"], max_length=512)
     objective = Objective(model, tiny_embedding(HIDDEN), ObjectiveSettings(rank_rows=32))
     trainer = Trainer(
         model,
