@@ -1,13 +1,14 @@
 """Finished queries made to order for a tiny drafter, and a learner that is fed with them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from adaptation.config import AdaptationConfig
 from adaptation.learner import Learner
 from adaptation.records import Event
 from adaptation.samples import TrainingSample, training_sample
@@ -125,7 +126,9 @@ class Bench:
     weights: DrafterWeights
     serving: SpecBlock
     clock: Clock
-    events: list[Event] = field(default_factory=list)
+    events: list[Event]
+    config: AdaptationConfig
+    drafter: ServedDrafter
 
     def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
         self.learner.observe(made(seed, version=self.weights.version, **told))
@@ -177,4 +180,4 @@ def bench(folder: Path, **knobs: object) -> Bench:
         emit=events.append,
         tuning=tuning,
     )
-    return Bench(learner, learner.weights, serving, clock, events)
+    return Bench(learner, learner.weights, serving, clock, events, config, served)

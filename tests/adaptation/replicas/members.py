@@ -11,18 +11,16 @@ from torch import Tensor
 
 from adaptation.learner import Learner
 from adaptation.records import Event, ReplicaStatus
-from adaptation.replicas.exchange import Exchange, fingerprint_of, join_replicas
+from adaptation.replicas.exchange import Exchange, join_replicas
 from adaptation.replicas.redis_store import MAX_QUERIES
 from adaptation.replicas.wire import QueryShape
-from adaptation.weights import DrafterWeights, ServedDrafter, in_place
+from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP
-from tests.adaptation.samples import EMBED, HIDDEN, drafter, feedback, vocabulary
-from tests.adaptation.worlds import Clock
+from tests.adaptation.samples import HIDDEN, bench, drafter, feedback, vocabulary
 from tests.tiny_models import VOCAB_SIZE
-from tests.tuned import tuned
 
 TARGET = "a target"
 SHAPE = QueryShape(
@@ -42,13 +40,8 @@ _EAGER: dict[str, object] = {
     "step_texts": 64,
     "warm_up_steps": 1,
     "full_learning_rate": 0.01,
-    "update_norm": 1.0,
-    "gate_texts": 4,
-    "validation_texts": 8,
-    "validation_share": 0.5,
-    "window_texts": 8,
+    "train_in": "thread",
     "window_tokens": 63,
-    "client_free_queries": 1000,
     "duty_cycle": 1.0,
     "niceness": 0,
 }
@@ -86,53 +79,29 @@ class Member:
             self.exchange.offer(feedback(seed, token=token, version=self.weights.version))
 
 
-def served_drafter(serving: SpecBlock) -> ServedDrafter:
-    return ServedDrafter(
-        config=serving.config,
-        weights=weights_of(serving),
-        target_head=None,
-        embedding=None,
-        prepare=in_place(serving),
-        embed=EMBED,
-    )
-
-
-def fingerprint() -> str:
-    return fingerprint_of(served_drafter(drafter()), TARGET)
-
-
 @contextmanager
 def member(
     folder: Path, url: str, *, lease_seconds: float = 6.0, max_queries: int = MAX_QUERIES, **knobs: object
 ) -> Iterator[Member]:
     """Its learning thread runs; the thread that talks to the others is the test."""
-    config, tuning = tuned({**_EAGER, "redis_url": url, **knobs})
-    serving, events = drafter(), list[Event]()
-    made = served_drafter(serving)
-    learner = Learner(
-        config,
-        made,
-        folder=folder,
-        device="cpu",
-        clock=Clock(),
-        seed=0,
-        in_bf16=False,
-        emit=events.append,
-        tuning=tuning,
-    )
+    made = bench(folder, **{**_EAGER, "redis_url": url, **knobs})
     worker, exchange = join_replicas(
-        config, learner, made, target_identity=TARGET, lease_seconds=lease_seconds, max_queries=max_queries
+        made.config,
+        made.learner,
+        made.drafter,
+        target_identity=TARGET,
+        lease_seconds=lease_seconds,
+        max_queries=max_queries,
     )
     assert isinstance(exchange, Exchange)
-    weights = learner.weights
 
     def write() -> None:
-        weights.between_steps()
+        made.weights.between_steps()
 
-    weights.waits = write
+    made.weights.waits = write
     worker.start()
     try:
-        yield Member(learner, weights, worker, exchange, serving, events)
+        yield Member(made.learner, made.weights, worker, exchange, made.serving, made.events)
     finally:
         assert worker.stop()
 

@@ -14,7 +14,7 @@ from adaptation.replicas.redis_store import CHUNK_BYTES
 from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
-from tests.adaptation.replicas.members import SHAPE, Member, agreed, fingerprint, member, until
+from tests.adaptation.replicas.members import SHAPE, Member, agreed, member, until
 from tests.adaptation.samples import drafter, feedback
 from tests.redis_server import RedisServer
 
@@ -129,12 +129,12 @@ def test_weights_that_were_altered_in_the_store_are_put_there_again(
 def test_queries_of_others_are_not_heard(server: RedisServer, both: tuple[Member, Member]) -> None:
     leader = both[0]
     origin: dict[str, Any] = {"sender": "somebody", "sequence": 0, "first_weights": "", "weights": ""}
-    made, key = feedback(0), server.key("queries")
+    made, key, fingerprint = feedback(0), server.key("queries"), leader.exchange._replica.state.fingerprint
     poisoned = replace(made, features=made.features * math.nan)
     for codec, query in (
-        (QueryCodec(fingerprint(), SHAPE, None), made),
+        (QueryCodec(fingerprint, SHAPE, None), made),
         (QueryCodec("another model", SHAPE, OURS), made),
-        (QueryCodec(fingerprint(), SHAPE, OURS), poisoned),
+        (QueryCodec(fingerprint, SHAPE, OURS), poisoned),
     ):
         message = codec.encode(query, **origin)
         server.client.xadd(key, {"header": message.header, "tensors": message.tensors})
