@@ -5,7 +5,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
 
 from service import __version__
 from service.api.adaptation import adaptation_router
@@ -16,7 +15,6 @@ from service.api.info import RenderMetrics, info_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, RefusingMiddleware
 from service.api.page import page_router
 from service.api.settings import ApiSettings, Server
-from service.api.sse import ClientGoneError, on_client_gone
 from service.observability.live import Live
 from service.runtime import Runtime
 
@@ -37,8 +35,6 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
         redirect_slashes=False,
     )
     install_error_handlers(app)
-    for gone in (ClientGoneError, ClientDisconnect):
-        app.add_exception_handler(gone, on_client_gone)
     app.include_router(completions_router(server))
     app.include_router(info_router(server, render_metrics))
     app.include_router(adaptation_router(server))

@@ -45,12 +45,11 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
     value = pydantic_core.from_json(body)
     paths = [_path(failure["loc"], value) for failure in failures]
     # A value may be tried as several types; the failure that got furthest into it is the one that helps.
-    furthest = max(range(len(paths)), key=lambda index: (*_progress(paths[index]), -index))
-    return _describe(".".join(map(str, paths[furthest])), failures[furthest])
-
-
-def _progress(path: list[int | str]) -> tuple[int, list[int]]:
-    return len(path), [part for part in path if isinstance(part, int)]
+    path, failure = max(
+        zip(paths, failures, strict=True),
+        key=lambda one: (len(one[0]), [part for part in one[0] if isinstance(part, int)]),
+    )
+    return _describe(".".join(map(str, path)), failure)
 
 
 def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:

@@ -4,14 +4,19 @@ import logging
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 from service.errors import EngineFailure, InvalidRequest, RequestError, RequestTimeout, RequestTooLarge
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer."""
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
@@ -33,6 +38,8 @@ def internal_error() -> EngineFailure:
 def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -43,17 +50,17 @@ async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message, code = _explain_status(request, error)
+    message, code = {
+        404: (f"Invalid URL ({request.method} {request.url.path})", "unknown_url"),
+        405: (f"Not allowed to {request.method} {request.url.path}", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), None))
     body = error_body(InvalidRequest(message, code=code))
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def _explain_status(request: Request, error: HTTPException) -> tuple[str, str | None]:
-    if error.status_code == 404:
-        return f"Invalid URL ({request.method} {request.url.path})", "unknown_url"
-    if error.status_code == 405:
-        return f"Not allowed to {request.method} {request.url.path}", "method_not_allowed"
-    return str(error.detail), None
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this answer; the status is for the access log."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:

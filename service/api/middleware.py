@@ -14,11 +14,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.errors import REQUEST_ID_HEADER, error_response
+from service.api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, error_response
 from service.api.feed import FEED_PATH
 from service.api.page import PAGE_PATHS
 from service.api.settings import ApiSettings
-from service.api.sse import CLIENT_CLOSED_REQUEST
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
@@ -58,7 +57,9 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        if not _ACCEPTABLE_REQUEST_ID.fullmatch(request_id):
+            request_id = f"req-{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
@@ -76,12 +77,6 @@ class AccessMiddleware:
             raise
         finally:
             _log_access(scope, status, time.monotonic() - began)
-
-
-def _request_id(offered: str | None) -> str:
-    if offered is not None and _ACCEPTABLE_REQUEST_ID.fullmatch(offered):
-        return offered
-    return f"req-{secrets.token_hex(16)}"
 
 
 def _log_access(scope: Scope, status: int, seconds: float) -> None:

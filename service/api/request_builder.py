@@ -106,20 +106,19 @@ def check_model(model: str | None, server: Server) -> None:
 
 def render(messages: list[Message], body: ChatTemplateFields, tokenizer: ChatTokenizer) -> list[int]:
     if body.continue_final_message and body.add_generation_prompt:
-        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
-        raise InvalidRequest(message, param="continue_final_message")
+        reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
+        raise InvalidRequest(reason, param="continue_final_message")
+    plain: list[dict[str, str]] = []
+    for message in messages:
+        # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
+        role, name = "system" if message.role == "developer" else message.role, message.name
+        plain.append({"role": role, "content": text_of(message.content)} | ({} if name is None else {"name": name}))
     return tokenizer.render_chat(
-        [_plain_message(message.role, text_of(message.content), message.name) for message in messages],
+        plain,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-
-
-def _plain_message(role: str, content: str, name: str | None) -> dict[str, str]:
-    """A message as templates know it: 'developer' is OpenAI's newer word for 'system'."""
-    message = {"role": "system" if role == "developer" else role, "content": content}
-    return message if name is None else {**message, "name": name}
 
 
 def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.errors import error_body, internal_error
+from service.api.errors import ClientGoneError, error_body, internal_error
 from service.engine.requests import SequenceOutput
 from service.errors import RequestError
 from service.runtime import OutputStream
@@ -27,11 +27,6 @@ Result = TypeVar("Result")
 
 PING_SECONDS = 15.0
 _DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED_REQUEST = 499
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer."""
 
 
 class StreamForm(Protocol):
@@ -127,11 +122,6 @@ async def _all(stream: OutputStream) -> list[SequenceOutput]:
 
 def whole(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
     return Response(_json(payload), status, media_type="application/json")
-
-
-async def on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this answer; the status is for the access log."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
