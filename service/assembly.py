@@ -29,8 +29,6 @@ from service.engine.drafter_weights import dummy_drafter, shipped_folder
 from service.engine.engine import Engine, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
-from service.engine.requests import GenerationRequest
-from service.engine.sequence import TextStream
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
@@ -83,22 +81,13 @@ class Assembly:
         return build.build_engine(
             self.target,
             limits or self.limits,
-            Vocabulary(self.target.vocab_size, self.loaded.eos_token_ids, self._text_stream),
+            Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
             drafter or self.drafter(limits=limits),
             policy or build.make_policy(self.costs, self.limits),
             learning=learning,
             costs=None if self.costs is None else self.costs.verify,
             pace_seconds=self.config.budget_pace_seconds,
             capture=capture_for(self.target.device) if self.target.is_captured else None,
-        )
-
-    def _text_stream(self, request: GenerationRequest) -> TextStream:
-        params = request.sampling
-        return TextStream(
-            self.tokenizer.detokenizer(params.skip_special_tokens),
-            stop=params.stop,
-            include_stop=params.include_stop_in_output,
-            min_tokens=params.min_tokens,
         )
 
 

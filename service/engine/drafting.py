@@ -78,11 +78,14 @@ class DraftStage:
 
     def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and the decision behind their size."""
+        self._notice_new_version()
         drafting, lines = batch.drafting, len(batch.items)
-        load = self._load(batch, drafting, num_free_slots)
-        refusal = self._refusal(drafting, load)
+        load = self._load(batch, num_free_slots)
+        asks = any(sequence.max_nodes != 0 for sequence in drafting)
+        refusal = self._policy.refusal(load) if asks else "no_candidates"
         if refusal is not None:
-            followed = self._is_worth_following(batch, load)
+            will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
+            followed = will_ask and self._policy.follows(load)
             return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
         candidates = self._grow(drafting)
         chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
@@ -123,28 +126,17 @@ class DraftStage:
         verify = stats.verify_seconds + stats.other_seconds
         return replace(stats, verify_seconds=verify, follow_seconds=0.0, other_seconds=0.0)
 
-    def _load(self, batch: Batch, drafting: Items[Sequence], num_free_slots: int) -> Load:
+    def _load(self, batch: Batch, num_free_slots: int) -> Load:
         pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows
         ends = sum(item.extend.start + item.num_rows for item in batch.items)
         return Load(
             num_rows=num_extend_rows,
             context=ends / max(1, len(batch.items)),
             max_nodes=num_free_slots - num_extend_rows,
-            num_drafting=len(drafting),
+            num_drafting=len(batch.drafting),
             num_sequences=len(batch.items),
-            weights=None if pace is None else pace_weights(drafting, pace, time.monotonic(), self._device),
+            weights=None if pace is None else pace_weights(batch.drafting, pace, time.monotonic(), self._device),
         )
-
-    def _refusal(self, drafting: Items[Sequence], load: Load) -> str | None:
-        """Why nothing is drafted in this step."""
-        self._notice_new_version()
-        if not any(sequence.max_nodes != 0 for sequence in drafting):
-            return "no_candidates"
-        return self._policy.refusal(load)
-
-    def _is_worth_following(self, batch: Batch, load: Load) -> bool:
-        """Whether any text of the batch is to have drafts, now or soon."""
-        return any(item.sequence.max_nodes != 0 for item in batch.items) and self._policy.follows(load)
 
     def _notice_new_version(self) -> None:
         if self._version != self._drafter.version:
@@ -177,8 +169,4 @@ class DraftStage:
 def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     """Append trees of zero nodes."""
     missing = lines - tree.batch
-
-    def pad(values: Tensor) -> Tensor:
-        return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
-
-    return DraftTree(pad(tree.tokens), pad(tree.parents), pad(tree.depths), pad(tree.survival), pad(tree.num_nodes))
+    return DraftTree(*(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) for values in tree.fields))

@@ -96,26 +96,16 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
     """Feed the newest token to the text and say whether it ends the answer. A token that stops is not shown unless
     the request asks for its stops."""
     params = sequence.request.sampling
-    stopped = _stop_token(token, sequence, eos_ids)
-    if stopped is not None:
+    is_asked_for = token in params.stop_token_ids
+    is_end = is_asked_for or (token in eos_ids and not params.ignore_eos)
+    if is_end and sequence.num_generated > params.min_tokens:
         if params.include_stop_in_output:
             sequence.text.push(token)
-        return stopped
+        return Finish("stop", token if is_asked_for else None)
     matched = sequence.text.push(token)
     if matched is not None:
         return Finish("stop", matched)
     return Finish("length") if sequence.num_remaining <= 0 else None
-
-
-def _stop_token(token: int, sequence: Sequence, eos_ids: frozenset[int]) -> Finish | None:
-    params = sequence.request.sampling
-    if sequence.num_generated <= params.min_tokens:
-        return None
-    if token in params.stop_token_ids:
-        return Finish("stop", token)
-    if token in eos_ids and not params.ignore_eos:
-        return Finish("stop")
-    return None
 
 
 def _step_tree(verified: Verified, line: int, nodes: int) -> StepTree:

@@ -6,7 +6,7 @@ Each stage lives in a module of its own; this one composes them. One thread driv
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -36,15 +36,15 @@ from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
 from service.engine.verify import VerifyStage
+from service.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What the engine must know of the model's tokens."""
 
-    size: int
+    tokenizer: ChatTokenizer
     eos_ids: frozenset[int]
-    text_stream: Callable[[GenerationRequest], TextStream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Engine:
             params,
             request.prompt,
             eos_ids=self._vocabulary.eos_ids,
-            vocab=self._vocabulary.size,
+            vocab=self.target.vocab_size,
             device=self.target.device,
         )
         return Sequence(
@@ -200,7 +200,7 @@ class Engine:
             index=index,
             tokens=list(request.prompt),
             sampling=sampling,
-            text=self._vocabulary.text_stream(request),
+            text=TextStream(self._vocabulary.tokenizer.detokenizer(params.skip_special_tokens), params),
             num_prompt=len(request.prompt),
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from service.engine.prefix_cache import Lease
-from service.engine.requests import FinishReason, GenerationRequest, SpeculationRecord, Timings
+from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, SpeculationRecord, Timings
 from service.engine.sampling import SamplingState
 from service.tokenizer import IncrementalDetokenizer
 
@@ -15,13 +15,11 @@ class TextStream:
     result independent of how the text is cut into tokens.
     """
 
-    def __init__(
-        self, detokenizer: IncrementalDetokenizer, *, stop: tuple[str, ...], include_stop: bool, min_tokens: int
-    ) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, params: SamplingParams) -> None:
         self._detokenizer = detokenizer
-        self._stop = stop
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
+        self._stop = params.stop
+        self._include_stop = params.include_stop_in_output
+        self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending = ""  # not yet taken; a stop string that is still possible begins in here
         self._searched = 0  # characters of `_pending` in which no stop string may end any more

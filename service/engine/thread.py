@@ -32,14 +32,9 @@ class EngineThread:
         self._observe = observe
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # why it ended by itself
         self._stopping = False
         self._draining = False
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the thread ended by itself."""
-        return self._failure
 
     @property
     def num_waiting(self) -> int:
@@ -88,14 +83,17 @@ class EngineThread:
                 self._loop(deliver)
         except Exception as error:
             logger.exception("the engine stopped")
-            self._failure = error
+            self.failure = error
             deliver([])
 
     def _loop(self, deliver: Deliver) -> None:
         while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
             self._read_inbox(wait=self._engine.idle and not self._draining)
-            if not self._stopping:
-                self._step(deliver)
+            report = StepReport([], [], None) if self._stopping else self._engine.step()
+            if report.outputs:
+                deliver(report.outputs)
+            if report.stats is not None or report.finished:
+                self._observe(report, self._engine.load)
 
     def _read_inbox(self, *, wait: bool) -> None:
         """Apply all messages that have arrived; with nothing to do, wait for the first."""
@@ -107,13 +105,6 @@ class EngineThread:
                 message = self._inbox.get_nowait()
         except queue.Empty:
             return
-
-    def _step(self, deliver: Deliver) -> None:
-        report = self._engine.step()
-        if report.outputs:
-            deliver(report.outputs)
-        if report.stats is not None or report.finished:
-            self._observe(report, self._engine.load)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """From one forward's logits to what is accepted: the target's choice at every row, then the walk down each tree."""
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +39,12 @@ class VerifyStage:
     """Chooses the target's tokens and accepts; keeps the sampling parameters as tensors while the batch is the same."""
 
     def __init__(self) -> None:
-        self._batch: tuple[Sequence, ...] = ()
+        self._batch: list[Sequence] = []
         self._table = SamplingTable()
 
     def verify(
         self,
-        completing: Items[Sequence],
+        completing: list[Sequence],
         rows: ForwardRows,
         tree: DraftTree,
         logits: Tensor,
@@ -55,31 +54,26 @@ class VerifyStage:
 
         logits [logits, vocab], one per entry of `rows.logit_rows`; `sampler` is the way to choose of them as they are
         """
-        if tree.width == 0:
-            tree = DraftTree.empty(len(completing), logits.device)
-            return _plain(tree, self._choose(completing, rows, tree, logits, sampler))
-        tree = tree.take(rows.completing)
-        return _walked(rows, tree, self._choose(completing, rows, tree, logits, sampler))
+        has_nodes = tree.width > 0
+        tree = tree.take(rows.completing) if has_nodes else DraftTree.empty(len(completing), logits.device)
+        choice = self._choose(completing, rows, tree, logits, sampler)
+        return _walked(rows, tree, choice) if has_nodes else _plain(tree, choice)
 
     def _choose(
-        self, completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, sampler: Sampler
+        self, completing: list[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, sampler: Sampler
     ) -> Choice:
-        table = self._table_of(completing)
+        if self._batch != completing:
+            self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
+        table = self._table
         if table.is_plain:
             return sampler.likeliest(logits)
         if table.transforms:
             return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
         return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, sampler)
 
-    def _table_of(self, completing: Items[Sequence]) -> SamplingTable:
-        batch = tuple(completing)
-        if batch != self._batch:
-            self._batch, self._table = batch, SamplingTable.build([sequence.sampling for sequence in completing])
-        return self._table
-
 
 def _sampling_rows(
-    completing: Items[Sequence], rows: ForwardRows, tree: DraftTree, table: SamplingTable
+    completing: list[Sequence], rows: ForwardRows, tree: DraftTree, table: SamplingTable
 ) -> SamplingRows:
     sequence, place = rows.logit_sequence, _places(rows)
     ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]

@@ -11,7 +11,7 @@ from drafters.registry import TrainedWeights
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.build import EngineLimits
-from service.engine.engine import Engine, Vocabulary
+from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SpeculationParams
 from tests.drafters.specblock.parts import TAPS, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
@@ -22,9 +22,9 @@ from tests.service.engine.harness import (
     greedy,
     request,
     sampled,
-    text_streams,
     tiny_engine,
     tiny_target,
+    vocabulary_of,
     with_answers,
 )
 from tests.tiny_models import loaded_tiny, random_prompts
@@ -185,8 +185,7 @@ def trained_engine(name: str, limits: EngineLimits) -> Engine:
     target = tiny_target(loaded, tap_layers=TAPS)
     weights = TrainedWeights(tiny_drafter(), tiny_embedding(loaded.model.config.hidden_size))
     drafter = build.make_drafter(name, target, limits, weights)
-    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
-    return build.build_engine(target, limits, vocabulary, drafter, FixedBudget(limits.max_budget))
+    return build.build_engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
 
 
 def test_engines_in_turn_on_one_target_do_not_find_each_others_slots(
@@ -194,9 +193,10 @@ def test_engines_in_turn_on_one_target_do_not_find_each_others_slots(
 ) -> None:
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
-    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
     engines = [
-        build.build_engine(target, CACHED, vocabulary, build.make_drafter("none", target, CACHED), FixedBudget(0))
+        build.build_engine(
+            target, CACHED, vocabulary_of(loaded), build.make_drafter("none", target, CACHED), FixedBudget(0)
+        )
         for _ in range(2)
     ]
     for number, one in enumerate(mixed(families)[:8]):

@@ -1,6 +1,6 @@
 """Small engines around tiny models, and what their sequences produced, step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,6 @@ from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
-from service.engine.sequence import TextStream
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
@@ -71,23 +70,11 @@ def tiny_engine(
     loaded = loaded_tiny(family) if isinstance(family, str) else family
     target = tiny_target(loaded, num_slots)
     drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
-    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
-    return build.build_engine(target, limits, vocabulary, drafts, policy or FixedBudget(limits.max_budget))
+    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
 
 
-def text_streams(loaded: LoadedModel) -> Callable[[GenerationRequest], TextStream]:
-    tokenizer = ChatTokenizer(loaded.tokenizer)
-
-    def make(request: GenerationRequest) -> TextStream:
-        params = request.sampling
-        return TextStream(
-            tokenizer.detokenizer(params.skip_special_tokens),
-            stop=params.stop,
-            include_stop=params.include_stop_in_output,
-            min_tokens=params.min_tokens,
-        )
-
-    return make
+def vocabulary_of(loaded: LoadedModel) -> Vocabulary:
+    return Vocabulary(ChatTokenizer(loaded.tokenizer), loaded.eos_token_ids)
 
 
 def request(

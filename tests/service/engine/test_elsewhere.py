@@ -15,7 +15,7 @@ from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import Point, made_up_texts, run_point
 from service.engine.drafter_weights import embed_with
-from service.engine.engine import Engine, Vocabulary
+from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
@@ -29,8 +29,8 @@ from tests.service.engine.harness import (
     greedy,
     request,
     sampled,
-    text_streams,
     tiny_engine,
+    vocabulary_of,
     with_answers,
 )
 from tests.tiny_models import loaded_tiny, random_prompts
@@ -46,9 +46,8 @@ def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
     if capture is not None:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
     weights = weights_elsewhere(capture) if drafter == "specblock" else None
-    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
     drafts = build.make_drafter(drafter, target, limits, weights)
-    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(nodes), capture=capture)
+    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
 
 
 def weights_elsewhere(capture: Capture | None) -> TrainedWeights:

@@ -25,12 +25,7 @@ EOS = frozenset({EOS_ID})
 def writing(params: SamplingParams) -> Sequence:
     """A sequence that has not yet generated anything."""
     sequence = sequence_of(4, params)
-    sequence.text = TextStream(
-        TOKENIZER.detokenizer(True),
-        stop=params.stop,
-        include_stop=params.include_stop_in_output,
-        min_tokens=params.min_tokens,
-    )
+    sequence.text = TextStream(TOKENIZER.detokenizer(True), params)
     sequence.row = 0
     return sequence
 

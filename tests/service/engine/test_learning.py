@@ -9,15 +9,15 @@ from drafters.feedback import Query
 from drafters.protocol import Drafter
 from service.engine import build
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine, Vocabulary
+from service.engine.engine import Engine
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import (
     LIMITS,
     generate,
     greedy,
     request,
-    text_streams,
     tiny_target,
+    vocabulary_of,
     with_answers,
 )
 from tests.tiny_models import loaded_tiny
@@ -48,8 +48,7 @@ def engine_for(heard: Heard, drafter: str = "random", num_slots: int | None = No
     target = tiny_target(loaded)
     limits = replace(LIMITS, num_slots=num_slots)
     drafts: Drafter = build.make_drafter(drafter, target, limits)
-    vocabulary = Vocabulary(target.vocab_size, loaded.eos_token_ids, text_streams(loaded))
-    return build.build_engine(target, limits, vocabulary, drafts, FixedBudget(4), learning=heard)
+    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(4), learning=heard)
 
 
 def test_a_query_is_told_with_what_it_took() -> None:

@@ -70,7 +70,7 @@ def sequence_of(
         index=0,
         tokens=list(asked.prompt),
         sampling=SamplingState(asked.sampling, asked.prompt, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU),
-        text=TextStream(TOKENIZER.detokenizer(True), stop=(), include_stop=False, min_tokens=0),
+        text=TextStream(TOKENIZER.detokenizer(True), asked.sampling),
         num_prompt=length,
     )
 

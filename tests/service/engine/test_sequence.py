@@ -2,6 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from service.engine.requests import SamplingParams
 from service.engine.sequence import TextStream
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
@@ -13,7 +14,10 @@ stops = st.lists(st.text("aboä", min_size=1, max_size=4), max_size=4).map(tuple
 
 
 def stream(stop: tuple[str, ...], *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
-    return TextStream(TOKENIZER.detokenizer(True), stop=stop, include_stop=include_stop, min_tokens=min_tokens)
+    params = SamplingParams(
+        seed=0, max_tokens=99, stop=stop, include_stop_in_output=include_stop, min_tokens=min_tokens
+    )
+    return TextStream(TOKENIZER.detokenizer(True), params)
 
 
 def run(text_stream: TextStream, ids: list[int], *, take_every: int = 1) -> tuple[list[str], str | None]:
