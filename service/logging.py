@@ -87,22 +87,18 @@ class Bars(Progress):
             say(" ".join(filter(None, words)))
 
 
-def counting() -> Bars:
-    """Bars that say how many of how many are done."""
-    return Bars(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def counting(*columns: ProgressColumn) -> Bars:
+    """Bars that say how many of how many are done, or what these columns say."""
+    middle = columns or (MofNCompleteColumn(),)
+    return Bars(TextColumn("{task.description}"), BarColumn(), *middle, TimeRemainingColumn())
 
 
 @contextmanager
 def bar(title: str, total: float) -> Iterator[Advance]:
     """One bar while the block runs."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
-    with Bars(*columns, TimeRemainingColumn()) as progress:
+    with counting(TaskProgressColumn(), TextColumn("{task.fields[note]}")) as progress:
         task = progress.add_task(title, total=total, note="")
-
-        def advance(done: float, note: str) -> None:
-            progress.update(task, completed=done, note=note)
-
-        yield advance
+        yield lambda done, note: progress.update(task, completed=done, note=note)
 
 
 def say(text: str) -> None:

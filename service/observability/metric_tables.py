@@ -118,12 +118,7 @@ LOAD: Final[Table[LoadStats]] = (
 )
 
 FINISH: Final[Table[FinishStats]] = (
-    Counter(
-        "request_success{finished_reason}",
-        "Sequences finished, by reason.",
-        lambda s: {s.finish_reason: 1},
-        FINISH_REASONS,
-    ),
+    Counter("request_success{finished_reason}", "Sequences finished.", lambda s: {s.finish_reason: 1}, FINISH_REASONS),
     Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
     Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens),
     _histogram(
@@ -145,10 +140,7 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
         Counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
         Counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
         _histogram(
-            "inter_token_latency_seconds",
-            "Time between two emissions of a sequence.",
-            _INTER_TOKEN,
-            lambda s: s.itl_seconds,
+            "inter_token_latency_seconds", "Time between a sequence's emissions.", _INTER_TOKEN, lambda s: s.itl_seconds
         ),
         Counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
         Counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
@@ -162,7 +154,7 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
     )
 
 
-def step_table(max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str]) -> Table[StepStats]:
+def step_table(max_depth: int, budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Table[StepStats]:
     """The rest of a step: what was drafted, what became of it, how many nodes were verified and why."""
     return (
         Counter("engine_steps", "Engine steps.", lambda s: 1),
@@ -177,7 +169,7 @@ def step_table(max_depth: int, budget_reasons: Sequence[str], sources: Sequence[
             "accepted_tokens_by_source{source}",
             "Draft tokens accepted, by the drafter that proposed them.",
             lambda s: s.accepted_by_source,
-            tuple(sources),
+            sources,
         ),
         _histogram(
             "accepted_length_tokens",
@@ -189,9 +181,7 @@ def step_table(max_depth: int, budget_reasons: Sequence[str], sources: Sequence[
         Counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
         Counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
         Gauge(
-            "survival_calibration_error",
-            "Expected calibration error of the predicted survival, 0 to 1.",
-            lambda s: s.survival_error,
+            "survival_calibration_error", "Expected calibration error of survival, 0 to 1.", lambda s: s.survival_error
         ),
         Gauge(
             "rank_head_foretold_tokens{rank}",
@@ -200,17 +190,14 @@ def step_table(max_depth: int, budget_reasons: Sequence[str], sources: Sequence[
             RANKS,
         ),
         Gauge(
-            "rank_head_right_tokens{rank}",
-            "Accepted tokens among recent candidates of this rank.",
-            lambda s: s.rank_right,
-            RANKS,
+            "rank_head_right_tokens{rank}", "Accepted among recent candidates of a rank.", lambda s: s.rank_right, RANKS
         ),
         Gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
         Counter(
             "budget_decisions{reason}",
-            "Steps by the reason for their node budget.",
+            "Steps by reason for the budget.",
             lambda s: {s.budget_reason: 1},
-            tuple(budget_reasons),
+            budget_reasons,
         ),
         _histogram(
             "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
@@ -334,9 +321,7 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
     Gauge(
-        "drafter_exchanged_tokens",
-        "Tokens in the draft vocabulary that were not in the deployed one.",
-        lambda s: s.exchanged_tokens,
+        "drafter_exchanged_tokens", "Draft tokens that the deployed vocabulary lacked.", lambda s: s.exchanged_tokens
     ),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
     Gauge("adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
@@ -359,10 +344,7 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
         EXCLUDED,
     ),
     Counter(
-        "adaptation_decisions{choice,reason}",
-        "Decisions of the policy per finished query, with their reason.",
-        lambda s: s.decisions,
-        DECISIONS,
+        "adaptation_decisions{choice,reason}", "Decisions of the policy, with reason.", lambda s: s.decisions, DECISIONS
     ),
     Counter("adaptation_updates{arm}", "Updates computed to their end.", lambda s: s.updates, ARMS),
     Counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
@@ -384,20 +366,10 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     ),
     Gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
     Counter(
-        "replica_connections_lost",
-        "Connections to the store of the replicas that were lost.",
-        lambda s: s.replicas.connections_lost,
+        "replica_connections_lost", "Lost connections to the replicas' store.", lambda s: s.replicas.connections_lost
     ),
+    Counter("replica_queries{fate}", "Queries sent to the leader, by fate.", lambda s: s.replicas.queries, QUERY_FATES),
     Counter(
-        "replica_queries{fate}",
-        "Finished queries on their way to the leader, by outcome.",
-        lambda s: s.replicas.queries,
-        QUERY_FATES,
-    ),
-    Counter(
-        "replica_versions{fate}",
-        "Versions on their way to the replicas, by outcome.",
-        lambda s: s.replicas.versions,
-        VERSION_FATES,
+        "replica_versions{fate}", "Versions for the replicas, by fate.", lambda s: s.replicas.versions, VERSION_FATES
     ),
 )

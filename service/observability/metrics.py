@@ -4,7 +4,7 @@ All label sets are closed and every series exists from the start, so that a rate
 missing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from threading import Lock
 from typing import Any, Final
@@ -39,7 +39,12 @@ class Metrics(Collector):
     """Everything the server exports, on a registry of its own. Safe to call from any thread."""
 
     def __init__(
-        self, *, max_depth: int, budget_reasons: Sequence[str], sources: Sequence[str], vllm_model: str | None = None
+        self,
+        *,
+        max_depth: int,
+        budget_reasons: tuple[str, ...],
+        sources: tuple[str, ...],
+        vllm_model: str | None = None,
     ) -> None:
         """`vllm_model`: the name of the model under which to show vLLM's metrics too; None: not at all."""
         shared = vllm_step_table(max_depth)

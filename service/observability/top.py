@@ -17,6 +17,11 @@ _TIMEOUT: Final = httpx.Timeout(5, read=15)
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 60
 _SHOWN_EVENTS: Final = 6
+_CURVES: Final = {"tau": 2, "tokens_per_second": 1, "budget": 1, "running": 0, "waiting": 0}  # with their digits
+_REFUSALS: Final = {
+    401: "the server at {url} wants an API key: give one with --key",
+    403: "the server does not answer to the name in {url}: add it to its allowed_hosts",
+}
 
 Json = dict[str, Any]
 
@@ -76,12 +81,10 @@ class Screen:
     def _figures(self) -> Table:
         moment = self._moment
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_row("tau", _number(moment["tau"], 2), self._curve("tau", floor=1))
-        table.add_row("tokens/s", _number(moment["tokens_per_second"], 1), self._curve("tokens_per_second"))
-        reason = f" ({moment['budget_reason']})" if moment["budget_reason"] else ""
-        table.add_row("budget", _number(moment["budget"], 1) + reason, self._curve("budget"))
-        table.add_row("running", str(moment["running"]), self._curve("running"))
-        table.add_row("waiting", str(moment["waiting"]), self._curve("waiting"))
+        for name, digits in _CURVES.items():
+            reason = f" ({moment['budget_reason']})" if name == "budget" and moment["budget_reason"] else ""
+            curve = self._curve(name, floor=1 if name == "tau" else 0)
+            table.add_row(name.replace("_per_second", "/s"), _number(moment[name], digits) + reason, curve)
         table.add_row("slots used", f"{moment['slots_used_share']:.0%}", "")
         return table
 
@@ -89,7 +92,8 @@ class Screen:
         """The last minute as a row of blocks; a gap where nothing is known."""
         values = [point[name] for point in self._points[-_WIDTH:]]
         span = max([value - floor for value in values if value is not None], default=0.0) or 1.0
-        return "".join(" " if value is None else _block((value - floor) / span) for value in values)
+        heights = [None if value is None else int((value - floor) / span * len(_BLOCKS)) for value in values]
+        return "".join(" " if height is None else _BLOCKS[min(max(height, 0), 7)] for height in heights)
 
     def _happened(self) -> Text:
         lines = [f"{event['kind']} ({event['reason']}), version {event['version']}" for event in self._events]
@@ -108,10 +112,6 @@ def _arms(learning: Json) -> Group:
     return Group(Text(f"\n{doing}, drafter version {learning['version']}; {counts}"), table)
 
 
-def _block(share: float) -> str:
-    return _BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)]
-
-
 def _number(value: float | str | None, digits: int) -> str:
     """The feed writes infinities as words."""
     return "-" if value is None else f"{float(value):.{digits}f}"
@@ -126,22 +126,15 @@ def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with httpx.stream("GET", url + _FEED, headers=headers, timeout=_TIMEOUT) as response:
-            _refuse(response, url)
+            if response.status_code != 200:
+                other = f"the server at {url} has no feed (status {response.status_code}): is it adaptree?"
+                raise NoFeedError(_REFUSALS.get(response.status_code, other).format(url=url))
             yield from _parsed(response.iter_lines())
     except httpx.ReadTimeout:
         raise NoFeedError(f"the server at {url} has fallen silent") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         problem = f"no server answers at {url} ({error or type(error).__name__})"
         raise NoFeedError(f"{problem}: start one with `adaptree serve`, or say where it is with --url") from None
-
-
-def _refuse(response: httpx.Response, url: str) -> None:
-    if response.status_code == 401:
-        raise NoFeedError(f"the server at {url} wants an API key: give one with --key")
-    if response.status_code == 403:
-        raise NoFeedError(f"the server does not answer to the name in {url}: add it to its allowed_hosts")
-    if response.status_code != 200:
-        raise NoFeedError(f"the server at {url} has no feed (status {response.status_code}): is it adaptree?")
 
 
 def _parsed(lines: Iterator[str]) -> Iterator[tuple[str, Json]]:

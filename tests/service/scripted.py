@@ -1,7 +1,8 @@
 """An engine that answers from a script, and records to write scripts with."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,18 @@ def step(request: GenerationRequest, index: int, text: str, finish: str | None =
         timings=TIMINGS if finish else None,
         cached_tokens=3,
     )
+
+
+@asynccontextmanager
+async def running(
+    engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
+) -> AsyncIterator[Runtime]:
+    """A runtime that has loaded and will be stopped."""
+    runtime = runtime_of(engine, max_waiting=max_waiting, adaptation=adaptation)
+    await runtime.start()
+    await runtime.wait_until_loaded()
+    yield runtime
+    await runtime.stop()
 
 
 def runtime_of(

@@ -94,7 +94,7 @@ def test_the_guide_names_knobs_and_metrics_there_are() -> None:
     assert len(guide.splitlines()) <= 120
 
 
-_COUNTED = re.compile(r'counts\["(\w+)"\]|_drop\(entry_id, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
+_COUNTED = re.compile(r'(?:counts|versions)\["(\w+)"\]|_drop\(entry_id, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
 
 
 def fates_of(name: str) -> set[str]:

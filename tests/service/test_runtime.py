@@ -1,16 +1,15 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError
-from contextlib import asynccontextmanager
 
 import pytest
 
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
 from service.runtime import Runtime, Served
-from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, runtime_of, say, step
+from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, running, say, step
 
 pytestmark = pytest.mark.anyio
 
@@ -18,17 +17,6 @@ pytestmark = pytest.mark.anyio
 def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
     sampling = SamplingParams(seed=0, max_tokens=8)
     return GenerationRequest(request_id=request_id, prompt=(1, 2), sampling=sampling, n=n)
-
-
-@asynccontextmanager
-async def running(
-    engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
-) -> AsyncIterator[Runtime]:
-    runtime = runtime_of(engine, max_waiting=max_waiting, adaptation=adaptation)
-    await runtime.start()
-    await runtime.wait_until_loaded()
-    yield runtime
-    await runtime.stop()
 
 
 class Gate:

@@ -15,7 +15,7 @@ from service.learning.adaptive import Adaptive
 from service.observability.live import Live
 from service.serve import load_served, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
-from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say
+from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
 from tests.service.test_metrics import made, series
 
 
@@ -56,12 +56,9 @@ def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) ->
 
 @pytest.mark.anyio
 async def test_the_metrics_page_asks_learning_first() -> None:
-    metrics, runtime = made(), runtime_of(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation())
-    await runtime.start()
-    await runtime.wait_until_loaded()
-    page, _ = await rendered(metrics, runtime)
+    async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
+        page, _ = await rendered(made(), runtime)
     assert b"adaptree_adaptation_queries_total 40.0" in page
-    await runtime.stop()
 
 
 @pytest.mark.anyio
@@ -73,13 +70,11 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
             assert opened.wait(10)
             return STATUS
 
-    metrics, runtime = made(), runtime_of(ScriptedEngine(say("x")), adaptation=Busy())
+    metrics = made()
     page, _ = await rendered(metrics, runtime_of(ScriptedEngine(say("x"))))
     assert b"adaptree_adaptation_queries_total 0.0" in page
-    await runtime.start()
-    await runtime.wait_until_loaded()
-    page, _ = await asyncio.wait_for(rendered(metrics, runtime), 5)
-    assert b"adaptree_adaptation_queries_total 0.0" in page
-    opened.set()
-    await runtime.stop()
+    async with running(ScriptedEngine(say("x")), adaptation=Busy()) as runtime:
+        page, _ = await asyncio.wait_for(rendered(metrics, runtime), 5)
+        assert b"adaptree_adaptation_queries_total 0.0" in page
+        opened.set()
     assert series(metrics)["adaptree_drafter_version"] == 0
