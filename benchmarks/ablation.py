@@ -1,7 +1,7 @@
 """What each part of a trained drafter is worth: variants without it, over the same prompts, with as many nodes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -85,9 +85,6 @@ class AblationRow:
     tau: float
     alpha: tuple[Share, ...]
     mismatched_tokens: int
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "alpha": [share.as_json() for share in self.alpha]}
 
 
 def config_for(config: ServiceConfig, folder: Path | None) -> ServiceConfig:
@@ -230,7 +227,7 @@ def run(
             rows += measure_variants(assembly, sets, variants, measure, nodes=nodes, observe=observe, advance=advance)
     mismatched = sum(row.mismatched_tokens for row in rows)
     summary = {"variants": len(variants), "nodes": nodes, "mismatched_tokens": mismatched}
-    return conclude(assembly, out, [row.as_json() for row in rows], summary, _table(rows, nodes))
+    return conclude(assembly, out, rows, summary, _table(rows, nodes))
 
 
 def _table(rows: Sequence[AblationRow], nodes: int) -> Table:

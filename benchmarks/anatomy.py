@@ -36,20 +36,13 @@ _BINS = 10
 class Share:
     """So many of so many."""
 
-    hits: int
+    rate: float | None  # None: of none
     of: int
-
-    @property
-    def rate(self) -> float | None:
-        return self.hits / self.of if self.of else None
-
-    def as_json(self) -> dict[str, float | int | None]:
-        return {"rate": self.rate, "of": self.of}
 
     @staticmethod
     def count(outcomes: Iterable[bool]) -> "Share":
         seen = list(outcomes)
-        return Share(sum(seen), len(seen))
+        return Share(sum(seen) / len(seen) if seen else None, len(seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,42 +68,24 @@ class ClassScore:
 class SourceCredit:
     """Accepted tokens that a source had proposed, and those that nobody else had."""
 
-    source: str
     accepted: int
     alone: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """Everything about some steps."""
+    """Everything about some steps, under the names that reports have."""
 
-    steps: int
+    observed_steps: int
     drafted_steps: int
     alpha_of: str  # the source whose tree the alphas describe, or "tree" for all sources together
     alpha: tuple[Share, ...]  # by depth: the tree holds the token, given that it held the one before
     spine_alpha: tuple[Share, ...]  # the same for the likeliest path alone
-    positions: tuple[PositionShare, ...]
+    block_positions: tuple[PositionShare, ...]
     rank_head: tuple[ClassScore, ...]
     survival_ece: float | None  # of survival, over all candidates
     conditional_ece: float | None  # of survival by the parent's, over candidates whose parent came true
-    credits: tuple[SourceCredit, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """The keys that a speed row gets."""
-        return {
-            "observed_steps": self.steps,
-            "drafted_steps": self.drafted_steps,
-            "alpha_of": self.alpha_of,
-            "alpha": [share.as_json() for share in self.alpha],
-            "spine_alpha": [share.as_json() for share in self.spine_alpha],
-            "block_positions": [_json_of(row) for row in self.positions],
-            "rank_head": [_json_of(row) for row in self.rank_head],
-            "survival_ece": self.survival_ece,
-            "conditional_ece": self.conditional_ece,
-            "observed_by_source": {
-                credit.source: {"accepted": credit.accepted, "alone": credit.alone} for credit in self.credits
-            },
-        }
+    observed_by_source: dict[str, SourceCredit]
 
 
 def anatomy_of(steps: Sequence[StepRecord], *, depth: int, source: str | None) -> Anatomy:
@@ -119,16 +94,16 @@ def anatomy_of(steps: Sequence[StepRecord], *, depth: int, source: str | None) -
     trees = [(_tree(step, source), step.truth) for step in steps if _was_asked(step, source)]
     places = [place for step in drafted for place in _places(step)]
     return Anatomy(
-        steps=len(steps),
+        observed_steps=len(steps),
         drafted_steps=len(drafted),
         alpha_of=source or "tree",
         alpha=tuple(alpha(trees, place) for place in range(1, depth + 1)),
         spine_alpha=tuple(alpha([(spine(tree), truth) for tree, truth in trees], n) for n in range(1, depth + 1)),
-        positions=tuple(position_shares(places)),
+        block_positions=tuple(position_shares(places)),
         rank_head=tuple(class_scores(places)) if places else (),
         survival_ece=calibration_error([pair for step in drafted for pair in survival_pairs(step)]),
         conditional_ece=calibration_error([pair for step in drafted for pair in conditional_pairs(step)]),
-        credits=tuple(credits_of(steps)),
+        observed_by_source=credits_of(steps),
     )
 
 
@@ -228,7 +203,7 @@ def calibration_error(pairs: Sequence[tuple[float, bool]]) -> float | None:
     return sum(gaps) / len(pairs)
 
 
-def credits_of(steps: Iterable[StepRecord]) -> list[SourceCredit]:
+def credits_of(steps: Iterable[StepRecord]) -> dict[str, SourceCredit]:
     """Who had proposed the accepted tokens; one that several had proposed counts for each of them."""
     accepted: Counter[str] = Counter()
     alone: Counter[str] = Counter()
@@ -238,7 +213,7 @@ def credits_of(steps: Iterable[StepRecord]) -> list[SourceCredit]:
             right = [source for source, tree in step.proposals.items() if step.truth[:depth] in tree]
             accepted.update(right)
             alone.update(right if len(right) == 1 else [])
-    return [SourceCredit(source, count, alone[source]) for source, count in sorted(accepted.items())]
+    return {source: SourceCredit(count, alone[source]) for source, count in sorted(accepted.items())}
 
 
 def _places(step: StepRecord) -> Iterator[Place]:
@@ -251,11 +226,6 @@ def _was_asked(step: StepRecord, source: str | None) -> bool:
 
 def _tree(step: StepRecord, source: str | None) -> Odds:
     return step.candidates if source is None else step.proposals[source]
-
-
-def _json_of(row: PositionShare | ClassScore) -> dict[str, object]:
-    shares = {name: value for name in row.__slots__ if isinstance(value := getattr(row, name), Share)}
-    return {**asdict(row), **{name: share.as_json() for name, share in shares.items()}}
 
 
 _CLASSES = ("rank 1", "ranks 2-4", "ranks 5-10", "beyond")
@@ -283,11 +253,11 @@ def _alphas(anatomies: Sequence[tuple[str, Anatomy]]) -> Table:
 
 
 def _positions(anatomies: Sequence[tuple[str, Anatomy]]) -> Table:
-    size = max(place.position for _, anatomy in anatomies for place in anatomy.positions)
+    size = max(place.position for _, anatomy in anatomies for place in anatomy.block_positions)
     table = Table("", "forward", "", *(f"position {number}" for number in range(1, size + 1)))
     for name, anatomy in anatomies:
         for forward in ("first", "later"):
-            mine = {place.position: place for place in anatomy.positions if place.forward == forward}
+            mine = {place.position: place for place in anatomy.block_positions if place.forward == forward}
             numbers = range(1, size + 1)
             first = [_rate(mine[number].first_rank) if number in mine else "" for number in numbers]
             any_rank = [_rate(mine[number].any_rank) if number in mine else "" for number in numbers]
@@ -310,9 +280,9 @@ def _rank_head(anatomies: Sequence[tuple[str, Anatomy]]) -> Table:
 def _credits(anatomies: Sequence[tuple[str, Anatomy]]) -> Table:
     table = Table("", "source", "accepted", "alone", "drafted steps", "steps")
     for name, anatomy in anatomies:
-        for place, credit in enumerate(anatomy.credits):
-            counts = (credit.accepted, credit.alone, anatomy.drafted_steps, anatomy.steps)
-            table.add_row("" if place else name, credit.source, *(f"{count:,}" for count in counts))
+        for source, credit in anatomy.observed_by_source.items():
+            counts = (credit.accepted, credit.alone, anatomy.drafted_steps, anatomy.observed_steps)
+            table.add_row(name, source, *(f"{count:,}" for count in counts))
     table.caption = "accepted tokens by who had proposed them; alone: nobody else had"
     return table
 
@@ -369,12 +339,12 @@ def run(
     by_temperature: dict[str, list[StepRecord]] = {}
     rows: list[dict[str, object]] = []
     total = len(measures) * sum(len(chosen.prompts) for chosen in sets)
-    watched = observed(assembly, assembly.drafter_name, assembly.weights)
-    with counted(total, "observing") as advance, watched as (drafter, recorder):
+    watching = observed(assembly, assembly.drafter_name, assembly.weights)
+    with counted(total, "observing") as advance, watching as (drafter, recorder):
         engine = assembly.engine(drafter=drafter)
         for measure, chosen in product(measures, sets):
             mine = observe_set(engine, recorder, chosen, measure, advance)
             by_temperature.setdefault(f"T = {measure.temperature:g}", []).extend(mine)
-            rows.append({"set": chosen.name, "temperature": measure.temperature, **judged(assembly, mine).as_json()})
+            rows.append({"set": chosen.name, "temperature": measure.temperature, **asdict(judged(assembly, mine))})
     tables = anatomy_tables([(name, judged(assembly, mine)) for name, mine in by_temperature.items()])
     return conclude(assembly, out, rows, {"observed_steps": sum(map(len, by_temperature.values()))}, *tables)

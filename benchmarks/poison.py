@@ -10,15 +10,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Run
-from service.bench.experiment import Measure, mismatches, read_sets, tau
+from service.bench.experiment import Measure, conclude, mismatches, prepare, read_sets, tau
 from service.bench.shift import columns_table, json_event, learning_cells, mark, middles, name_axes, paired_ratio
 from service.bench.shift_play import (
     PLAIN,
@@ -229,7 +227,7 @@ def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]
     return parts
 
 
-def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stream: Stream) -> list[dict[str, object]]:
+def rows_of(run: str, windows: Sequence[Played], hostile: Mapping[int, int], stream: Stream) -> list[dict[str, object]]:
     """The honest part of a run, window by window; `hostile` has the number of hostile queries by window."""
     return [
         {
@@ -242,7 +240,7 @@ def rows_of(run: str, played: Sequence[Played], hostile: Mapping[int, int], stre
             "tau": window.tau,
             **window.counts,
         }
-        for window in windows_of(played)
+        for window in windows
     ]
 
 
@@ -418,16 +416,21 @@ def run(
         turn_queries=turn_queries,
     )
     measure = Measure(temperature, max_tokens, concurrency, seed)
-    refuse_unwritable(out)
     policies = policies_of(loaded.config.adaptation.policy)
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     scene = scene_of(assembly, attack, measure)
     with players_of(assembly, policies, measure.seed) as players:
         played = play_all(players, scene.turns, measure)
     outcome = outcome_of(played, scene, seed=measure.seed)
-    Console().print(table_of(outcome))
-    _write(out, assembly, outcome, scene, attack)
-    return not any(summary.mismatched_tokens for summary in outcome.summaries.values())
+    by_client = hostile_by_window(outcome.attacked)
+    windows = {run: windows_of(outcome.honest[run]) for run in RUNS}
+    if out is not None:
+        draw(out.with_suffix(".png"), windows, by_client, scene.stream)
+    by_window = sum(map(Counter, by_client.values()), Counter())
+    rows = [
+        row for run in RUNS for row in rows_of(run, windows[run], by_window if run == ATTACKED else {}, scene.stream)
+    ]
+    return conclude(assembly, out, rows, summary_json(outcome, attack), table_of(outcome))
 
 
 def policies_of(learning: PolicyName) -> dict[str, PolicyName]:
@@ -469,21 +472,6 @@ def outcome_of(played: Mapping[str, Sequence[Played]], scene: Scene, *, seed: in
     summaries = {run: summary_of(mine, honest[ANCHOR], scene.stream, seed=seed) for run, mine in honest.items()}
     ratio = ratio_of(honest[ATTACKED], honest[UNATTACKED], seed=seed)
     return Outcome(honest, list(played[ATTACKED]), summaries, ratio)
-
-
-def _write(out: Path | None, assembly: Assembly, outcome: Outcome, scene: Scene, attack: Attack) -> None:
-    if out is None:
-        return
-    by_client = hostile_by_window(outcome.attacked)
-    by_window = sum(map(Counter, by_client.values()), Counter())
-    rows = [
-        row
-        for run in RUNS
-        for row in rows_of(run, outcome.honest[run], by_window if run == ATTACKED else {}, scene.stream)
-    ]
-    write_report(out, conditions_of(assembly), rows, summary_json(outcome, attack))
-    windows = {run: windows_of(outcome.honest[run]) for run in RUNS}
-    draw(out.with_suffix(".png"), windows, by_client, scene.stream)
 
 
 def summary_json(outcome: Outcome, attack: Attack) -> dict[str, object]:

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.table import Table
 
 from benchmarks.options import PromptFile
 from service.assembly import Assembly
 from service.bench.commands import Out
-from service.bench.experiment import conclude, prepare
+from service.bench.experiment import conclude, percentile, prepare
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
@@ -72,10 +71,10 @@ def row_of(observed: Observed, reference: Observed, *, prefill_chunk: int, promp
         streams=len(observed.tokens) - 1,
         prompt_tokens=prompt_tokens,
         ttft_seconds=observed.ttft_seconds,
-        itl_p50_seconds=float(np.quantile(observed.busy_gaps, 0.5)),
-        itl_p99_seconds=float(np.quantile(observed.busy_gaps, 0.99)),
+        itl_p50_seconds=percentile(observed.busy_gaps, 50, method="linear"),
+        itl_p99_seconds=percentile(observed.busy_gaps, 99, method="linear"),
         itl_max_seconds=max(observed.busy_gaps),
-        quiet_itl_p50_seconds=float(np.quantile(observed.quiet_gaps, 0.5)),
+        quiet_itl_p50_seconds=percentile(observed.quiet_gaps, 50, method="linear"),
         mismatched_tokens=sum(
             mine != theirs
             for name, tokens in observed.tokens.items()
@@ -134,8 +133,8 @@ def run(
     long_prompt = list(islice(cycle([token for prompt in texts for token in prompt]), prompt_tokens))
     refuse_too_long([long_prompt], 1, assembly.limits.max_model_len, "--prompt-tokens")
     rows = _measure(assembly, list(islice(cycle(texts), streams)), long_prompt, max_tokens)
-    mismatched = sum(row.mismatched_tokens for row in rows)
-    return conclude(assembly, out, rows, {"mismatched_tokens": mismatched}, _table(rows))
+    summary = {"mismatched_tokens": sum(row.mismatched_tokens for row in rows)}
+    return conclude(assembly, out, rows, summary, _table(rows))
 
 
 def _measure(

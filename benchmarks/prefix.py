@@ -1,19 +1,18 @@
 """What the prefix cache saves: time to first token of prompts that begin alike."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.table import Table
 
 from benchmarks.options import PromptFile
 from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Out
-from service.bench.experiment import conclude, count_mismatches, counted, prepare
+from service.bench.driver import ClosedLoop, Drive
+from service.bench.experiment import conclude, count_mismatches, counted, percentile, prepare
 from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
@@ -62,15 +61,17 @@ def measure(
 def ask(engine: Engine, prompt: Sequence[int], *, max_tokens: int, name: str) -> Asked:
     """One greedy answer."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    engine.add(GenerationRequest(request_id=name, prompt=prompt, sampling=sampling))
-    tokens: list[int] = []
-    start, first, cached = time.perf_counter(), 0.0, 0
-    while not engine.idle:
-        for output in engine.step().outputs:
-            first = first or time.perf_counter() - start
-            tokens += output.token_ids
-            cached = max(cached, output.cached_tokens)
-    return Asked(tuple(tokens), first, cached)
+    request = GenerationRequest(request_id=name, prompt=prompt, sampling=sampling)
+    cached: list[int] = []
+    drive = Drive(
+        engine,
+        [request],
+        ClosedLoop(1),
+        after_step=lambda report: cached.extend(output.cached_tokens for output in report.outputs),
+    )
+    drive.go_on()
+    (answer,) = drive.result().answers
+    return Asked(answer.token_ids, answer.first_token_seconds, max(cached))
 
 
 def row_of(asked: Sequence[Asked], reference: Sequence[Asked], *, prefix_cache: bool, shared_tokens: int) -> PrefixRow:
@@ -81,8 +82,8 @@ def row_of(asked: Sequence[Asked], reference: Sequence[Asked], *, prefix_cache: 
         requests=len(asked),
         shared_tokens=shared_tokens,
         ttft_first_seconds=asked[0].first_token_seconds,
-        ttft_later_p50_seconds=float(np.quantile(later, 0.5)),
-        ttft_later_p95_seconds=float(np.quantile(later, 0.95)),
+        ttft_later_p50_seconds=percentile(later, 50, method="linear"),
+        ttft_later_p95_seconds=percentile(later, 95, method="linear"),
         cached_tokens=sum(one.cached_tokens for one in asked),
         mismatched_tokens=sum(
             count_mismatches(theirs.tokens, mine.tokens) for mine, theirs in zip(asked, reference, strict=True)

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.draft_records import StepRecord, TokenPath, observed
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.commands import Seed, Temperature
-from service.bench.conditions import refuse_unwritable
 from service.bench.driver import Answer, generate
+from service.bench.experiment import prepare
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
@@ -55,10 +55,9 @@ def run(
     ] = None,
 ) -> bool:
     """Draw the draft tree of a step, who proposed its nodes and what was accepted, and colour the answer."""
-    refuse_unwritable(out)
     if out is not None and out.suffix not in SUFFIXES:
         raise StartupError(f"--out {out}: give a name that ends in {', '.join(SUFFIXES)}")
-    assembly = assemble(loaded.config)
+    assembly = prepare(loaded.config, out)
     sampling = SamplingParams(seed=seed, max_tokens=max_tokens, temperature=temperature, skip_special_tokens=False)
     answer, records = answered(assembly, tokens_of(assembly, prompt, raw=raw), sampling)
     picture = picture_of(assembly, answer, records, chosen_steps(records, first=step, count=steps))

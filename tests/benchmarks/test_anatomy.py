@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ from benchmarks.draft_records import BlockRecord, StepRecord, paths_of
 from service.assembly import Assembly
 from tests.service.bench.parts import written_prompts
 
+
+def share(hits: int, of: int) -> Share:
+    return Share.count([True] * hits + [False] * (of - hits))
+
+
 TREE = {(1,): 0.6, (2,): 0.3, (1, 5): 0.2, (1, 6): 0.4, (1, 6, 7): 0.1, (2, 9): 0.25}
 
 
@@ -39,10 +45,10 @@ def test_the_spine_goes_on_with_the_likeliest_child() -> None:
 
 def test_alpha_counts_trees_that_held_all_before() -> None:
     trees = [(TREE, (1, 5, 8)), (TREE, (3, 5, 8)), (TREE, (2, 9)), (TREE, (1, 4, 7))]
-    assert alpha(trees, 1) == Share(3, 4)
-    assert alpha(trees, 2) == Share(2, 3)
-    assert alpha(trees, 3) == Share(0, 1)  # the truth of (2, 9) is not known at depth 3
-    assert alpha(trees, 4) == Share(0, 0)
+    assert alpha(trees, 1) == share(3, 4)
+    assert alpha(trees, 2) == share(2, 3)
+    assert alpha(trees, 3) == share(0, 1)  # the truth of (2, 9) is not known at depth 3
+    assert alpha(trees, 4) == share(0, 0)
     assert alpha(trees, 4).rate is None
 
 
@@ -80,19 +86,19 @@ PLACES = [
 def test_shares_by_forward_and_position() -> None:
     rows = [(row.forward, row.position, row.first_rank, row.any_rank) for row in position_shares(PLACES)]
     assert rows == [
-        ("first", 1, Share(2, 4), Share(3, 4)),
-        ("first", 2, Share(0, 1), Share(1, 1)),
-        ("later", 1, Share(0, 1), Share(1, 1)),
+        ("first", 1, share(2, 4), share(3, 4)),
+        ("first", 2, share(0, 1), share(1, 1)),
+        ("later", 1, share(0, 1), share(1, 1)),
     ]
 
 
 def test_precision_and_recall_by_class() -> None:
     scores = [(score.precision, score.recall) for score in class_scores(PLACES)]
     assert scores == [
-        (Share(2, 3), Share(2, 2)),
-        (Share(1, 2), Share(1, 2)),
-        (Share(0, 0), Share(0, 1)),
-        (Share(1, 1), Share(1, 1)),
+        (share(2, 3), share(2, 2)),
+        (share(1, 2), share(1, 2)),
+        (share(0, 0), share(0, 1)),
+        (share(1, 1), share(1, 1)),
     ]
 
 
@@ -128,7 +134,7 @@ def test_credit_goes_to_everybody_who_was_right() -> None:
         StepRecord(root=0, truth=(2, 9), accepted=1, proposals={"a": {(2,): 1.0}, "b": {}, "c": {}}),
         StepRecord(root=0, truth=(2, 9), accepted=0, proposals={"a": {(2,): 1.0}}),
     ]
-    assert credits_of(steps) == [SourceCredit("a", 2, 1), SourceCredit("b", 3, 2), SourceCredit("c", 0, 0)]
+    assert credits_of(steps) == {"a": SourceCredit(2, 1), "b": SourceCredit(3, 2), "c": SourceCredit(0, 0)}
 
 
 def test_an_anatomy_tells_sources_apart() -> None:
@@ -144,18 +150,18 @@ def test_an_anatomy_tells_sources_apart() -> None:
     not_asked = StepRecord(root=0, truth=(2,), accepted=1, candidates={(2,): 0.9}, proposals={"lookup": {(2,): 0.9}})
     whole = anatomy_of([both, silent, not_asked], depth=2, source=None)
     one = anatomy_of([both, silent, not_asked], depth=2, source="specblock")
-    assert (whole.steps, whole.drafted_steps) == (3, 2)
-    assert whole.alpha == (Share(2, 2), Share(1, 1))
-    assert one.alpha == (Share(1, 1), Share(0, 1))
-    assert one.spine_alpha == (Share(1, 1), Share(0, 1))
+    assert (whole.observed_steps, whole.drafted_steps) == (3, 2)
+    assert whole.alpha == (share(2, 2), share(1, 1))
+    assert one.alpha == (share(1, 1), share(0, 1))
+    assert one.spine_alpha == (share(1, 1), share(0, 1))
     assert [score.recall.of for score in one.rank_head] == [1, 1, 0, 0]
-    written = one.as_json()
+    written = json.loads(json.dumps(asdict(one)))
     assert written["alpha"] == [{"rate": 1.0, "of": 1}, {"rate": 0.0, "of": 1}]
     assert written["observed_by_source"] == {
         "lookup": {"accepted": 1, "alone": 1},
         "specblock": {"accepted": 1, "alone": 1},
     }
-    assert written["rank_head"][0] == {  # type: ignore[index]
+    assert written["rank_head"][0] == {
         "rank_class": 0,
         "precision": {"rate": 1.0, "of": 1},
         "recall": {"rate": 1.0, "of": 1},
@@ -164,7 +170,7 @@ def test_an_anatomy_tells_sources_apart() -> None:
 
 def test_nothing_observed_is_no_number() -> None:
     empty = anatomy_of([], depth=2, source=None)
-    assert (empty.survival_ece, empty.conditional_ece, empty.rank_head, empty.positions) == (None, None, (), ())
+    assert (empty.survival_ece, empty.conditional_ece, empty.rank_head, empty.block_positions) == (None, None, (), ())
     assert [share.rate for share in empty.alpha] == [None, None]
 
 

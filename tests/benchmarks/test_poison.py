@@ -214,7 +214,7 @@ def test_every_differing_token_of_honest_clients_counts() -> None:
 
 
 def test_rows_are_windows_with_what_learning_did() -> None:
-    rows = rows_of("attacked", [with_answers(turn, 4, 0) for turn in HONEST], {2: 3}, STREAM)
+    rows = rows_of("attacked", windows_of([with_answers(turn, 4, 0) for turn in HONEST]), {2: 3}, STREAM)
     assert [row["hostile_queries"] for row in rows] == [0, 0, 3, 0, 0, 0, 0, 0]
     assert [row["phase"] for row in rows] == ["before"] * 4 + ["burst"] * 2 + ["after"] * 2
     as_json = json.loads(json.dumps(rows[1], allow_nan=False))
@@ -247,7 +247,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly) -> Assembl
     learning = EAGER.model_copy(update={"policy": "head_only"})
     config = trained_assembly.config.model_copy(update={"adaptation": learning})
     assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
-    monkeypatch.setattr(poison, "assemble", lambda config: assembly)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: assembly)
     return assembly
 
 

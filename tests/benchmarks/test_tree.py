@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import tree
 from benchmarks.draft_records import BlockRecord, StepRecord
 from benchmarks.tree import Piece, answer_pieces, answered, chosen_steps, draw, picture_of, title_of, tree_of
 from service.assembly import Assembly
@@ -113,7 +112,7 @@ def test_the_pieces_are_the_answer(trained_assembly: Assembly) -> None:
 def test_the_command_draws(
     run: Run, trained_assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setattr(tree, "assemble", lambda config: trained_assembly)
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: trained_assembly)
     file = tmp_path / f"tree{suffix}"
     prompt = "that the other the other the other"
     code, output = run("tree", "--prompt", prompt, "--max-tokens", 48, "--steps", 2, "--out", file)
