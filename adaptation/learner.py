@@ -16,17 +16,17 @@ from torch import Tensor
 from adaptation.bandit import policy_of
 from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.evaluator import OfflineEvaluator
+from adaptation.evaluator import OfflineEvaluator, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
 from adaptation.losses import TextDivergence
 from adaptation.monitor import Alarm, RollbackMonitor
 from adaptation.policy import Arm, Policy
-from adaptation.process import TrainingTime, training_parts
+from adaptation.process import TrainingTime, training_process
 from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit, Event, EventKind, NotStored
 from adaptation.samples import SampleBuffers, ValidationSet
 from adaptation.traffic import TrafficMonitor
-from adaptation.trainer import Pace, Rules, UpdateReport, bf16_is_faster
+from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
@@ -34,10 +34,6 @@ from drafters.feedback import Query, QueryFeedback
 
 _KEPT_EVENTS = 50
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
-
-
-def _never() -> bool:
-    return False
 
 
 class Learner:
@@ -70,9 +66,11 @@ class Learner:
         rows = untrained_rows(weights.anchor, drafter.target_head)
         rates: dict[Arm, float] = {"head": config.head_learning_rate, "full": config.full_learning_rate}
         rules = Rules(rates=rates, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning)
-        self._trainer, replay, self.process = training_parts(
-            drafter, weights, rows, rules, train_in=config.train_in if serves else "thread", seed=seed
-        )
+        self._trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
+        train_in = config.train_in if serves else "thread"
+        self.process = process = training_process(drafter, weights, self._trainer, train_in)
+        self._update = self._trainer.update if process is None else process.update
+        replay = replay_of(drafter.embed) if process is None else process.replay
         self.time = TrainingTime(device, self.process, serves=serves)
         self._policy = policy_of(config, tuning, rng=random.Random(seed))
         self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
@@ -124,7 +122,7 @@ class Learner:
         self.sampler.rest(self._may_rest())
         return filtered
 
-    def update(self, interrupted: Callable[[], bool] = _never) -> UpdateReport | None:
+    def update(self, interrupted: Callable[[], bool] = lambda: False) -> UpdateReport | None:
         """Train, evaluate and publish, if an update is due; says what was trained."""
         if self.paused or self.weights.pending or not self._validation.suffices:
             return None
@@ -177,6 +175,8 @@ class Learner:
 
     def recover(self, error: str) -> None:
         """Something broke at any place: forget the update under way and go on from what is served."""
+        if self.process is not None:
+            self.process.quiet()
         self._tell("failed", error)
         if self._updating:
             self._discarded()
@@ -323,7 +323,7 @@ class Learner:
         with self.time.spent():
             wanted = self._vocabulary.wanted(self._trainer.vocabulary)
             samples, share = self._buffers.take(arm), self._pace.share(arm)
-            report = self._trainer.update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
+            report = self._update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 

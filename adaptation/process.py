@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.config import usable_cores
-from adaptation.evaluator import Replay, replay_of
+from adaptation.evaluator import replay_of
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
-from adaptation.vocabulary import Rows, untrained_rows
+from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.feedback import Query
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
@@ -67,10 +67,6 @@ class Setup:
     seed: int
     head: str | None  # name of the target's rows among the shared tensors
     shared: Mapping[str, Tensor]  # shapes and types, without memory, in the order in which they lie
-
-
-def _never() -> bool:
-    return False
 
 
 class TrainingProcess:
@@ -110,36 +106,19 @@ class TrainingProcess:
         _send(self._connection, self._setup)
         self.num_started += 1
 
-    def ask(
+    def update(
         self,
-        call: Literal["update", "replay"],
-        *given: object,
-        interrupted: Callable[[], bool] = _never,
+        arm: Arm,
+        samples: Sequence[TrainingSample],
+        interrupted: Callable[[], bool] = lambda: False,
         **named: object,
-    ) -> object:
-        """What the call returns there. Raises TrainingLost if the process dies over it, RuntimeError for what broke in
-        it."""
-        self.before_asking()
-        self.quiet()
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it has died since, over nothing
-        self.start()
-        connection = self._connection
-        assert connection is not None
-        self.is_asked = True
-        try:
-            _send(connection, (call, given, named))
-            while (answer := _received(connection)) == _INTERRUPTED:
-                _send(connection, interrupted())
-        except (EOFError, OSError) as error:
-            self.close()
-            raise TrainingLost("the process that trains has died") from error
-        self.is_asked = False
-        result, failure, seconds = cast(tuple[object, str | None, float], answer)
-        self.seconds += seconds
-        if failure is not None:
-            raise RuntimeError(f"the process that trains has failed:\n{failure}")
-        return result
+    ) -> UpdateReport:
+        """As `Trainer.update`. Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
+        return cast(UpdateReport, self._ask("update", arm, samples, interrupted=interrupted, **named))
+
+    def replay(self, model: SpecBlock, example: Example) -> float:
+        """Of the replica, the one model that is scored. Raises as `update` does."""
+        return cast(float, self._ask("replay", example))
 
     def freeze(self) -> None:
         """Stop it where it is, until `thaw`; who waits for its answer waits on."""
@@ -170,38 +149,35 @@ class TrainingProcess:
             process.kill()
             process.wait()
 
+    def _ask(
+        self, call: str, *given: object, interrupted: Callable[[], bool] = lambda: False, **named: object
+    ) -> object:
+        self.before_asking()
+        self.quiet()
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it has died since, over nothing
+        self.start()
+        connection = self._connection
+        assert connection is not None
+        self.is_asked = True
+        try:
+            _send(connection, (call, given, named))
+            while (answer := _received(connection)) == _INTERRUPTED:
+                _send(connection, interrupted())
+        except (EOFError, OSError) as error:
+            self.close()
+            raise TrainingLost("the process that trains has died") from error
+        self.is_asked = False
+        result, failure, seconds = cast(tuple[object, str | None, float], answer)
+        self.seconds += seconds
+        if failure is not None:
+            raise RuntimeError(f"the process that trains has failed:\n{failure}")
+        return result
+
     def _send_signal(self, number: signal.Signals) -> None:
         process = self._process
         if process is not None:
             process.send_signal(number)
-
-
-class RemoteTrainer(Trainer):
-    """A trainer whose updates another process computes; everything else is done here, on the same memory."""
-
-    process: TrainingProcess
-
-    def update(
-        self,
-        arm: Arm,
-        samples: Sequence[TrainingSample],
-        interrupted: Callable[[], bool] = _never,
-        *,
-        vocabulary: Tensor | None = None,
-        rate_share: float = 1.0,
-    ) -> UpdateReport:
-        report = self.process.ask(
-            "update", arm, samples, vocabulary=vocabulary, rate_share=rate_share, interrupted=interrupted
-        )
-        return cast(UpdateReport, report)
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        self.process.quiet()
-        super().load(weights)
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.process.quiet()
-        super().load_tensors(tensors)
 
 
 class TrainingTime:
@@ -237,21 +213,13 @@ class TrainingTime:
         return self._clock() + (0.0 if self._process is None else self._process.seconds)
 
 
-def training_parts(
-    drafter: ServedDrafter,
-    weights: DrafterWeights,
-    rows: Rows,
-    rules: Rules,
-    *,
-    train_in: Literal["auto", "process", "thread"],
-    seed: int,
-) -> tuple[Trainer, Replay, TrainingProcess | None]:
-    """Who computes updates and replays: this process, or one of its own. Raises ValueError where that cannot be had."""
-    is_remote = _in_its_own_process(train_in, drafter, weights)
-    kind = RemoteTrainer if is_remote else Trainer
-    trainer = kind(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
-    if not isinstance(trainer, RemoteTrainer):
-        return trainer, replay_of(drafter.embed), None
+def training_process(
+    drafter: ServedDrafter, weights: DrafterWeights, trainer: Trainer, train_in: Literal["auto", "process", "thread"]
+) -> TrainingProcess | None:
+    """Who computes updates and replays, on the weights and optimizers of this trainer, unless this process does. Raises
+    ValueError where that cannot be had."""
+    if not _in_its_own_process(train_in, drafter, weights):
+        return None
     table, head = drafter.embedding, drafter.target_head
     assert table is not None, "a process of its own has no table to look tokens up in"
     is_tied = head is not None and head.data_ptr() == table.data_ptr()
@@ -262,18 +230,12 @@ def training_parts(
     setup = Setup(
         config=drafter.config,
         replica_dtype=weights.replica.dtype,
-        rules=rules,
-        seed=seed,
+        rules=trainer.rules,
+        seed=trainer.seed,
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
-    trainer.process = process = TrainingProcess(memory, setup)
-
-    def replay(model: SpecBlock, example: Example) -> float:
-        assert model is weights.replica, "the other process knows no other model"
-        return cast(float, process.ask("replay", example))
-
-    return trainer, replay, process
+    return TrainingProcess(memory, setup)
 
 
 def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterWeights) -> bool:

@@ -178,7 +178,8 @@ class Trainer:
         model.requires_grad_(True)
         self._model = model
         self._rows = rows
-        self._rules = rules
+        self.rules = rules
+        self.seed = seed
         self._tuning = rules.tuning
         self._generator = torch.Generator().manual_seed(seed)
         self._ops = ops.on(model.d2t.device)
@@ -292,7 +293,7 @@ class Trainer:
                 self._rows(self._model.d2t),
                 self._model.t2d[draft_labels.top_ids.long()],
                 draft_labels.top_logprobs,
-                anchor_weight=self._rules.anchor_weight,
+                anchor_weight=self.rules.anchor_weight,
             )
         return lambda: self._head_terms(draft_labels, loss_of)
 
@@ -323,11 +324,11 @@ class Trainer:
         drawn = int(torch.randint(len(examples), (), generator=self._generator))
         with self._autocast():
             anchor = self._divergence(self._model, self._batch([examples[drawn]]))
-        weight = self._rules.anchor_weight * (1 + steps_without)
+        weight = self.rules.anchor_weight * (1 + steps_without)
         return loss + weight * anchor, {**terms, "anchor": anchor}
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self._rules.autocast)
+        return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self.rules.autocast)
 
     def _batch(self, examples: list[Example]) -> Batch:
         return Batch.of(examples, 2 * self._model.config.block_size, self._model.d2t.device)

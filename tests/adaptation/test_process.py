@@ -13,7 +13,6 @@ import torch
 from adaptation.config import AdaptationConfig
 from adaptation.process import TrainingProcess, mapped, shared
 from adaptation.records import TrainingLost
-from adaptation.trainer import UpdateReport
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
@@ -63,8 +62,7 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
 def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
     before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
     asked = iter([False, False, True])
-    report = process_of(tried).ask("update", "full", samples(4), interrupted=lambda: next(asked))
-    assert isinstance(report, UpdateReport)
+    report = process_of(tried).update("full", samples(4), lambda: next(asked))
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
     assert same(before, tried.learner._trainer.tensors())
 
@@ -94,14 +92,13 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
 
 def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
     process = process_of(tried)
-    process.ask("update", "head", samples(4))
+    process.update("head", samples(4))
     first = process.pid
     assert first is not None
     assert process._process is not None
     os.kill(first, signal.SIGKILL)
     process._process.wait()
-    report = process.ask("update", "head", samples(4))
-    assert isinstance(report, UpdateReport)
+    report = process.update("head", samples(4))
     assert report.applied
     assert process.pid != first
 
@@ -112,10 +109,9 @@ def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
     broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
     before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
     with pytest.raises(RuntimeError, match="Traceback"):
-        process.ask("update", "head", broken)
+        process.update("head", broken)
     assert same(before, tried.learner._trainer.tensors())
-    report = process.ask("update", "head", samples(4))
-    assert isinstance(report, UpdateReport)
+    report = process.update("head", samples(4))
     assert report.applied
     assert process.num_started == 1
 
@@ -128,7 +124,7 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.ask("update", "full", samples(4), interrupted=dies)
+        process.update("full", samples(4), dies)
     tried.learner.recover("thread_died")
     assert process.pid is None
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
@@ -136,10 +132,10 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
 
 def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:
     process = process_of(tried)
-    process.ask("update", "head", samples(4))
+    process.update("head", samples(4))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
-    process.ask("update", "head", samples(4))
+    process.update("head", samples(4))
     assert process.num_started == 1
     assert process._process is not None
     assert process._connection is not None

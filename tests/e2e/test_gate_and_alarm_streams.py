@@ -104,7 +104,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
 
-    monkeypatch.setattr(built._trainer, "update", spoil)
+    monkeypatch.setattr(built, "_update", spoil)
     for number in range(20):
         while built.update() is None:
             observe(built, known.stream(100 + number, 2, version=1))
