@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
-from adaptation.config import AdaptationConfig, Tuning
+from adaptation.config import AdaptationConfig, PolicyName, Tuning
 from adaptation.policy import ARMS, Arm, Decision, EveryBatch, Policy, QueryReport, Reason, State
 
 _MOST_FRUITLESS = 8
@@ -307,22 +307,20 @@ def _total(works: list[_Work]) -> _Work:
 
 
 def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -> Policy:
-    match config.policy:
-        case "bandit":
-            rules = BanditRules(
-                batch_queries={"head": config.head_queries, "full": config.full_queries},
-                alpha=config.alpha,
-                epsilon=config.epsilon,
-                s_min=config.s_min,
-                measured_queries=config.measured_queries,
-                warm_up_queries=tuning.warm_up_queries,
-            )
-            return Bandit(rules, rng=rng)
-        case "always":
-            return EveryBatch("full", tuning.always_queries)
-        case "head_only":
-            return EveryBatch("head", config.head_queries)
-        case "full_only":
-            return EveryBatch("full", config.full_queries)
-        case "never":
-            return EveryBatch(None)
+    fixed: dict[PolicyName, EveryBatch] = {
+        "always": EveryBatch("full", tuning.always_queries),
+        "head_only": EveryBatch("head", config.head_queries),
+        "full_only": EveryBatch("full", config.full_queries),
+        "never": EveryBatch(None),
+    }
+    if config.policy != "bandit":
+        return fixed[config.policy]
+    rules = BanditRules(
+        batch_queries={"head": config.head_queries, "full": config.full_queries},
+        alpha=config.alpha,
+        epsilon=config.epsilon,
+        s_min=config.s_min,
+        measured_queries=config.measured_queries,
+        warm_up_queries=tuning.warm_up_queries,
+    )
+    return Bandit(rules, rng=rng)

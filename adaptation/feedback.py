@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adaptation.policy import Decision, Policy, QueryReport
+from adaptation.policy import Policy, QueryReport
 from adaptation.samples import (
     SampleBuffers,
     TrainingSample,
@@ -154,7 +154,6 @@ class FilteredQuery:
     """What was decided about one query."""
 
     admission: Admission
-    decision: Decision
     text: ValidationText | None  # its text, where it may be scored
     validates: bool  # it was held for validation
 
@@ -190,7 +189,14 @@ class FeedbackFilter:
         example = sample.example if admission.admitted else None
         validates = example is not None and self.validation.draws()
         learns = admission.admitted and learning and not validates
-        decision = self._policy.decide(_report(feedback, training_cost, sample.signal if learns else None))
+        report = QueryReport(
+            emitted_tokens=feedback.emitted_tokens,
+            draft_cost=query.draft_cost,
+            verify_cost=query.verify_cost,
+            training_cost=training_cost,
+            signal=sample.signal if learns else None,
+        )
+        decision = self._policy.decide(report)
         if learns and example is not None:
             self.buffers.remember(sample)
         if decision.arm is not None:
@@ -203,7 +209,7 @@ class FeedbackFilter:
         self.decisions[f"{decision.choice}:{decision.reason}"] += 1
         if not admission.admitted:
             self.refusals[admission.reason] += 1
-        return FilteredQuery(admission, decision, text, validates)
+        return FilteredQuery(admission, text, validates)
 
     def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
         """Of the positions it may teach: rejected ones first, then steps that no block drafted for."""
@@ -214,16 +220,6 @@ class FeedbackFilter:
         self._undrafted.observe(sample)
         missed = self._undrafted.signal(min(undrafted, most - sample.num_rejected))
         return replace(sample, signal=sample.signal + missed)
-
-
-def _report(feedback: QueryFeedback, training_cost: float, signal: float | None) -> QueryReport:
-    return QueryReport(
-        emitted_tokens=feedback.emitted_tokens,
-        draft_cost=feedback.query.draft_cost,
-        verify_cost=feedback.query.verify_cost,
-        training_cost=training_cost,
-        signal=signal,
-    )
 
 
 class RecordingSampler:
@@ -238,18 +234,14 @@ class RecordingSampler:
     def __init__(self, *, share: float = _RESTING_SHARE) -> None:
         self._round = round(_IN_A_ROW / share)
         self._change = ChangeDetector()
-        self._resting = False
+        self.resting = False
         self._num_begun = 0
         self._alert = 0
-
-    @property
-    def resting(self) -> bool:
-        return self._resting
 
     def draws(self) -> bool:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
-        return not self._resting or self._num_begun % self._round < _IN_A_ROW
+        return not self.resting or self._num_begun % self._round < _IN_A_ROW
 
     def observe(self, accepted: Sequence[int]) -> bool:
         """One finished query; whether its accepted lengths are not what they were. # by step"""
@@ -261,7 +253,7 @@ class RecordingSampler:
 
     def rest(self, allowed: bool) -> None:
         """Whether nothing promises a gain, as things stand."""
-        self._resting = allowed and not self._alert
+        self.resting = allowed and not self._alert
 
     def weights_changed(self) -> None:
         self._change.weights_changed()

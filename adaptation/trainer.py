@@ -25,7 +25,6 @@ from drafters.specblock.model import HEADS, Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops
-from kernels.draft_loss import HeadLoss
 
 Outcome = Literal[
     "applied",
@@ -217,8 +216,7 @@ class Trainer:
         arm's learning rate."""
         began = time.perf_counter()
         named = self._model.d2t.clone()
-        before = _copies(self.weights[name] for name in self._trained[arm])
-        moments = _copies(self._optimizers[arm].tensors().values())
+        before, moments = self._copied_weights(arm), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
         try:
             _check_finite(before, "weights_not_finite")
@@ -229,14 +227,14 @@ class Trainer:
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms(), rate_share))
             moved = self._clip_update(arm, start)
-            self._forget_others(arm, self._model.d2t != named)
+            for other in set(ARMS) - {arm}:
+                self._optimizers[other].forget(_HEAD, self._model.d2t != named)  # rows of other tokens now
             outcome: Outcome = "applied"
-        except _Discard as discard:
-            outcome, moved = discard.outcome, 0.0
+        except BaseException as error:
             self._undo(arm, before, moments, named)
-        except BaseException:
-            self._undo(arm, before, moments, named)
-            raise
+            if not isinstance(error, _Discard):
+                raise
+            outcome, moved = error.outcome, 0.0
         is_warming_up = self._optimizers[arm].num_steps < self._tuning.warm_up_steps
         exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
         return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged, is_warming_up)
@@ -268,12 +266,11 @@ class Trainer:
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
-        if arm == "head":
-            return [self._head_steps(samples)] * self._tuning.head_steps
+        labelled = [sample.draft_labels for sample in samples if sample.draft_labels.count]
         examples = [sample.example for sample in samples if sample.example is not None]
-        if not examples:
+        if not (labelled if arm == "head" else examples):
             raise _Discard("nothing_to_learn")
-        return self._full_steps(examples)
+        return [self._head_step(labelled)] * self._tuning.head_steps if arm == "head" else self._full_steps(examples)
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """As often through the texts as there are steps, each time in another order."""
@@ -283,10 +280,11 @@ class Trainer:
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
-    def _head_steps(self, samples: Sequence[TrainingSample]) -> Callable[[], _Terms]:
+    def _head_step(self, labelled: Sequence[DraftLabels]) -> Callable[[], _Terms]:
         """All draft labels in every step: there are few of them, and their products are small."""
-        labelled = [sample.draft_labels for sample in samples if sample.draft_labels.count]
-        draft_labels = _joined(labelled, self._model.d2t.device)
+        columns = (torch.cat([getattr(part, name) for part in labelled]) for name in DraftLabels.__slots__)
+        joined = DraftLabels(*columns).to(self._model.d2t.device)
+        draft_labels = replace(joined, states=joined.states.float())
         with self._autocast():
             loss_of = self._ops.draft_objective(
                 draft_labels.states,
@@ -295,7 +293,14 @@ class Trainer:
                 draft_labels.top_logprobs,
                 anchor_weight=self.rules.anchor_weight,
             )
-        return lambda: self._head_terms(draft_labels, loss_of)
+
+        def terms() -> _Terms:
+            with self._autocast():
+                said = loss_of(self._model.lm_head.weight)
+                rank = rank_loss(self._model, draft_labels, said.features, said.ids)
+            return said.total + rank, {"draft": said.target, "rank": rank, "anchor": said.anchor}
+
+        return terms
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:
@@ -305,12 +310,6 @@ class Trainer:
         batches = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         order: list[int] = torch.randperm(len(batches), generator=self._generator).tolist()
         return [batches[place] for place in order]
-
-    def _head_terms(self, draft_labels: DraftLabels, loss_of: HeadLoss) -> _Terms:
-        with self._autocast():
-            said = loss_of(self._model.lm_head.weight)
-            rank = rank_loss(self._model, draft_labels, said.features, said.ids)
-        return said.total + rank, {"draft": said.target, "rank": rank, "anchor": said.anchor}
 
     def _full_terms(self, examples: list[Example]) -> _Terms:
         with self._autocast():
@@ -349,7 +348,7 @@ class Trainer:
     @torch.no_grad()
     def _clip_update(self, arm: Arm, before: Sequence[Tensor]) -> float:
         """Bound how far the weights moved, and see that all is finite. # -> share of their norm"""
-        after = [self.weights[name] for name in self._trained[arm]]
+        after = [value.detach() for value in self._trained[arm].values()]
         _check_finite(after, "weights_not_finite")
         _check_finite(self._optimizers[arm].tensors().values(), "optimizer_not_finite")
         moved = _norm(new - old for new, old in zip(after, before, strict=True)) / _norm(before)
@@ -369,13 +368,10 @@ class Trainer:
         model.lm_head.weight[new] = self._rows(vocabulary)[new]
         self._optimizers[arm].forget(_HEAD, new)
         model.set_vocabulary(vocabulary)
-        return _copies(self.weights[name] for name in self._trained[arm])
+        return self._copied_weights(arm)
 
-    def _forget_others(self, arm: Arm, new: Tensor) -> None:
-        """What the optimizers of the other arms know of rows that belong to other tokens now."""
-        for other in ARMS:
-            if other != arm:
-                self._optimizers[other].forget(_HEAD, new)
+    def _copied_weights(self, arm: Arm) -> list[Tensor]:
+        return _copies(self._trained[arm].values())
 
     @torch.no_grad()
     def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor], named: Tensor) -> None:
@@ -383,20 +379,11 @@ class Trainer:
         self._model.zero_grad(set_to_none=True)
         self._model.set_vocabulary(named)
         optimizer = self._optimizers[arm]
-        for name, old in zip(self._trained[arm], before, strict=True):
-            self.weights[name].copy_(old)
-        for value, old in zip(optimizer.tensors().values(), moments, strict=True):
+        changed = [*self._trained[arm].values(), *optimizer.tensors().values()]
+        for value, old in zip(changed, [*before, *moments], strict=True):
             value.copy_(old)
         if not all_finite(moments):
             optimizer.reset()
-
-
-def _joined(parts: Sequence[DraftLabels], device: torch.device) -> DraftLabels:
-    if not parts:
-        raise _Discard("nothing_to_learn")
-    columns = (torch.cat([getattr(part, name) for part in parts]) for name in DraftLabels.__slots__)
-    joined = DraftLabels(*columns).to(device)
-    return replace(joined, states=joined.states.float())
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

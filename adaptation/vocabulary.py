@@ -1,15 +1,14 @@
 """Which tokens the drafter should be able to propose, by what the target says today.
 
 A reduced draft vocabulary is cheap because most tokens are rare; which ones are depends on the traffic, and a token
-that cannot be proposed ends every draft. So places of tokens that are not seen go to tokens that are. Knows no weights
-but the output rows that a token starts from.
+that cannot be proposed ends every draft. So places of tokens that are not seen go to tokens that are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from pydantic import JsonValue
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 from torch import Tensor
 
 from adaptation.policy import State
@@ -21,6 +20,17 @@ Rows = Callable[[Tensor], Tensor]
 _HALF_LIFE = 65_536
 _MOST_OF_A_QUERY = 4  # times that one query may count for a token: no single text decides
 _LEAST_KEPT = 0.5  # a count below it is as good as none, and is not stored
+
+
+@dataclass
+class _Said:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    tokens: list[NonNegativeInt]
+    counts: list[NonNegativeFloat]
+
+
+_SAID = TypeAdapter(_Said)
 
 
 class TokenCounts:
@@ -56,9 +66,12 @@ class TokenCounts:
         return {"tokens": said.tolist(), "counts": self._counts[said].tolist()}
 
     def restore(self, state: State) -> None:
-        tokens, counts = _state(state, self._counts.shape[0])
-        self._counts.zero_()
-        self._counts[tokens] = counts
+        """Raises ValueError for what no counts have written, and then changes nothing."""
+        said, counts = _SAID.validate_python(state), torch.zeros_like(self._counts)
+        if len(said.tokens) != len(said.counts) or max(said.tokens, default=0) >= counts.shape[0]:
+            raise ValueError("counts of tokens that do not fit this target")
+        counts[torch.tensor(said.tokens, dtype=torch.int64)] = torch.tensor(said.counts)
+        self._counts = counts
 
 
 class DraftVocabulary:
@@ -109,15 +122,3 @@ def untrained_rows(deployed: SpecBlock, target_head: Tensor | None) -> Rows:
         return torch.where((known >= 0)[:, None], deployed.lm_head.weight.detach()[known.clamp(min=0)], found)
 
     return rows
-
-
-def _state(state: Mapping[str, JsonValue], vocab: int) -> tuple[Tensor, Tensor]:
-    """Raises ValueError for what no counts have written."""
-    if set(state) != {"tokens", "counts"} or not all(isinstance(part, list) for part in state.values()):
-        raise ValueError("not the counts of tokens")
-    tokens = torch.tensor(cast(list[int], state["tokens"]), dtype=torch.int64)
-    counts = torch.tensor(cast(list[float], state["counts"]), dtype=torch.float32)
-    inside = bool(((tokens >= 0) & (tokens < vocab)).all())
-    if tokens.shape != counts.shape or not inside or not bool((counts.isfinite() & (counts >= 0)).all()):
-        raise ValueError("counts of tokens that do not fit this target")
-    return tokens, counts
