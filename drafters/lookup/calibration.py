@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafters.calibration import HitTable
 from drafters.lookup.matching import CONTEXT, NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
@@ -79,15 +80,10 @@ class Merger:
         return MergedTree(
             first=first,
             absent=(first != self._order) | (continuations == SEPARATOR),
-            parents=self._parents(first),
+            parents=pad(first[:, :-1] + self._row_above, (0, 0, 1, 0), value=ROOT),
             share=through / torch.cat([total, through[:, :-1]], dim=1),
             votes=votes.contiguous(),
         )
-
-    def _parents(self, first: Tensor) -> Tensor:
-        parents = torch.full_like(first, ROOT)
-        torch.add(first[:, :-1], self._row_above, out=parents[:, 1:])
-        return parents
 
 
 def _strength_weights() -> Tensor:

@@ -64,19 +64,26 @@ class TrainingForward:
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
-        last = anchors * entries + entries - 1
-        attention = MaskedAttention(self._first_seen(num_stream, last))
         rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
+        device, (size, number) = anchors.device, anchors.shape
+        place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
+        anchor = torch.cat([place, anchors.repeat_interleave(self._own, dim=1)], dim=1)  # [batch, rows]
+        in_stream = torch.arange(entries, device=device).repeat(num_stream // entries)
+        entry = torch.cat([in_stream, torch.arange(entries, self._size, device=device).repeat(number)])  # [rows]
+        row, last = torch.arange(len(entry), device=device), anchor * entries + entries - 1
+        ends = torch.where(row < num_stream, row, last)  # of what a row sees of the stream
+        inside = pad(_causal_blocks(number, self._own, device), (0, 0, num_stream, 0))
+        attention = MaskedAttention(torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2))
         rows = BlockRows(
             inputs=torch.cat([stream, rest], dim=1),
-            positions=self._first_positions(num_stream, anchors),
-            previous=self._first_previous(num_stream, last),
+            positions=anchor + 1 + entry,
+            previous=torch.where(entry == entries, last, row - (entry > 0).long()),
         )
         states: Tensor = self._model(rows, attention)
         by_position = states[:, :num_stream].unflatten(1, (-1, entries))
         rest_states = states[:, num_stream:].unflatten(1, (anchors.shape[1], self._own))
-        in_stream = _at(by_position.flatten(2), anchors).unflatten(2, (entries, -1))
-        return FirstBlocks(by_position[:, :, 0], torch.cat([in_stream, rest_states], dim=2), attention)
+        first_states = _at(by_position.flatten(2), anchors).unflatten(2, (entries, -1))
+        return FirstBlocks(by_position[:, :, 0], torch.cat([first_states, rest_states], dim=2), attention)
 
     def next(self, batch: Batch, anchors: Tensor, cuts: Tensor, first: FirstBlocks) -> Tensor:
         """Blocks that start at entry `cuts` (1..K) of the anchors' first blocks, on the true token there.
@@ -108,31 +115,6 @@ class TrainingForward:
         )
         states: Tensor = self._model(rows, attention)
         return states.view(*anchors.shape, self._size, -1)
-
-    def _first_seen(self, num_stream: int, last: Tensor) -> Tensor:
-        """The stream is causal; blocks see it up to their anchor, and themselves. # -> [batch, rows, rows] bool"""
-        batch, anchors = last.shape
-        stream = torch.arange(num_stream, device=last.device).expand(batch, -1)
-        ends = torch.cat([stream, last.repeat_interleave(self._own, dim=1)], dim=1)
-        inside = _causal_blocks(anchors, self._own, last.device)
-        return torch.cat([_up_to(num_stream, ends), pad(inside, (0, 0, num_stream, 0)).expand(batch, -1, -1)], dim=2)
-
-    def _first_positions(self, num_stream: int, anchors: Tensor) -> Tensor:
-        stream = torch.arange(num_stream, device=anchors.device)
-        positions = stream // self._entries + 1 + stream % self._entries
-        ahead = torch.arange(self._entries, self._size, device=anchors.device) + 1
-        rest = (anchors[:, :, None] + ahead).flatten(1)
-        return torch.cat([positions.expand(anchors.shape[0], -1), rest], dim=1)
-
-    def _first_previous(self, num_stream: int, last: Tensor) -> Tensor:
-        stream = torch.arange(num_stream, device=last.device)
-        within = (stream - (stream % self._entries > 0).long()).expand(last.shape[0], -1)
-        rest = (
-            num_stream + torch.arange(last.shape[1] * self._own, device=last.device).view(last.shape[1], self._own) - 1
-        )
-        rest = rest.expand(last.shape[0], -1, -1).clone()
-        rest[:, :, :1] = last[:, :, None]  # the second entry follows the one in the stream
-        return torch.cat([within, rest.flatten(1)], dim=1)
 
 
 def _up_to(num_stream: int, last: Tensor) -> Tensor:
