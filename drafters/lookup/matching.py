@@ -89,7 +89,11 @@ class History:
         return self._tokens[:, :columns].index_select(0, rows)
 
     def _write(self, context: DraftContext) -> None:
-        before = self._predicted_text(context)
+        num_prompt = len(context.tokens) - context.num_generated
+        before: list[int] = []
+        if context.prediction:
+            tail = context.tokens[max(0, num_prompt - CONTEXT) : num_prompt]
+            before = [*tail, *context.prediction[: self._max_length], SEPARATOR]
         assert len(context.tokens) <= self._max_length, f"{len(context.tokens)} tokens in a table of {self._max_length}"
         text = torch.tensor([*before, *context.tokens], dtype=torch.int32)
         end = CONTEXT + len(text)
@@ -100,15 +104,7 @@ class History:
         self._predicted.discard(context.row)
         if before:
             self._predicted.add(context.row)
-            num_prompt = len(context.tokens) - context.num_generated
             self.cursors[context.row] = CONTEXT + min(CONTEXT, num_prompt) - 1 + context.num_generated
-
-    def _predicted_text(self, context: DraftContext) -> list[int]:
-        if not context.prediction:
-            return []
-        num_prompt = len(context.tokens) - context.num_generated
-        tail = context.tokens[max(0, num_prompt - CONTEXT) : num_prompt]
-        return [*tail, *context.prediction[: self._max_length], SEPARATOR]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +141,16 @@ class Matcher:
             columns, lengths = _strongest_first(columns, lengths)
             return Matches(columns, lengths, self._continuations(texts, columns, lengths, last))
         origins = self._history.origins[rows][:, None]
-        preference = self._prediction_first(texts.shape[1], origins, self._history.cursors[rows][:, None])
+        # Among equals: the prediction before the text, near the cursor before far; the latest text first.
+        places = self._columns[: texts.shape[1] - 1 - CONTEXT]
+        near = 3.0 * texts.shape[1] - (places - self._history.cursors[rows][:, None]).abs()
+        preference = torch.where(places < origins, near, places)
         columns, lengths = self._best(texts, last, preference)
         predicted = (columns < origins) & (lengths > 0)
         columns, strengths = _strongest_first(columns, lengths + PREDICTED * predicted)
         continuations = self._continuations(texts, columns, strengths, last)
         behind = (columns[:, None] + self._ahead + 2 >= origins[:, None]) & (strengths >= PREDICTED)[:, None]
         return Matches(columns, strengths, continuations.masked_fill_(behind, SEPARATOR))
-
-    def _prediction_first(self, end: int, origins: Tensor, cursors: Tensor) -> Tensor:
-        """Among equals: the prediction before the text, near the cursor before far; the latest text first."""
-        columns = self._columns[: end - 1 - CONTEXT]
-        near = 3.0 * end - (columns - cursors).abs()
-        return torch.where(columns < origins, near, columns)
 
     def _best(self, texts: Tensor, last: Tensor, preference: Tensor) -> tuple[Tensor, Tensor]:
         """Columns and lengths of the matches that a first look prefers. # two [batch, matches]"""

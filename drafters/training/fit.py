@@ -194,7 +194,10 @@ class Trainer:
 
     def _step(self, batch: Batch, fraction: float) -> StepReport:
         step, settings = self.position.step, self._settings
-        scores = self._scores(batch)
+        place = step * self._ranks.size + self._ranks.rank
+        drawn = torch.Generator().manual_seed(settings.seed + _STEPS_APART * (place + 1))
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=settings.autocast):
+            scores = self._objective(batch, drawn)
         trains_rank = settings.rank_from_step is not None and step >= settings.rank_from_step
         loss = scores.draft_loss + scores.rank_loss if trains_rank else scores.draft_loss
         loss.backward()
@@ -211,12 +214,6 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         self._count(batch.num_tokens * self._ranks.size, is_finite)
         return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)
-
-    def _scores(self, batch: Batch) -> StepScores:
-        place = self.position.step * self._ranks.size + self._ranks.rank
-        drawn = torch.Generator().manual_seed(self._settings.seed + _STEPS_APART * (place + 1))
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._settings.autocast):
-            return self._objective(batch, drawn)
 
     def _count(self, tokens: int, is_finite: bool) -> None:
         before = self.position

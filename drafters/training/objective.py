@@ -141,26 +141,14 @@ class Objective:
         scores = logits.log_softmax(-1)
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
         features, ids = rank_features(scores)
-        wanted = self._selected(batch, labels, noise, temperature, warm, generator)
-        classes = self._model.rank_logits(entries.states.detach()[chosen], features)
-        return cross_entropy(classes, rank_class(ids, wanted))
-
-    def _selected(
-        self,
-        batch: Batch,
-        labels: Tensor,
-        noise: Tensor,
-        temperature: Tensor,
-        warm: Tensor,
-        generator: torch.Generator,
-    ) -> Tensor:
-        """The draft id of the target's token, -1 for one that cannot be drafted. # -> [rows] int64"""
         drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
         fresh = _gumbel(drafted.shape, generator).to(drafted.device)
         shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)
-        scores = batch.top_logprobs[labels]
-        scores = torch.where(warm[:, None], scores / temperature + shared, scores)
-        return drafted.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+        said = batch.top_logprobs[labels]
+        said = torch.where(warm[:, None], said / temperature + shared, said)
+        wanted = drafted.gather(1, said.argmax(1, keepdim=True))[:, 0]  # -1 for a token that cannot be drafted
+        classes = self._model.rank_logits(entries.states.detach()[chosen], features)
+        return cross_entropy(classes, rank_class(ids, wanted))
 
     def _count(self, place: Tensor, mask: Tensor) -> Tensor:
         return torch.bincount(place[mask], minlength=2 * self._size).cpu()

@@ -45,16 +45,12 @@ def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: in
     anchors = torch.arange(example.prompt - 1, example.length - 1, every, device=device)[None]
     states = TrainingForward(model, embed).first(batch, anchors).states[0]  # [anchors, block, hidden]
     logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, block, draft vocab]
-    said = _said_of(model, logprobs, _behind(batch, example, anchors[0], size)).cumsum(1)
+    wanted = _behind(batch, example, anchors[0], size)
+    ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
+    said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
     accepted = (said > _border(logprobs, nodes)[:, None]).sum()
     steps = anchors.shape[1]
     return Replayed(int(accepted) + steps, steps)
-
-
-def _said_of(model: SpecBlock, logprobs: Tensor, wanted: Tensor) -> Tensor:
-    """Log-probability of the wanted tokens. # wanted [n, block] target ids, -1 behind the text -> [n, block]"""
-    ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
-    return logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf"))
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:

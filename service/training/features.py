@@ -229,10 +229,26 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
     missing = [chunk for path, chunk in zip(paths, chunks, strict=True) if not _holds(path, chunk)]
-    _refuse_full(folder, sum(_bytes(response, reader.bytes_per_token) for chunk in missing for response in chunk))
+    needed = sum(
+        response.num_tokens * (reader.bytes_per_token + 4) + (len(response.response) + 1) * _LABEL_BYTES
+        for chunk in missing
+        for response in chunk
+    )
+    free = shutil.disk_usage(folder).free
+    if needed * _SPARE > free:
+        raise StartupError(
+            f"the features need {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free: "
+            "give another folder or fewer responses"
+        )
     for path, chunk in zip(paths, chunks, strict=True):
         if not _holds(path, chunk):
-            _save(reader.read(chunk), path)
+            shard = reader.read(chunk)
+            try:
+                shard.save(path)
+            except (OSError, SafetensorError) as error:
+                raise StartupError(
+                    f"{path} cannot be written ({error}); free some space and start again: it goes on"
+                ) from None
         yield chunk
 
 
@@ -252,32 +268,12 @@ def _holds(path: Path, responses: Sequence[Response]) -> bool:
     return int(lengths.shape[0]) == len(responses)
 
 
-def _save(shard: Shard, path: Path) -> None:
-    try:
-        shard.save(path)
-    except (OSError, SafetensorError) as error:
-        raise StartupError(f"{path} cannot be written ({error}); free some space and start again: it goes on") from None
-
-
 def make_folder(folder: Path) -> None:
     """Raises StartupError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"the folder {folder} cannot be made: {error}") from error
-
-
-def _refuse_full(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed * _SPARE > free:
-        raise StartupError(
-            f"the features need {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free: "
-            "give another folder or fewer responses"
-        )
-
-
-def _bytes(response: Response, per_token: int) -> int:
-    return response.num_tokens * (per_token + 4) + (len(response.response) + 1) * _LABEL_BYTES
 
 
 def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *, deadline: float | None) -> None:
