@@ -73,9 +73,9 @@ def written_prompts() -> Iterator[str]:
 
 
 def run_command(*arguments: object) -> tuple[int, str]:
-    """Exit code and output of `adaptree ...`. Raises StartupError as the command does."""
+    """Exit code and output of `adaptree ...`, of words and paths. Raises StartupError as the command does."""
     runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"})
-    result = runner.invoke(app, [str(argument) for argument in arguments])
+    result = runner.invoke(app, [word for argument in arguments for word in str(argument).split()])
     if isinstance(result.exception, StartupError):
         raise result.exception
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception

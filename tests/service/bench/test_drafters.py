@@ -170,8 +170,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, costly: Assembly, quiet: None) -> N
 def test_the_command_reports_every_drafter(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, output = run_command(
-        *("bench", "drafters", "--prompts", prompt_file, "--queries", 3, "--max-tokens", 50),
-        *("--temperature", 0.7, "--out", out),
+        *("bench drafters --queries 3 --max-tokens 50 --temperature 0.7 --prompts", prompt_file, "--out", out)
     )
     assert code == 0, output
     assert "stopped" in output
@@ -188,4 +187,4 @@ def test_the_command_reports_every_drafter(prompt_file: Path, tmp_path: Path) ->
 def test_another_text_is_an_error(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = run_of(step(1.0, prompt=1, a=1), step(1.0, a=4), tokens=(1, 2, 3, 4, 6))
     monkeypatch.setattr("service.bench.drafters.answer_all", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
-    assert run_command("bench", "drafters", "--prompts", prompt_file, "--queries", 1)[0] == 1
+    assert run_command("bench drafters --queries 1 --prompts", prompt_file)[0] == 1

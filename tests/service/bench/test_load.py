@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
 from service.bench import load
-from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep
-from service.bench.experiment import Measure, percentile, requests_from
+from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep, generate
+from service.bench.experiment import Measure, percentile, plain_engine, requests_from
 from service.bench.load import LoadPlan, LoadRow, engines_of, policies_of, row_of, summary_of
-from service.engine.budget import FixedBudget
 from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
 from service.errors import StartupError
@@ -36,7 +34,6 @@ STEP = StepStats(
     predicted_verify_seconds=0.6,
     survival_error=0.02,
 )
-LOAD = ("bench", "load")
 TIMED = TimedStep(STEP, 1.0)
 PLAN = LoadPlan(
     files=(),
@@ -65,7 +62,7 @@ def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
 
 
 def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
-    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    engine = plain_engine(assembly)
     requests = requests_from(varied_prompts()[:5], 0, Measure(0.0, 6, 5, 0))
     in_flight: list[int] = []
     times = count(0.0, 0.5)
@@ -86,7 +83,7 @@ def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
 
 
 def test_the_load_is_steady_between_the_first_answers_and_the_last_requests(assembly: Assembly) -> None:
-    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    engine = plain_engine(assembly)
     four = requests_from(varied_prompts()[:4], 0, Measure(0.0, 4, 4, 0))
     lengths = zip(four, (4, 8, 8, 20), strict=True)
     requests = [replace(one, sampling=replace(one.sampling, max_tokens=length)) for one, length in lengths]
@@ -99,16 +96,13 @@ def test_the_load_is_steady_between_the_first_answers_and_the_last_requests(asse
 
 
 def test_at_random_times_the_whole_run_is_the_load(assembly: Assembly) -> None:
-    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
-    driven = Drive(
-        engine, requests_from(varied_prompts()[:2], 0, Measure(0.0, 4, 2, 0)), PoissonArrivals(50.0, 2, seed=0)
-    )
-    driven.go_on()
-    assert driven.result().steady == Span(driven.result().seconds, 8)
+    requests = requests_from(varied_prompts()[:2], 0, Measure(0.0, 4, 2, 0))
+    run = generate(plain_engine(assembly), requests, PoissonArrivals(50.0, 2, seed=0))
+    assert run.steady == Span(run.seconds, 8)
 
 
 def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
-    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    engine = plain_engine(assembly)
     requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 4, 3, 0))
     slept: list[float] = []
     driven = Drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
@@ -118,7 +112,7 @@ def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
 
 
 def test_time_stands_still_between_slices(assembly: Assembly) -> None:
-    engine = assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0))
+    engine = plain_engine(assembly)
     requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 6, 3, 0))
     now = [0.0]
 
@@ -165,10 +159,7 @@ def test_a_row_adds_up_what_its_run_did() -> None:
 
 
 def test_another_text_is_a_mismatch() -> None:
-    one, other = (
-        Run((served([1, 2, 3]),), (TIMED,), 1.0, Span(1.0, 3)),
-        Run((served([1, 9]),), (TIMED,), 1.0, Span(1.0, 3)),
-    )
+    one, other = (Run((served(tokens),), (TIMED,), 1.0, Span(1.0, 3)) for tokens in ([1, 2, 3], [1, 9]))
     assert row("adaptive", other, one).mismatched_tokens == 2
 
 
@@ -232,21 +223,8 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     code, output = run_command(
-        *(
-            "bench",
-            "load",
-            "--prompts",
-            prompt_file,
-            "--concurrency",
-            "1,3",
-            "--requests",
-            10,
-            "--max-tokens",
-            8,
-            "--temperature",
-            0.7,
-        ),
-        *("--policies", "plain,fixed:8,per_batch_size,adaptive", "--out", out, "--plot", plot),
+        *("bench load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
+        *("--policies plain,fixed:8,per_batch_size,adaptive --out", out, "--plot", plot),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
@@ -265,23 +243,8 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("_loaded")
 def test_the_command_sends_at_random(prompt_file: Path) -> None:
-    code, output = run_command(
-        *(
-            "bench",
-            "load",
-            "--prompts",
-            prompt_file,
-            "--arrival",
-            "poisson",
-            "--rate",
-            500,
-            "--requests",
-            3,
-            "--max-tokens",
-            4,
-        ),
-        *("--policies", "plain,adaptive"),
-    )
+    arrivals = "--arrival poisson --rate 500 --requests 3 --max-tokens 4 --policies plain,adaptive"
+    code, output = run_command("bench load --prompts", prompt_file, arrivals)
     assert code == 0, output
 
 
@@ -289,30 +252,27 @@ def test_the_command_sends_at_random(prompt_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--rate", 3), "need each other"),
-        (("--arrival", "poisson"), "need each other"),
-        (("--concurrency", "1,x"), "positive numbers"),
-        (("--concurrency", "0"), "positive numbers"),
-        (("--policies", "best"), "--policies"),
-        (("--plot", "nowhere/at/all.png"), "give a file in a folder"),
+        ("--rate 3", "need each other"),
+        ("--arrival poisson", "need each other"),
+        ("--concurrency 1,x", "positive numbers"),
+        ("--concurrency 0", "positive numbers"),
+        ("--policies best", "--policies"),
+        ("--plot nowhere/at/all.png", "give a file in a folder"),
     ],
 )
-def test_the_command_says_what_to_change(prompt_file: Path, arguments: tuple[object, ...], words: str) -> None:
+def test_the_command_says_what_to_change(prompt_file: Path, arguments: str, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        run_command(*LOAD, "--prompts", prompt_file, *arguments)
+        run_command("bench load --prompts", prompt_file, arguments)
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_policies_that_cannot_share_the_slots_are_refused(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_NODES", 1_000_000)
     with pytest.raises(StartupError, match="kv_cache"):
-        run_command(*LOAD, "--prompts", prompt_file, "--policies", "plain,fixed:4", "--max-tokens", 4)
+        run_command("bench load --prompts", prompt_file, "--policies plain,fixed:4 --max-tokens 4")
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_a_different_text_fails_the_command(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.bench.load.mismatches", lambda reference, runs: 1)
-    code, _ = run_command(
-        "bench", "load", "--prompts", prompt_file, "--requests", 1, "--max-tokens", 2, "--concurrency", 1
-    )
-    assert code == 1
+    assert run_command("bench load --prompts", prompt_file, "--requests 1 --max-tokens 2 --concurrency 1")[0] == 1
