@@ -1,18 +1,19 @@
 """Learning breaks in every way there is while an engine serves: texts stay plain, and learning goes on.
 
-A few injections of each kind; `tests/long/test_faults.py` has more of them.
+A few injections of each kind, and in the slow tests at least 20 under both kinds of update.
 """
 
+import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from adaptation.policy import Arm
-from tests import fault_kinds
 from tests.adaptation.damage import Damage, flip, misshape, truncate
 from tests.adaptation.damaged_restarts import (
     Left,
@@ -21,14 +22,37 @@ from tests.adaptation.damaged_restarts import (
     restart_with_damaged_snapshots,
     roll_back_damaged,
 )
-from tests.fault_kinds import dead_processes, restart_served_after_damage
+from tests.fault_kinds import KINDS, dead_processes, few_kills, restart_served_after_damage
 from tests.fault_parts import learning_stream
 from tests.practised import Practised, practised
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 
-KINDS = {**fault_kinds.KINDS, "kills": fault_kinds.few_kills}
+
+@dataclass(frozen=True)
+class Scale:
+    """How often each fault strikes."""
+
+    seed: int
+    times: int
+    deaths: int
+    flips: int
+    truncations: int
+    snapshots: int
+    restarts: int
+    kills: int
+
+
+FEW = Scale(seed=0, times=1, deaths=2, flips=12, truncations=12, snapshots=6, restarts=2, kills=3)
+MANY = Scale(seed=1, times=20, deaths=20, flips=1_000, truncations=100, snapshots=100, restarts=20, kills=100)
+at_both_scales = pytest.mark.parametrize(
+    "scale", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+STRIKES = [
+    *(pytest.param(FEW, kind, "full" if kind == "broken recoveries" else "head") for kind in KINDS),
+    *(pytest.param(MANY, kind, arm, marks=pytest.mark.slow) for kind in KINDS for arm in ("head", "full")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,42 +65,62 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     return leave(tmp_path_factory.mktemp("left"))
 
 
+@pytest.fixture
+def _quick_disk(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scale is MANY:
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("kind", "arm"), [(kind, "full" if kind == "broken recoveries" else "head") for kind in KINDS])
-def test_serving_does_not_notice_and_learning_goes_on(known: Practised, tmp_path: Path, kind: str, arm: Arm) -> None:
-    with learning_stream(known, tmp_path, arm=arm, seed=0) as struck:
-        KINDS[kind](struck, 1)
+@pytest.mark.parametrize(("scale", "kind", "arm"), STRIKES)
+def test_serving_does_not_notice_and_learning_goes_on(
+    known: Practised, tmp_path: Path, scale: Scale, kind: str, arm: Arm
+) -> None:
+    with learning_stream(known, tmp_path, arm=arm, seed=scale.seed) as struck:
+        strike = few_kills if kind == "kills" and scale is FEW else KINDS[kind]
+        strike(struck, scale.times)
         struck.check()
 
 
+@at_both_scales
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
-def test_serving_does_not_notice_that_the_process_that_trains_is_dead(known: Practised, tmp_path: Path) -> None:
+def test_serving_does_not_notice_that_the_process_that_trains_is_dead(
+    known: Practised, tmp_path: Path, scale: Scale
+) -> None:
     with learning_stream(known, tmp_path, arm="full", seed=1, train_in="process") as struck:
-        dead_processes(struck, 2)
+        dead_processes(struck, scale.deaths)
         struck.check()
 
 
+@at_both_scales
+@pytest.mark.usefixtures("_quick_disk")
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_one_damaged_file_costs_at_most_one_update(left: Left, tmp_path: Path, damage: Damage) -> None:
-    rng = random.Random(0)
-    for number in range(12):
+def test_one_damaged_file_costs_at_most_one_update(left: Left, tmp_path: Path, damage: Damage, scale: Scale) -> None:
+    rng = random.Random(scale.seed)
+    for number in range(scale.flips if damage is flip else scale.truncations):
         restart_damaged(left, tmp_path / str(number), damage, rng)
 
 
+@at_both_scales
+@pytest.mark.usefixtures("_quick_disk")
 @pytest.mark.parametrize("damage", [flip, truncate, misshape])
-def test_no_damaged_snapshot_is_served(left: Left, tmp_path: Path, damage: Damage) -> None:
-    rng = random.Random(0)
-    for number in range(6):
+def test_no_damaged_snapshot_is_served(left: Left, tmp_path: Path, damage: Damage, scale: Scale) -> None:
+    rng = random.Random(scale.seed)
+    for number in range(scale.snapshots):
         restart_with_damaged_snapshots(left, tmp_path / str(number), damage, rng)
         roll_back_damaged(left, tmp_path / str(number), damage, rng)
 
 
-def test_an_engine_serves_plain_texts_after_a_restart_with_damaged_files(known: Practised, tmp_path: Path) -> None:
-    restart_served_after_damage(known, tmp_path, times=2)
+@at_both_scales
+def test_an_engine_serves_plain_texts_after_a_restart_with_damaged_files(
+    known: Practised, tmp_path: Path, scale: Scale
+) -> None:
+    restart_served_after_damage(known, tmp_path, times=scale.restarts)
 
 
-def test_a_real_kill_loses_at_most_one_update(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.adaptation.killed_learner", str(tmp_path), "3"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+@at_both_scales
+def test_a_real_kill_loses_at_most_one_update(tmp_path: Path, scale: Scale) -> None:
+    command = [sys.executable, "-m", "tests.adaptation.killed_learner", str(tmp_path), str(scale.kills)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
