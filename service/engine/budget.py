@@ -9,10 +9,10 @@ S(N) the sum of the first N, B drafting sequences (or what their certain tokens 
 T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -119,34 +119,33 @@ Share = Callable[[Candidates, Tensor, Tensor, Tensor], Tensor]
 """As `allocate_nodes`."""
 
 
-class BudgetPolicy(Protocol):
+class BudgetPolicy(ABC):
     """Chooses each sequence's number of nodes, at most limits[b] of them."""
 
+    @abstractmethod
     def refusal(self, load: Load) -> str | None:
         """Why nothing is to be drafted in this step, one of REASONS; None where the drafter is to be asked."""
-        ...
 
+    @abstractmethod
     def follows(self, load: Load) -> bool:
         """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
-        ...
 
+    @abstractmethod
     def choose(
         self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
     ) -> tuple[Tensor, str]:
         """Nodes per sequence, and why; `share` computes `allocate_nodes`, as it is or in a CUDA graph. # -> [batch]"""
-        ...
 
-    def renew(self) -> None:
+    def renew(self) -> None:  # noqa: B027
         """Other weights draft from now on."""
-        ...
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         """Take in what a step took, as the host had to wait for it; returns the verify seconds that had been predicted,
         if any had."""
-        ...
+        return None
 
 
-class FixedBudget:
+class FixedBudget(BudgetPolicy):
     """The same number of nodes in every step, however likely they are, or one for each number of drafting sequences."""
 
     def __init__(self, nodes: int | Mapping[int, int]) -> None:
@@ -170,17 +169,11 @@ class FixedBudget:
             return keep, "fixed"
         return keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots"
 
-    def renew(self) -> None:
-        """The same whoever drafts."""
-
-    def learn(self, budget: Budget, stats: StepStats) -> float | None:
-        return None
-
     def _nodes(self, load: Load) -> int:
         return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_drafting)][-1]
 
 
-class CostBudget:
+class CostBudget(BudgetPolicy):
     """The number of nodes that maximises expected tokens per second over the whole batch; none is plain decoding.
 
     Every N is looked at, because cost curves are staircases. Every step is compared with what a plain one of the same

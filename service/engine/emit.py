@@ -63,16 +63,13 @@ class EmitStage:
         self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None
     ) -> SequenceOutput:
         """What one sequence sends out; the last of them carries its totals."""
-        request = sequence.request
+        text = sequence.text.take() if finish is None else sequence.text.finish()
+        output = SequenceOutput(sequence.request.request_id, sequence.index, tuple(kept), text, shown)
         if finish is None:
             sequence.sampling.extend(kept)
-            return SequenceOutput(request.request_id, sequence.index, tuple(kept), sequence.text.take(), shown)
-        return SequenceOutput(
-            request.request_id,
-            sequence.index,
-            tuple(kept),
-            sequence.text.finish(),
-            shown,
+            return output
+        return replace(
+            output,
             finish_reason=finish.reason,
             stop_reason=finish.stop,
             error=finish.error,

@@ -64,7 +64,8 @@ class TextStream:
     def _first_possible_stop(self) -> int:
         """Where text begins that could still become a stop string."""
         for start in range(len(self._pending)):
-            if any(_continues(stop, self._pending, start) for stop in self._stop):
+            rest = self._pending[start:]
+            if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stop):
                 return start
         return len(self._pending)
 
@@ -72,11 +73,6 @@ class TextStream:
         text, self._pending = self._pending[:length], self._pending[length:]
         self._searched = max(0, self._searched - length)
         return text
-
-
-def _continues(stop: str, text: str, start: int) -> bool:
-    """Whether `text` from `start` on is a proper beginning of `stop`."""
-    return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 
 @dataclass(slots=True)

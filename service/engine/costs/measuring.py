@@ -68,11 +68,6 @@ def costs_at_start(
     measurements.
     """
 
-    def measured() -> Costs:
-        sizes = {"max_sequences": max_sequences, "max_model_len": max_model_len, "max_budget": max_budget}
-        verify = measure_costs(target, **sizes, progress=progress)
-        return Costs(verify, measure_drafts(make_drafter(), target, batches=sequence_points(max_sequences)))
-
     key: CostKey = {
         "machine": this_machine(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
@@ -84,7 +79,16 @@ def costs_at_start(
         "version": f"{version} {torch.__version__}",
         "format": _FORMAT,
     }
-    return cached_or_measured(folder, key, measured, partial(_is_faster_now, target))
+    costs = read(folder, key)
+    if costs is not None and _is_faster_now(target, costs):
+        logger.warning("steps are faster than the costs in %s say: measuring again", cost_file(folder, key))
+        costs = None
+    if costs is None:
+        sizes = {"max_sequences": max_sequences, "max_model_len": max_model_len, "max_budget": max_budget}
+        verify = measure_costs(target, **sizes, progress=progress)
+        costs = Costs(verify, measure_drafts(make_drafter(), target, batches=sequence_points(max_sequences)))
+        write(folder, key, costs)
+    return costs
 
 
 def sequence_points(max_sequences: int) -> list[int]:
@@ -256,23 +260,9 @@ def cost_file(folder: Path, key: CostKey) -> Path:
     return folder / f"costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def cached_or_measured(
-    folder: Path, key: CostKey, measure: Callable[[], Costs], is_out_of_date: Callable[[Costs], bool] = lambda _: False
-) -> Costs:
-    """The costs of this key from the folder, or else measured now and kept there."""
+def read(folder: Path, key: CostKey) -> Costs | None:
+    """The costs of this key, None (with one line in the log) if what is there is not a whole file of this very key."""
     file = cost_file(folder, key)
-    costs = read(file, key)
-    if costs is not None and is_out_of_date(costs):
-        logger.warning("steps are faster than the costs in %s say: measuring again", file)
-        costs = None
-    if costs is None:
-        costs = measure()
-        write(file, key, costs)
-    return costs
-
-
-def read(file: Path, key: CostKey) -> Costs | None:
-    """What the file holds, None (with one line in the log) if it is not a whole file of this very key."""
     try:
         content = json.loads(file.read_text())
         if content["key"] != key:
@@ -286,21 +276,22 @@ def read(file: Path, key: CostKey) -> Costs | None:
         return None
 
 
-def write(file: Path, key: CostKey, costs: Costs) -> None:
+def write(folder: Path, key: CostKey, costs: Costs) -> None:
     """Put the costs there, all or nothing. A folder that cannot be written costs the next start a few seconds."""
     tables = asdict(costs)
     # planned transfer: numpy, on the host
     lists = {name: {axis: values.tolist() for axis, values in table.items()} for name, table in tables.items()}
+    file = cost_file(folder, key)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with beside.open("w") as handle:
             json.dump({"key": key, **lists}, handle)
             handle.flush()
             os.fsync(handle.fileno())
         beside.replace(file)
     except OSError as error:
-        logger.warning("measured costs cannot be kept in %s: %s", file.parent, error)
+        logger.warning("measured costs cannot be kept in %s: %s", folder, error)
 
 
 def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:

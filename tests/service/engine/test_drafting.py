@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, CostBudget, FixedBudget, Load, Share, allocate_nodes
+from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, allocate_nodes
 from service.engine.costs.model import CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, SpeculationParams
@@ -146,7 +146,7 @@ def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     assert not budget.followed
 
 
-class Watcher:
+class Watcher(BudgetPolicy):
     """A budget of two nodes that keeps what it was told, and refuses while `reason` is set."""
 
     def __init__(self) -> None:

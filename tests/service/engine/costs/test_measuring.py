@@ -15,7 +15,6 @@ from service.engine.costs import measuring
 from service.engine.costs.measuring import (
     CostKey,
     Point,
-    cached_or_measured,
     cost_file,
     costs_at_start,
     measure_costs,
@@ -204,14 +203,11 @@ def test_measuring_drafts_fills_every_batch() -> None:
     assert 0 < costs.seconds[0] <= costs.seconds[1]
 
 
-def never() -> Costs:
-    raise AssertionError("measured again")
-
-
 def test_what_was_measured_is_read_again_to_the_bit(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    cached_or_measured(folder, KEY, lambda: COSTS)
-    again = cached_or_measured(folder, KEY, never)
+    write(folder, KEY, COSTS)
+    again = read(folder, KEY)
+    assert again is not None
     for name in ("sequences", "contexts", "rows", "seconds"):
         assert np.array_equal(getattr(again.verify, name), getattr(COSTS.verify, name))
     assert np.array_equal(again.drafts.seconds, COSTS.drafts.seconds)
@@ -219,23 +215,23 @@ def test_what_was_measured_is_read_again_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KEY)
-def test_any_other_key_measures_again(tmp_path: Path, name: str) -> None:
-    cached_or_measured(tmp_path, KEY, lambda: COSTS)
-    with pytest.raises(AssertionError, match="measured again"):
-        cached_or_measured(tmp_path, {**KEY, name: "other"}, never)
+def test_any_other_key_is_measured_by_itself(tmp_path: Path, name: str) -> None:
+    write(tmp_path, KEY, COSTS)
+    assert read(tmp_path, {**KEY, name: "other"}) is None
 
 
 def test_a_file_under_the_wrong_name_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = cost_file(tmp_path, KEY)
-    write(file, {**KEY, "threads": 2}, COSTS)
-    assert read(file, KEY) is None
+    other = {**KEY, "threads": 2}
+    write(tmp_path, other, COSTS)
+    cost_file(tmp_path, other).rename(cost_file(tmp_path, KEY))
+    assert read(tmp_path, KEY) is None
     assert "belong to something else" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "shape", "nan"])
-def test_a_damaged_file_is_measured_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     file = cost_file(tmp_path, KEY)
-    write(file, KEY, COSTS)
+    write(tmp_path, KEY, COSTS)
     text = file.read_text()
     file.write_text(
         {
@@ -245,16 +241,16 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, damage: str, caplog: p
             "nan": text.replace("0.5", "NaN"),
         }[damage]
     )
-    assert read(file, KEY) is None
+    assert read(tmp_path, KEY) is None
     assert "cannot be read" in caplog.text
-    assert cached_or_measured(tmp_path, KEY, lambda: COSTS) is COSTS
-    assert read(file, KEY) is not None
+    write(tmp_path, KEY, COSTS)
+    assert read(tmp_path, KEY) is not None
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert cached_or_measured(blocked, KEY, lambda: COSTS) is COSTS
+    write(blocked, KEY, COSTS)
     assert "cannot be kept" in caplog.text
 
 
