@@ -94,8 +94,7 @@ class SnapshotRing:
             self._memory[info.version] = snapshot
         for version in sorted(self._memory)[: -self._num_in_memory]:
             del self._memory[version]
-        for version in stored_versions(self._folder)[: -self._num_on_disk]:
-            remove_snapshot(self._folder, version)
+        self._drop_oldest()
 
     def get(self, version: int, layout: Layout) -> Snapshot:
         """Raises Damaged for a snapshot that cannot be trusted, or is not there."""
@@ -103,6 +102,10 @@ class SnapshotRing:
         if kept is not None:
             return Snapshot(kept.info, _on_host(kept.tensors))
         return read_snapshot(self._folder, version, layout)
+
+    def _drop_oldest(self) -> None:
+        for version in stored_versions(self._folder)[: -self._num_on_disk]:
+            remove_snapshot(self._folder, version)
 
 
 class LearnerCheckpoint:
