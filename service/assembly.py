@@ -28,7 +28,7 @@ from service.engine.costs.model import Costs
 from service.engine.drafter_weights import dummy_drafter, shipped_folder
 from service.engine.engine import Engine, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
-from service.engine.numerics import Numerics, rows_are_independent, settle, trial_context
+from service.engine.numerics import Numerics, rows_are_independent, settle
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
@@ -135,7 +135,7 @@ def _target(
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
         needs = memory_planner.needs_of(target, limits, network, _learning(config, device), captures=captures)
-        plan = MemoryPlan(build.free_bytes(device), needs)
+        plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
         logger.info("device memory set aside beside keys and values: %s", plan.described())
@@ -174,7 +174,7 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
             max_nodes=limits.max_budget,
             max_length=limits.max_model_len,
         )
-    return numerics if rows_are_independent(target, context=trial_context(target)) else "tolerant"
+    return numerics if rows_are_independent(target) else "tolerant"
 
 
 def _costs(

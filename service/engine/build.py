@@ -13,11 +13,11 @@ from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.costs.model import Costs, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.engine import Engine, Vocabulary
-from service.engine.kv_pool import KVPool, SlotPool, SlotTable
+from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.linear import can_pack
 from service.engine.prefix_cache import PrefixCache
 from service.engine.scheduler import Scheduler
 from service.engine.target import Target
-from service.engine.weights import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,6 @@ class EngineLimits:
     first_slot: int = NULL_SLOT + 1  # where they begin: engines of disjoint slots may run in turn
 
 
-def build_target(loaded: LoadedModel, num_slots: int, *, tap_layers: tuple[int, ...] = ()) -> Target:
-    """A target with its key/value pool; its row multiple is still to be settled."""
-    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
-    return Target(loaded.model, pool, row_multiple=1, tap_layers=tap_layers)
-
-
 def build_engine(
     target: Target,
     limits: EngineLimits,
@@ -52,8 +46,7 @@ def build_engine(
     pace_seconds: float | None = None,
     capture: Capture | None = None,
 ) -> Engine:
-    """An idle engine around a target. `costs` is what those who learn count in; with `capture` trees are pruned by CUDA
-    graphs."""
+    """An idle engine. `costs` is what those who learn count in; with `capture` trees are pruned by CUDA graphs."""
     slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
     table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
     draft_stage = DraftStage(
@@ -107,12 +100,7 @@ def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
     return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Device memory that is free now; 0 on a CPU, where the pool's size is set in GiB."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
 def default_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the device computes it natively, else fp32."""
-    native = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    native = device.type == "cuda" or can_pack(torch.bfloat16, device)
     return torch.bfloat16 if native else torch.float32

@@ -55,8 +55,8 @@ class PaddedRows(NamedTuple):
         )
 
     @staticmethod
-    def padding(shape: Shape, length: int, *, unread_slot: int, device: torch.device) -> "PaddedRows":
-        lines = shape.sequences + 1
+    def padding(shape: Shape, length: int, target: Target) -> "PaddedRows":
+        lines, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=device).expand(size)
@@ -82,12 +82,10 @@ class CapturedForward:
         largest = Shape(max(shape.sequences for shape in largest_first), largest_first[0].rows)
         self.most = largest
         self.max_length = max_length
-        padding = partial(
-            PaddedRows.padding, length=max_length, unread_slot=target.pool.unread_slot, device=target.device
-        )
+        padded = [((*PaddedRows.padding(shape, max_length, target),), ()) for shape in largest_first]
         table_rows = torch.arange(largest.sequences + 1, device=target.device)
         self._runner: GraphRunner[tuple[Tensor, ...]] = GraphRunner(
-            partial(_forward, target, table_rows), capture, (((*padding(shape),), ()) for shape in largest_first)
+            partial(_forward, target, table_rows), capture, padded
         )
         logits = self._runner.results[0][0]
         self._sampler = Sampler(capture, logits, {shape.rows for shape in largest_first})
@@ -107,28 +105,11 @@ class CapturedForward:
 
 
 def _forward(
-    target: Target,
-    table_rows: Tensor,
-    rows: Tensor,
-    logit_rows: Tensor,
-    lines: Tensor,
-    extend_end: Tensor,
-    node_slots: Tensor,
-    node_depths: Tensor,
-    ancestors: Tensor,
+    target: Target, table_rows: Tensor, rows: Tensor, logit_rows: Tensor, lines: Tensor, *trees: Tensor
 ) -> tuple[Tensor, ...]:
     """Logits, and features where the target taps them. Arguments as of `PaddedRows`."""
     tokens, positions, sequence, node, slots = rows
-    attention = AttentionRows(
-        sequence=sequence,
-        positions=positions,
-        node=node,
-        table_rows=table_rows[: lines.shape[0]],
-        extend_end=extend_end,
-        node_slots=node_slots,
-        node_depths=node_depths,
-        ancestors=ancestors,
-    )
+    attention = AttentionRows(sequence, positions, node, table_rows[: lines.shape[0]], *trees)
     output = target.compute(tokens, attention, slots, logit_rows, lines)
     return (output.logits,) if output.features is None else (output.logits, output.features)
 

@@ -2,7 +2,7 @@
 values get a share of the rest. Nothing grows while serving. On a CPU nothing is measured: the pool's size is a setting.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ import torch
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.tree import MAX_NODES
 from service.config import GIB
-from service.engine.build import EngineLimits, build_target
+from service.engine.build import EngineLimits
 from service.engine.captured import ROWS
 from service.engine.kv_pool import KVPool, KVShape
 from service.engine.numerics import Trial
@@ -95,7 +95,8 @@ def memory_for(what: str, lower: str) -> Iterator[None]:
 def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: tuple[int, ...]) -> Target:
     """A target whose pool holds one prompt chunk, to measure with; it gets its own by `give_room`."""
     with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
-        return build_target(loaded, _trial_rows(limits) + 1, tap_layers=tap_layers)
+        pool = KVPool(loaded.kv_shape, _trial_rows(limits) + 1, loaded.model.device)
+        return Target(loaded.model, pool, tap_layers=tap_layers)
 
 
 def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
@@ -128,8 +129,7 @@ def needs_of(
         kept = ROWS[-1] * target.vocab_size * target.model.dtype.itemsize
         needs.append(Need("captured forwards", _measured(target, ROWS[-1]) + kept, "set graphs to off"))
     if captures and network is not None:
-        growth = _window_bytes(limits, network) + _proposal_bytes(limits, network)
-        needs.append(Need("the drafter's captured forwards", growth, "lower max_sequences"))
+        needs.append(Need("the drafter's captured forwards", _growth_bytes(limits, network), "lower max_sequences"))
     if network is not None and learning is not None:
         needs += _learning_needs(limits, network, learning)
     return tuple(needs)
@@ -161,20 +161,13 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
     return max_sequences * places * per_place
 
 
-def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _window_bytes(limits: EngineLimits, network: SpecBlock) -> int:
-    """Keys and values of every sequence's window in fp32, gathered, and joined with those of the tree."""
-    window = limits.max_sequences * network.config.trained_length
-    return 2 * 2 * window * network.kv_heads * network.head_dim * 4
-
-
-def _proposal_bytes(limits: EngineLimits, network: SpecBlock) -> int:
-    """Scores of the blocks begun at once and the noise behind the roots, in fp32."""
-    positions = limits.max_sequences * network.config.block_size
-    return positions * _SCORED_BLOCKS * network.config.draft_vocab_size * 4
+def _growth_bytes(limits: EngineLimits, network: SpecBlock) -> int:
+    """In fp32: keys and values of every sequence's window, gathered, and joined with those of the tree; scores of the
+    blocks begun at once and the noise behind the roots."""
+    config = network.config
+    window = 2 * 2 * config.trained_length * network.kv_heads * network.head_dim
+    scores = config.block_size * _SCORED_BLOCKS * config.draft_vocab_size
+    return 4 * limits.max_sequences * (window + scores)
 
 
 def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: LearningSizes) -> list[Need]:
@@ -191,7 +184,7 @@ def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning
     if learning.trains_here:
         heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
         weights = sum(value.numel() for value in network.parameters())
-        copies = training_bytes(weights, heads, total_bytes(list(network.parameters())))
+        copies = training_bytes(weights, heads, sum(value.nbytes for value in network.parameters()))
         needs.append(Need("training", copies, "set adaptation.train_device to another device"))
     return needs
 

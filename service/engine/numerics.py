@@ -81,22 +81,20 @@ def settle(target: Target) -> Numerics:
     When none does, rows are left unpadded and the answer is "tolerant": text may then differ between runs in rare
     near-ties, as it does in other servers.
     """
-    context = trial_context(target)
     for multiple in ROW_MULTIPLES:
         target.row_multiple = multiple
-        if rows_are_independent(target, context=context):
+        if rows_are_independent(target):
             return "exact"
     target.row_multiple = 1
     return "tolerant"
 
 
-def trial_context(target: Target) -> int:
-    """The longest text, up to what is worth while, of which three fit into the target's pool."""
-    return min(_CONTEXT, (target.pool.num_slots - 1 - _STEPS - 2 * (_STEPS + _BRANCHES)) // 3)
+def rows_are_independent(target: Target, *, context: int | None = None, steps: int = _STEPS) -> bool:
+    """Compare one-row decoding with trees beside another sequence, after other prompt chunkings: bits must agree.
 
-
-def rows_are_independent(target: Target, *, context: int = _CONTEXT, steps: int = _STEPS) -> bool:
-    """Compare one-row decoding with trees beside another sequence, after other prompt chunkings: bits must agree."""
+    `context` is the length of the text; otherwise as long as is worth while and as fits into the pool three times.
+    """
+    context = context or min(_CONTEXT, (target.pool.num_slots - 1 - steps - 2 * (steps + _BRANCHES)) // 3)
     trial = Trial(target, lines=3, max_length=context + 2 * steps + 2)
     tokens = trial.random_tokens(context + steps)
     trial.read(0, tokens[:context], chunk=context)

@@ -58,7 +58,7 @@ class Target:
     """A loaded model bound to its key/value pool."""
 
     def __init__(
-        self, model: PreTrainedModel, pool: KVPool, *, row_multiple: int, tap_layers: Sequence[int] = ()
+        self, model: PreTrainedModel, pool: KVPool, *, row_multiple: int = 1, tap_layers: Sequence[int] = ()
     ) -> None:
         self.model = model
         self.pool = pool

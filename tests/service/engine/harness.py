@@ -10,6 +10,7 @@ from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.build import EngineLimits
 from service.engine.engine import Engine, Vocabulary
+from service.engine.kv_pool import KVPool
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.stats import StepStats
 from service.engine.target import Target
@@ -54,9 +55,8 @@ class Generated:
 
 
 def tiny_target(loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = ()) -> Target:
-    target = build.build_target(loaded, num_slots, tap_layers=tap_layers)
-    target.row_multiple = ROW_MULTIPLE
-    return target
+    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
+    return Target(loaded.model, pool, row_multiple=ROW_MULTIPLE, tap_layers=tap_layers)
 
 
 def tiny_engine(

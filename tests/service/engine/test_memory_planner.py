@@ -27,7 +27,6 @@ from service.engine.memory_planner import (
     needs_of,
     slots_for,
     target_without_room,
-    total_bytes,
     training_bytes,
 )
 from service.errors import StartupError
@@ -70,6 +69,10 @@ def test_other_errors_pass() -> None:
         raise ZeroDivisionError
 
 
+def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
@@ -91,7 +94,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
-    serving = total_bytes(list(served.parameters()))
+    serving = total_bytes(served.parameters())
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 2 * serving
     undo += 4 * count + 3 * 4 * heads  # where tokens are exchanged
     assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
