@@ -26,6 +26,7 @@ from service.bench.experiment import (
     PLAIN,
     Column,
     Measure,
+    Row,
     conclude,
     counted,
     mismatches,
@@ -170,7 +171,7 @@ def _prices(plain: Run) -> dict[str, list[float]]:
     return prices
 
 
-def rows_of(player: str, steps: Sequence[PricedStep]) -> list[dict[str, object]]:
+def rows_of(player: str, steps: Sequence[PricedStep]) -> list[Row]:
     """The steps in windows of one hundred, and what is left at the end."""
     firsts = range(0, len(steps), WINDOW_STEPS)
     return [

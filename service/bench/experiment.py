@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -35,7 +35,9 @@ Contestant = Callable[[Sequence[GenerationRequest]], Run]
 """Answers requests: `partial(generate, engine)`, or another engine on the same weights."""
 
 T = TypeVar("T")
-Row = TypeVar("Row")
+_Row = TypeVar("_Row")
+Row = dict[str, Any]
+"""A line of the report as JSON shows it."""
 
 _RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)
@@ -52,11 +54,11 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
+class Column(Generic[_Row]):
     """A title and what stands below it."""
 
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[_Row], str]
 
 
 def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
@@ -157,11 +159,11 @@ def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
 
 
 def table_of(
-    columns: Sequence[Column[Row]],
-    rows: Sequence[Row],
+    columns: Sequence[Column[_Row]],
+    rows: Sequence[_Row],
     *,
     caption: str | None = None,
-    section: Callable[[Row], object] = lambda row: None,
+    section: Callable[[_Row], object] = lambda row: None,
 ) -> Table:
     """One line per row; a rule wherever `section` changes."""
     table = Table(*(column.title for column in columns), caption=caption)

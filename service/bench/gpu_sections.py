@@ -275,12 +275,12 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
         row = measure_set(prompts, contestants, measure)
         at: At = {"temperature": temperature, "model": assembly.config.model}
         name = f"at T={temperature:g}"
-        speeds = {"plain": row.plain_decode_tokens_per_second, "speculative": row.speculative_decode_tokens_per_second}
-        for contestant, speed in speeds.items():
+        for contestant in ("plain", "speculative"):
+            speed = row[f"{contestant}_decode_tokens_per_second"]
             yield Figure("speed", f"{contestant} decode {name}", speed, "tokens/s", at)
-        yield Figure("speed", f"decode speedup {name}", row.decode_speedup, "times", at)
-        yield Figure("speed", f"tau {name}", row.tau, "tokens", at)
-        yield Figure("exactness", "mismatched tokens", row.mismatched_tokens, "tokens", at)
+        yield Figure("speed", f"decode speedup {name}", row["decode_speedup"], "times", at)
+        yield Figure("speed", f"tau {name}", row["tau"], "tokens", at)
+        yield Figure("exactness", "mismatched tokens", row["mismatched_tokens"], "tokens", at)
 
 
 def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:

@@ -26,6 +26,7 @@ from service.bench.experiment import (
     PLAIN,
     Column,
     Measure,
+    Row,
     conclude,
     cost_errors,
     counted,
@@ -96,36 +97,11 @@ class LoadPlan:
         return PoissonArrivals(self.rate_per_second, self.requests_at(concurrency), seed=self.measure.seed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRow:
-    """One policy at one concurrency. Inter-token latency is per token: those of one step share its time."""
+def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> Row:
+    """A policy's run as one row; `reference` is another policy's run of the same requests.
 
-    policy: str
-    concurrency: int
-    arrival: str
-    rate_per_second: float | None
-    requests: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float  # while the load is steady
-    goodput_tokens_per_second: float
-    ttft_p50_seconds: float
-    ttft_p95_seconds: float
-    ttft_p99_seconds: float
-    itl_p50_seconds: float
-    itl_p95_seconds: float
-    itl_p99_seconds: float
-    mean_budget: float  # nodes per decoding sequence and step
-    tau: float
-    draft_share: float
-    undrafted_share: float  # of the steps
-    cost_error: float | None  # median of |predicted / measured - 1| over steps, for a verify
-    survival_error: float | None  # calibration error of survival at the end
-    mismatched_tokens: int
-
-
-def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> LoadRow:
-    """A policy's run as one row; `reference` is another policy's run of the same requests."""
+    Inter-token latency is per token: those of one step share its time.
+    """
     served, steps = run.answers, [step.stats for step in run.steps]
     well_served = sum(len(request.token_ids) for request in served if plan.is_well_served(request))
     speed = run.steady.tokens / run.steady.seconds
@@ -134,39 +110,40 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPl
     verifies = sum(len(request.accepted_per_step) for request in served)
     errors = cost_errors(steps)
     calibration = [step.survival_error for step in steps if step.survival_error is not None]
-    return LoadRow(
-        policy=policy,
-        concurrency=concurrency,
-        arrival=plan.arrival,
-        rate_per_second=plan.rate_per_second,
-        requests=len(served),
-        tokens=run.num_tokens,
-        seconds=run.seconds,
-        tokens_per_second=speed,
-        goodput_tokens_per_second=speed * well_served / run.num_tokens,
-        ttft_p50_seconds=percentile(firsts, 50),
-        ttft_p95_seconds=percentile(firsts, 95),
-        ttft_p99_seconds=percentile(firsts, 99),
-        itl_p50_seconds=percentile(gaps, 50),
-        itl_p95_seconds=percentile(gaps, 95),
-        itl_p99_seconds=percentile(gaps, 99),
-        mean_budget=sum(step.drafted_nodes for step in steps) / max(1, verifies),
-        tau=tau([run]),
-        draft_share=sum(step.draft_seconds for step in steps) / run.seconds,
-        undrafted_share=fmean(step.drafted_nodes == 0 for step in steps),
-        cost_error=median(errors) if errors else None,
-        survival_error=calibration[-1] if calibration else None,
-        mismatched_tokens=mismatches([reference], [run]),
-    )
+    return {
+        "policy": policy,
+        "concurrency": concurrency,
+        "arrival": plan.arrival,
+        "rate_per_second": plan.rate_per_second,
+        "requests": len(served),
+        "tokens": run.num_tokens,
+        "seconds": run.seconds,
+        "tokens_per_second": speed,  # while the load is steady
+        "goodput_tokens_per_second": speed * well_served / run.num_tokens,
+        "ttft_p50_seconds": percentile(firsts, 50),
+        "ttft_p95_seconds": percentile(firsts, 95),
+        "ttft_p99_seconds": percentile(firsts, 99),
+        "itl_p50_seconds": percentile(gaps, 50),
+        "itl_p95_seconds": percentile(gaps, 95),
+        "itl_p99_seconds": percentile(gaps, 99),
+        # nodes per decoding sequence and step
+        "mean_budget": sum(step.drafted_nodes for step in steps) / max(1, verifies),
+        "tau": tau([run]),
+        "draft_share": sum(step.draft_seconds for step in steps) / run.seconds,
+        "undrafted_share": fmean(step.drafted_nodes == 0 for step in steps),  # of the steps
+        "cost_error": median(errors) if errors else None,  # of the verifies
+        "survival_error": calibration[-1] if calibration else None,  # calibration error of survival at the end
+        "mismatched_tokens": mismatches([reference], [run]),
+    }
 
 
-def summary_of(rows: Sequence[LoadRow]) -> dict[str, object]:
+def summary_of(rows: Sequence[Row]) -> dict[str, object]:
     """Means per policy, and what the adaptive budget is worth beside plain decoding and fixed budgets."""
-    policies = dict.fromkeys(row.policy for row in rows)
-    speeds = {name: np.array([row.tokens_per_second for row in rows if row.policy == name]) for name in policies}
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    speeds = {name: np.array([row["tokens_per_second"] for row in rows if row["policy"] == name]) for name in policies}
     summary: dict[str, object] = {
         "mean_tokens_per_second": {name: float(mine.mean()) for name, mine in speeds.items()},
-        "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
+        "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
     }
     fixed = [mine for name, mine in speeds.items() if name.startswith(FIXED)]  # [concurrency] each
     if ADAPTIVE in speeds and PLAIN in speeds:
@@ -217,7 +194,7 @@ def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: P
     summary = summary_of(rows)
     if plot is not None:
         plot_load(rows, plot, title=f"{config.public_model_name}, {assembly.drafter_name}")
-    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row.concurrency)
+    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row["concurrency"])
     return conclude(assembly, out, rows, summary, table, *(f"{name}: {value}" for name, value in summary.items()))
 
 
@@ -234,12 +211,12 @@ def _measure_all(
     policies: Mapping[str, FixedBudget | None],
     prompts: Sequence[Sequence[int]],
     plan: LoadPlan,
-) -> list[LoadRow]:
+) -> list[Row]:
     engines = engines_of(assembly, policies, max(map(len, prompts)) + plan.most_tokens, max(plan.concurrency))
     few = replace(plan.measure, max_tokens=min(_WARM_UP_TOKENS, plan.measure.max_tokens), concurrency=2)
     warm_up({name: partial(generate, engine) for name, engine in engines.items()}, prompts[0], few)
     requests = _of_all_lengths(requests_from(prompts, 0, replace(plan.measure, concurrency=len(prompts))), plan)
-    rows: list[LoadRow] = []
+    rows: list[Row] = []
     with counted(len(engines) * sum(map(plan.requests_at, plan.concurrency))) as advance:
         for concurrency in plan.concurrency:
             advance(0, f"concurrency {concurrency}")
@@ -304,23 +281,23 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-_COLUMNS: tuple[Column[LoadRow], ...] = (
-    Column("concurrency", lambda row: str(row.concurrency)),
-    Column("policy", lambda row: row.policy),
-    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
-    Column("goodput", lambda row: f"{row.goodput_tokens_per_second:.1f}"),
-    Column("TTFT p50", lambda row: f"{row.ttft_p50_seconds:.2f}"),
-    Column("p95", lambda row: f"{row.ttft_p95_seconds:.2f}"),
-    Column("p99", lambda row: f"{row.ttft_p99_seconds:.2f}"),
-    Column("ITL p50", lambda row: f"{1000 * row.itl_p50_seconds:.1f}"),
-    Column("p95", lambda row: f"{1000 * row.itl_p95_seconds:.1f}"),
-    Column("p99", lambda row: f"{1000 * row.itl_p99_seconds:.1f}"),
-    Column("budget", lambda row: f"{row.mean_budget:.1f}"),
-    Column("tau", lambda row: f"{row.tau:.2f}"),
-    Column("undrafted", lambda row: f"{100 * row.undrafted_share:.0f} %"),
-    Column("cost error", lambda row: _share(row.cost_error)),
-    Column("ECE", lambda row: _share(row.survival_error)),
-    Column("mismatched", lambda row: str(row.mismatched_tokens)),
+_COLUMNS: tuple[Column[Row], ...] = (
+    Column("concurrency", lambda row: str(row["concurrency"])),
+    Column("policy", lambda row: row["policy"]),
+    Column("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+    Column("goodput", lambda row: f"{row['goodput_tokens_per_second']:.1f}"),
+    Column("TTFT p50", lambda row: f"{row['ttft_p50_seconds']:.2f}"),
+    Column("p95", lambda row: f"{row['ttft_p95_seconds']:.2f}"),
+    Column("p99", lambda row: f"{row['ttft_p99_seconds']:.2f}"),
+    Column("ITL p50", lambda row: f"{1000 * row['itl_p50_seconds']:.1f}"),
+    Column("p95", lambda row: f"{1000 * row['itl_p95_seconds']:.1f}"),
+    Column("p99", lambda row: f"{1000 * row['itl_p99_seconds']:.1f}"),
+    Column("budget", lambda row: f"{row['mean_budget']:.1f}"),
+    Column("tau", lambda row: f"{row['tau']:.2f}"),
+    Column("undrafted", lambda row: f"{100 * row['undrafted_share']:.0f} %"),
+    Column("cost error", lambda row: _share(row["cost_error"])),
+    Column("ECE", lambda row: _share(row["survival_error"])),
+    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
     "tokens/s: from when all clients were answered once until the first has nothing left to ask; goodput: those of "
@@ -329,16 +306,16 @@ _CAPTION = (
 )
 
 
-def plot_load(rows: Sequence[LoadRow], file: Path, *, title: str) -> None:
+def plot_load(rows: Sequence[Row], file: Path, *, title: str) -> None:
     """One line per policy; the adaptive one's budget below."""
     figure = Figure(figsize=(7.5, 7.0))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for policy in dict.fromkeys(row.policy for row in rows):
-        mine = [row for row in rows if row.policy == policy]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        mine = [row for row in rows if row["policy"] == policy]
         width = 2.5 if policy == ADAPTIVE else 1.2
-        places = [row.concurrency for row in mine]
-        above.plot(places, [row.tokens_per_second for row in mine], marker="o", linewidth=width, label=policy)
-        below.plot(places, [row.mean_budget for row in mine], marker="o", linewidth=width, label=policy)
+        places = [row["concurrency"] for row in mine]
+        above.plot(places, [row["tokens_per_second"] for row in mine], marker="o", linewidth=width, label=policy)
+        below.plot(places, [row["mean_budget"] for row in mine], marker="o", linewidth=width, label=policy)
     above.set_title(title)
     above.set_ylabel("tokens per second")
     above.legend()

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,6 +23,7 @@ from service.bench.experiment import (
     Column,
     Contestant,
     Measure,
+    Row,
     conclude,
     counted,
     decode_tokens_per_second,
@@ -81,28 +81,6 @@ PEERS: Mapping[str, Callable[[Assembly], Contestant]] = {"transformers": Transfo
 """Other engines on the same weights, to measure ours against."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedRow:
-    """The result for one prompt set. Tokens per second include reading the prompts, except in the `decode` columns."""
-
-    set: str
-    temperature: float
-    concurrency: int
-    prompts: int
-    tokens: int
-    plain_tokens_per_second: float
-    speculative_tokens_per_second: float
-    speedup: float
-    plain_decode_tokens_per_second: float
-    speculative_decode_tokens_per_second: float
-    decode_speedup: float
-    tau: float
-    draft_share: float  # of the steps' time
-    mismatched_tokens: int
-    accepted_by_source: dict[str, int]  # a token that several had proposed counts for each
-    peers: dict[str, float]
-
-
 def contestants_of(assembly: Assembly, peers: Sequence[str] = ()) -> dict[str, Contestant]:
     """Plain decoding, the configured speculation, and peers, all on the same weights."""
     engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
@@ -115,8 +93,11 @@ def measure_set(
     contestants: Mapping[str, Contestant],
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
-) -> SpeedRow:
-    """Let every contestant answer every prompt. `advance` is told how many prompts are done with each turn."""
+) -> Row:
+    """Let every contestant answer every prompt. `advance` is told how many prompts are done with each turn.
+
+    Tokens per second include reading the prompts, except where `decode` is said.
+    """
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
@@ -125,45 +106,45 @@ def measure_set(
     accepted = Counter[str]()
     for step in steps:
         accepted.update(step.stats.accepted_by_source)
-    return SpeedRow(
-        set=prompts.name,
-        temperature=measure.temperature,
-        concurrency=measure.concurrency,
-        prompts=len(prompts.prompts),
-        tokens=sum(run.num_tokens for run in plain),
-        plain_tokens_per_second=speeds[PLAIN],
-        speculative_tokens_per_second=speeds[SPECULATIVE],
-        speedup=speeds[SPECULATIVE] / speeds[PLAIN],
-        plain_decode_tokens_per_second=decode[0],
-        speculative_decode_tokens_per_second=decode[1],
-        decode_speedup=decode[1] / decode[0] if decode[0] else 1.0,
-        tau=tau(speculative),
-        draft_share=sum(step.stats.draft_seconds for step in steps) / sum(step.seconds for step in steps),
-        mismatched_tokens=mismatches(plain, speculative),
-        accepted_by_source=dict(sorted(accepted.items())),
-        peers={name: speed for name, speed in speeds.items() if name not in (PLAIN, SPECULATIVE)},
-    )
-
-
-def summary_of(rows: Sequence[SpeedRow]) -> dict[str, object]:
-    """All sets together, and by temperature; means over sets, that of the speedup geometric."""
-    temperatures = dict.fromkeys(row.temperature for row in rows)
-    groups = [[row for row in rows if row.temperature == temperature] for temperature in temperatures]
     return {
-        **_means(rows),
-        "by_temperature": [{"temperature": mine[0].temperature, **_means(mine)} for mine in groups],
+        "set": prompts.name,
+        "temperature": measure.temperature,
+        "concurrency": measure.concurrency,
+        "prompts": len(prompts.prompts),
+        "tokens": sum(run.num_tokens for run in plain),
+        "plain_tokens_per_second": speeds[PLAIN],
+        "speculative_tokens_per_second": speeds[SPECULATIVE],
+        "speedup": speeds[SPECULATIVE] / speeds[PLAIN],
+        "plain_decode_tokens_per_second": decode[0],
+        "speculative_decode_tokens_per_second": decode[1],
+        "decode_speedup": decode[1] / decode[0] if decode[0] else 1.0,
+        "tau": tau(speculative),
+        "draft_share": sum(step.stats.draft_seconds for step in steps) / sum(step.seconds for step in steps),
+        "mismatched_tokens": mismatches(plain, speculative),
+        "accepted_by_source": dict(sorted(accepted.items())),  # a token that several had proposed counts for each
+        "peers": {name: speed for name, speed in speeds.items() if name not in (PLAIN, SPECULATIVE)},
     }
 
 
-def _means(rows: Sequence[SpeedRow]) -> dict[str, object]:
+def summary_of(rows: Sequence[Row]) -> dict[str, object]:
+    """All sets together, and by temperature; means over sets, that of the speedup geometric."""
+    temperatures = dict.fromkeys(row["temperature"] for row in rows)
+    groups = [[row for row in rows if row["temperature"] == temperature] for temperature in temperatures]
+    return {
+        **_means(rows),
+        "by_temperature": [{"temperature": mine[0]["temperature"], **_means(mine)} for mine in groups],
+    }
+
+
+def _means(rows: Sequence[Row]) -> dict[str, object]:
     return {
         "sets": len(rows),
-        "tokens": sum(row.tokens for row in rows),
-        "speedup": geometric_mean([row.speedup for row in rows]),
-        "lowest_speedup": min(row.speedup for row in rows),
-        "tau": fmean(row.tau for row in rows),
-        "draft_share": fmean(row.draft_share for row in rows),
-        "mismatched_tokens": sum(row.mismatched_tokens for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "speedup": geometric_mean([row["speedup"] for row in rows]),
+        "lowest_speedup": min(row["speedup"] for row in rows),
+        "tau": fmean(row["tau"] for row in rows),
+        "draft_share": fmean(row["draft_share"] for row in rows),
+        "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
     }
 
 
@@ -190,19 +171,19 @@ def run_speed(
     return conclude(assembly, out, rows, summary, _table(rows, summary))
 
 
-_COLUMNS: tuple[Column[SpeedRow], ...] = (
-    Column("set", lambda row: row.set),
-    Column("T", lambda row: f"{row.temperature:g}"),
-    Column("tokens", lambda row: f"{row.tokens:,}"),
-    Column("plain", lambda row: f"{row.plain_tokens_per_second:.1f}"),
-    Column("speculative", lambda row: f"{row.speculative_tokens_per_second:.1f}"),
-    Column("speedup", lambda row: f"{row.speedup:.2f}"),
-    Column("plain, decode", lambda row: f"{row.plain_decode_tokens_per_second:.1f}"),
-    Column("speculative, decode", lambda row: f"{row.speculative_decode_tokens_per_second:.1f}"),
-    Column("speedup, decode", lambda row: f"{row.decode_speedup:.2f}"),
-    Column("tau", lambda row: f"{row.tau:.2f}"),
-    Column("drafting", lambda row: f"{100 * row.draft_share:.1f} %"),
-    Column("mismatched", lambda row: str(row.mismatched_tokens)),
+_COLUMNS: tuple[Column[Row], ...] = (
+    Column("set", lambda row: row["set"]),
+    Column("T", lambda row: f"{row['temperature']:g}"),
+    Column("tokens", lambda row: f"{row['tokens']:,}"),
+    Column("plain", lambda row: f"{row['plain_tokens_per_second']:.1f}"),
+    Column("speculative", lambda row: f"{row['speculative_tokens_per_second']:.1f}"),
+    Column("speedup", lambda row: f"{row['speedup']:.2f}"),
+    Column("plain, decode", lambda row: f"{row['plain_decode_tokens_per_second']:.1f}"),
+    Column("speculative, decode", lambda row: f"{row['speculative_decode_tokens_per_second']:.1f}"),
+    Column("speedup, decode", lambda row: f"{row['decode_speedup']:.2f}"),
+    Column("tau", lambda row: f"{row['tau']:.2f}"),
+    Column("drafting", lambda row: f"{100 * row['draft_share']:.1f} %"),
+    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 
 
@@ -212,18 +193,18 @@ _CAPTION = (
 )
 
 
-def _peer_columns(name: str) -> list[Column[SpeedRow]]:
+def _peer_columns(name: str) -> list[Column[Row]]:
     return [
-        Column(name, lambda row: f"{row.peers[name]:.1f}"),
-        Column(f"plain / {name}", lambda row: f"{row.plain_tokens_per_second / row.peers[name]:.2f}"),
-        Column(f"speculative / {name}", lambda row: f"{row.speculative_tokens_per_second / row.peers[name]:.2f}"),
+        Column(name, lambda row: f"{row['peers'][name]:.1f}"),
+        Column(f"plain / {name}", lambda row: f"{row['plain_tokens_per_second'] / row['peers'][name]:.2f}"),
+        Column(f"speculative / {name}", lambda row: f"{row['speculative_tokens_per_second'] / row['peers'][name]:.2f}"),
     ]
 
 
-def _table(rows: Sequence[SpeedRow], summary: dict[str, Any]) -> Table:
+def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
     """The rows, and below them each temperature's means."""
-    columns = [*_COLUMNS, *(column for name in rows[0].peers for column in _peer_columns(name))]
-    table = table_of(columns, rows, caption=_CAPTION, section=lambda row: row.temperature)
+    columns = [*_COLUMNS, *(column for name in rows[0]["peers"] for column in _peer_columns(name))]
+    table = table_of(columns, rows, caption=_CAPTION, section=lambda row: row["temperature"])
     for means in summary["by_temperature"]:
         quality = [f"{means['tau']:.2f}", f"{100 * means['draft_share']:.1f} %", str(means["mismatched_tokens"])]
         speeds = ["", "", f"{means['speedup']:.2f}", "", "", ""]

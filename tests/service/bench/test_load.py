@@ -10,8 +10,8 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.bench import load
 from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep, generate
-from service.bench.experiment import Measure, percentile, plain_engine, requests_from
-from service.bench.load import LoadPlan, LoadRow, engines_of, policies_of, row_of, summary_of
+from service.bench.experiment import Measure, Row, percentile, plain_engine, requests_from
+from service.bench.load import LoadPlan, engines_of, policies_of, row_of, summary_of
 from service.engine.requests import SequenceOutput
 from service.engine.stats import StepStats
 from service.errors import StartupError
@@ -137,7 +137,7 @@ def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1
     return Answer(tuple(tokens), accepted_per_step=(3, 0), first_token_seconds=first, gaps_seconds=gaps)
 
 
-def row(policy: str, run: Run, reference: Run | None = None) -> LoadRow:
+def row(policy: str, run: Run, reference: Run | None = None) -> Row:
     return row_of(policy, run, reference or run, 1, PLAN)
 
 
@@ -149,18 +149,18 @@ def test_a_row_adds_up_what_its_run_did() -> None:
         Span(1.5, 6),
     )
     found = row("adaptive", run)
-    assert (found.requests, found.tokens, found.seconds, found.tokens_per_second) == (2, 6, 2.0, 4.0)
-    assert found.goodput_tokens_per_second == 4.0 / 2  # the second was too late
-    assert (found.ttft_p50_seconds, found.ttft_p99_seconds) == (1.0, 3.0)
-    assert (found.itl_p50_seconds, found.itl_p95_seconds) == (0.1, 0.3)
-    assert (found.tau, found.mean_budget, found.undrafted_share) == (2.5, 6 / 4, 0.5)
-    assert found.cost_error == pytest.approx(0.2)
-    assert (found.survival_error, found.mismatched_tokens) == (0.02, 0)
+    assert (found["requests"], found["tokens"], found["seconds"], found["tokens_per_second"]) == (2, 6, 2.0, 4.0)
+    assert found["goodput_tokens_per_second"] == 4.0 / 2  # the second was too late
+    assert (found["ttft_p50_seconds"], found["ttft_p99_seconds"]) == (1.0, 3.0)
+    assert (found["itl_p50_seconds"], found["itl_p95_seconds"]) == (0.1, 0.3)
+    assert (found["tau"], found["mean_budget"], found["undrafted_share"]) == (2.5, 6 / 4, 0.5)
+    assert found["cost_error"] == pytest.approx(0.2)
+    assert (found["survival_error"], found["mismatched_tokens"]) == (0.02, 0)
 
 
 def test_another_text_is_a_mismatch() -> None:
     one, other = (Run((served(tokens),), (TIMED,), 1.0, Span(1.0, 3)) for tokens in ([1, 2, 3], [1, 9]))
-    assert row("adaptive", other, one).mismatched_tokens == 2
+    assert row("adaptive", other, one)["mismatched_tokens"] == 2
 
 
 def test_tokens_of_one_step_share_its_time() -> None:
@@ -182,7 +182,7 @@ def test_the_summary_compares_at_every_concurrency() -> None:
     base = row("plain", Run((served([1]),), (TIMED,), 1.0, Span(1.0, 3)))
     speeds = {"plain": (10.0, 20.0), "fixed:8": (16.0, 18.0), "fixed:16": (20.0, 10.0), "adaptive": (18.0, 21.0)}
     rows = [
-        replace(base, policy=name, concurrency=place, tokens_per_second=speed)
+        {**base, "policy": name, "concurrency": place, "tokens_per_second": speed}
         for name, both in speeds.items()
         for place, speed in enumerate(both)
     ]

@@ -9,6 +9,7 @@ from service.assembly import Assembly
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import (
     Measure,
+    Row,
     count_mismatches,
     decode_tokens_per_second,
     rotated,
@@ -16,7 +17,7 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.speed import SpeedRow, TransformersPeer, contestants_of, measure_set, summary_of
+from service.bench.speed import TransformersPeer, contestants_of, measure_set, summary_of
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
@@ -61,36 +62,20 @@ def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: floa
     warm_up(contestants, PROMPTS.prompts[0], measure)
     done: list[int] = []
     row = measure_set(PROMPTS, contestants, measure, done.append)
-    assert row.mismatched_tokens == 0
-    assert (row.set, row.prompts, row.tokens) == ("some", 5, 5 * 24)
+    assert row["mismatched_tokens"] == 0
+    assert (row["set"], row["prompts"], row["tokens"]) == ("some", 5, 5 * 24)
     assert sum(done) == 5
-    assert row.tau >= 1
-    assert sum(row.accepted_by_source.values()) > 0
-    assert 0 <= row.draft_share < 1
-    assert row.speedup == row.speculative_tokens_per_second / row.plain_tokens_per_second
-    assert list(row.peers) == ["transformers"]
-    assert row.peers["transformers"] > 0
+    assert row["tau"] >= 1
+    assert sum(row["accepted_by_source"].values()) > 0
+    assert 0 <= row["draft_share"] < 1
+    assert row["speedup"] == row["speculative_tokens_per_second"] / row["plain_tokens_per_second"]
+    assert list(row["peers"]) == ["transformers"]
+    assert row["peers"]["transformers"] > 0
 
 
-def row_of(temperature: float, speedup: float, tokens_per_verify: float) -> SpeedRow:
-    return SpeedRow(
-        set="some",
-        temperature=temperature,
-        concurrency=1,
-        prompts=2,
-        tokens=50,
-        plain_tokens_per_second=10.0,
-        speculative_tokens_per_second=10.0 * speedup,
-        speedup=speedup,
-        plain_decode_tokens_per_second=10.0,
-        speculative_decode_tokens_per_second=10.0 * speedup,
-        decode_speedup=speedup,
-        tau=tokens_per_verify,
-        draft_share=0.25,
-        mismatched_tokens=1,
-        accepted_by_source={},
-        peers={},
-    )
+def row_of(temperature: float, speedup: float, tokens_per_verify: float) -> Row:
+    figures = {"tokens": 50, "tau": tokens_per_verify, "draft_share": 0.25, "mismatched_tokens": 1}
+    return {"temperature": temperature, "speedup": speedup, **figures}
 
 
 def test_the_summary_holds_means_by_temperature() -> None:
