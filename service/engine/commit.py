@@ -24,7 +24,7 @@ def lay_out(
     `nodes` counts each tree's, for those who know; otherwise the device is asked.
     """
     counts: Items[int] = tree.num_nodes.tolist() if nodes is None else nodes  # planned transfer: not while serving
-    num_rows = sum(len(extend.tokens) for extend in extends) + sum(counts)
+    num_rows = sum(extend.num_rows for extend in extends) + sum(counts)
     rows = flatten(extends, tree, slots.allocate(num_rows), counts)
     on_extend = slice(rows.num_extend_rows)
     lines = rows.attention.table_rows[rows.attention.sequence[on_extend]]
@@ -80,10 +80,10 @@ def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, follo
         part = slice(first, first + count)
         first += item.num_rows
         if count:
-            start = item.extend.start
+            start = item.start
             ahead = item.sequence.tokens[start + 1 : start + 1 + count]
             yield Read(
-                row=item.extend.table_row,
+                row=item.table_row,
                 start=start,
                 tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
                 slots=rows.slots[part],

@@ -128,7 +128,7 @@ class DraftStage:
 
     def _load(self, batch: Batch, num_free_slots: int) -> Load:
         pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows
-        ends = sum(item.extend.start + item.num_rows for item in batch.items)
+        ends = sum(item.start + item.num_rows for item in batch.items)
         return Load(
             num_rows=num_extend_rows,
             context=ends / max(1, len(batch.items)),

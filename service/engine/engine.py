@@ -116,7 +116,7 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
-        version = self._learning.between_steps() if self._learning else 0
+        version = self._learning.between_steps() if self._learning is not None else 0
         clock = StepClock()
         if self.target.pool.use(self, self.slots.mine):
             assert not self.scheduler.running, "another engine has used the slots of running texts"
@@ -127,7 +127,7 @@ class Engine:
         self._draft_stage.start(batch.started)
         tree, budget = self._draft_stage.build(batch, self.slots.num_free)
         clock.lap("draft")
-        rows = lay_out(batch.extends, tree, self.slots, self.table, budget.nodes)
+        rows = lay_out(batch.items, tree, self.slots, self.table, budget.nodes)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing, host = batch.completing, batch.host

@@ -25,6 +25,10 @@ class ExtendRows:
     tokens: Sequence[int]
     completes: bool  # the last token is the newest of the text, so the step chooses the next one
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
@@ -48,7 +52,7 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
 
     slots [rows] int64, one per extend token and tree node; `nodes` counts those of each line, as `tree` does.
     """
-    lengths = [len(extend.tokens) for extend in extends]
+    lengths = [extend.num_rows for extend in extends]
     ends = list(accumulate(lengths))
     completes = [line for line, extend in enumerate(extends) if extend.completes]
     place = {line: number for number, line in enumerate(completes)}
@@ -58,7 +62,7 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         [line for line, length in enumerate(lengths) for _ in range(length)] + of_nodes,
         [ROOT] * ends[-1] + [number for count in nodes for number in range(count)],
         [token for extend in extends for token in extend.tokens],
-        [extend.start + offset for extend in extends for offset in range(len(extend.tokens))],
+        [extend.start + offset for extend in extends for offset in range(extend.num_rows)],
         [extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
         [extend.table_row for extend in extends],
         completes,

@@ -34,26 +34,16 @@ _NEVER_LESS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(ExtendRows):
     """A sequence's share of a step: its next pending tokens."""
 
     sequence: Sequence
-    extend: ExtendRows
 
     @staticmethod
     def of(sequence: Sequence, num_rows: int) -> "Scheduled":
         first = sequence.num_computed
         tokens = sequence.tokens[first : first + num_rows]
-        return Scheduled(sequence, ExtendRows(sequence.table_row, first, tokens, num_rows == sequence.num_pending))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.extend.tokens)
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step reaches the end of the text, and so chooses the next token."""
-        return self.extend.completes
+        return Scheduled(sequence.table_row, first, tokens, num_rows == sequence.num_pending, sequence)
 
     @property
     def drafts(self) -> bool:
@@ -81,11 +71,6 @@ class Batch:
         """Rows and roots of the completing sequences."""
         roots = tuple(len(sequence.tokens) - 1 for sequence in self.completing)
         return HostMetadata(tuple(sequence.table_row for sequence in self.completing), roots)
-
-    @property
-    def extends(self) -> list[ExtendRows]:
-        """Each item's tokens of this step."""
-        return [item.extend for item in self.items]
 
     @cached_property
     def num_extend_rows(self) -> int:

@@ -147,7 +147,7 @@ class Shop:
         batch = self._scheduler.schedule()
         self._now += self._step + self._row * batch.num_extend_rows
         for item in batch.items:
-            place = slice(item.extend.start, item.extend.start + item.num_rows)
+            place = slice(item.start, item.start + item.num_rows)
             self._table.slots[item.sequence.table_row, place] = self._slots.allocate(item.num_rows)
             item.sequence.num_computed += item.num_rows
             item.sequence.tokens += [1] if item.completes else []

@@ -44,8 +44,8 @@ class Room:
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         for item in batch.items:
-            self.table.slots[item.sequence.table_row, item.extend.start : item.extend.start + item.num_rows] = (
-                self.slots.allocate(item.num_rows)
+            self.table.slots[item.sequence.table_row, item.start : item.start + item.num_rows] = self.slots.allocate(
+                item.num_rows
             )
             item.sequence.num_computed += item.num_rows
             item.sequence.tokens += [1] if item.completes else []
@@ -115,7 +115,7 @@ def test_drafting_sequences_stand_first() -> None:
         drafts = [item.drafts for item in batch.items]
         assert drafts == sorted(drafts, reverse=True)
         assert batch.drafting == [item.sequence for item in batch.items][: sum(drafts)]
-        assert batch.num_extend_rows == sum(len(extend.tokens) for extend in batch.extends)
+        assert batch.num_extend_rows == sum(item.num_rows for item in batch.items)
     assert batch.completing == [a, b, c]
 
 
