@@ -4,7 +4,7 @@ A label is a node whose parent came true. Labels fade, so that a bucket nobody h
 prior. Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,8 +83,7 @@ def tried_and_accepted(tree: DraftTree, path: Tensor) -> tuple[Tensor, Tensor]:
     return tried, on_path[:, 1 : nodes + 1] & tree.valid
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
+class Claims(NamedTuple):
     """What was claimed of nodes before correction, to be judged when they were verified; both [batch, nodes]."""
 
     conditional: Tensor  # float32
@@ -117,7 +116,7 @@ class SurvivalCalibration:
         bucket = (candidates.depths - 1).clamp(0, _DEPTHS - 1) * _CLAIMS + claim
         corrected = (conditional * self._table.ratios[bucket]).clamp(max=CEILING)
         survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)
-        return replace(candidates, survival=survival), Claims(conditional, bucket)
+        return candidates._replace(survival=survival), Claims(conditional, bucket)
 
     def learn(self, claims: Claims, tree: DraftTree, path: Tensor) -> None:
         """Take in what the target said of verified nodes; claims in the order of the tree's nodes, path [batch, depth]

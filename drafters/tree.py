@@ -7,6 +7,7 @@ The root (the last committed token, depth 0) is not a node: a node whose parent 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ ROOT = -1
 """Parent index of a node that hangs directly below the root; also the padding of node indices."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTree:
+class DraftTree(NamedTuple):
     """Nodes to verify, in an order where every parent stands before its children.
 
     Also the form of a drafter's *candidates*: a tree from which the budget keeps the likeliest nodes.
@@ -49,11 +49,11 @@ class DraftTree:
 
     def take(self, lines: Tensor) -> "DraftTree":
         """The trees of some sequences. # lines [picked] int64"""
-        return DraftTree(*(value[lines] for value in self.fields))
+        return DraftTree(*(value[lines] for value in self))
 
     def first(self, batch: int, width: int | None = None) -> "DraftTree":
         """The first trees, and of each so many nodes, as views."""
-        tokens, parents, depths, survival = (value[:batch, :width] for value in self.fields[:4])
+        tokens, parents, depths, survival = (value[:batch, :width] for value in self[:4])
         return DraftTree(tokens, parents, depths, survival, self.num_nodes[:batch])
 
     @property
@@ -63,7 +63,7 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         """The same trees on another device."""
-        return DraftTree(*(value.to(device) for value in self.fields))
+        return DraftTree(*(value.to(device) for value in self))
 
     @staticmethod
     def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
@@ -77,11 +77,7 @@ class DraftTree:
     @staticmethod
     def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
         """One batch of several trees of equal width."""
-        return DraftTree(*(torch.cat(values) for values in zip(*(tree.fields for tree in trees), strict=True)))
-
-    @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.tokens, self.parents, self.depths, self.survival, self.num_nodes
+        return DraftTree(*(torch.cat(values) for values in zip(*trees, strict=True)))
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":

@@ -176,8 +176,8 @@ class Blocks:
         states = forward.next(states, picked, reach, ground.keys.roots)
         return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
 
-    def _tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> tuple[Tensor, ...]:
-        """One tree of all blocks' nodes; keeps what is needed to learn from it. # -> the fields of `DraftTree`"""
+    def _tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> DraftTree:
+        """One tree of all blocks' nodes; keeps what is needed to learn from it."""
         parts = zip(*grown, strict=True)
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= _MIN_SURVIVAL) & anchored[:, None])
@@ -185,7 +185,7 @@ class Blocks:
         tree, chosen = merge_trees(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
         self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
-        return tree.tokens, tree.parents, tree.depths, tree.survival, tree.num_nodes
+        return tree
 
     def _take_in(self, *entries: Tensor) -> Tensor:
         """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""

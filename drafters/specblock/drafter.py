@@ -23,7 +23,7 @@ from drafters.protocol import (
 )
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
 from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
-from drafters.tree import Candidates, DraftTree
+from drafters.tree import Candidates
 
 _WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
 
@@ -110,7 +110,7 @@ class SpecBlockDrafter(Drafter):
             grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
             self._block_gate.drafted()
-        return DraftTree(*self._blocks.tree((), of_tree(ground, grown))).first(len(rows))
+        return self._blocks.tree((), of_tree(ground, grown)).first(len(rows))
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:

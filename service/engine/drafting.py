@@ -169,4 +169,4 @@ class DraftStage:
 def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     """Append trees of zero nodes."""
     missing = lines - tree.batch
-    return DraftTree(*(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) for values in tree.fields))
+    return DraftTree(*(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) for values in tree))

@@ -4,8 +4,6 @@ and what became of them learnt.
 Legend: batch, nodes as in drafters/tree.py; a step's calls come in their order.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from service.engine.budget import allocate_nodes
 
 _NO_SEQUENCE = -1
-_Fields = tuple[Tensor, ...]  # of `DraftTree`, or of `Claims`
+_Pruned = tuple[DraftTree, Claims]
 
 
 class TreePruning:
@@ -32,15 +30,15 @@ class TreePruning:
     ) -> None:
         """`width` is that of the widest candidates to capture."""
         self._calibration = calibration
-        self._corrected: tuple[_Fields, _Fields] = ((), ())
-        self._kept: tuple[_Fields, _Fields] = ((), ())
+        self._corrected: _Pruned
+        self._kept: _Pruned
         self._batch = 0
         batches = batches_up_to(max_batch) if capture else []
         nodes = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         none, ones = nodes.new_zeros(max_batch), torch.ones(max_batch, device=device)
         path = torch.full((max_batch, MAX_DEPTH), ROOT, device=device)
         endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
-        candidates = (nodes, nodes, nodes, nodes.float(), none)
+        candidates = DraftTree(nodes, nodes, nodes, nodes.float(), none)
         self._correct = GraphRunner(
             self._run_correct, capture, ((leading((candidates, none), batch), ()) for batch in batches)
         )
@@ -49,8 +47,8 @@ class TreePruning:
             _share,
             capture,
             (
-                ((none[:batch] + _NO_SEQUENCE, endless[: batch * width + 1], ones[:batch]), (fields,))
-                for batch, (fields, _) in corrected
+                ((none[:batch] + _NO_SEQUENCE, endless[: batch * width + 1], ones[:batch]), (trees,))
+                for batch, (trees, _) in corrected
             ),
         )
         self._keep = GraphRunner(_keep, capture, (((none[:batch], width), given) for batch, given in corrected))
@@ -60,8 +58,8 @@ class TreePruning:
     def correct(self, candidates: Candidates, deepest: Tensor) -> Candidates:
         """With survival as it turns out, and none below what can be emitted. # deepest [batch] int64"""
         self._batch = candidates.batch
-        self._corrected = self._correct((candidates.fields, deepest))
-        return DraftTree(*self._corrected[0]).first(self._batch, candidates.width)
+        self._corrected = self._correct((candidates, deepest))
+        return self._corrected[0].first(self._batch, candidates.width)
 
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
         """As `allocate_nodes`, of the corrected candidates."""
@@ -72,28 +70,25 @@ class TreePruning:
         if width == 0:
             return DraftTree.empty(self._batch, num_keep.device)
         self._kept = self._keep((num_keep, width), self._corrected)
-        return DraftTree(*self._kept[0]).first(self._batch, width)
+        return self._kept[0].first(self._batch, width)
 
     def learn(self, path: Tensor) -> None:
         """Take in which nodes of these trees were accepted. # path [batch, depth] int64, -1 padded"""
         self._learn((path,), self._kept)
 
-    def _run_correct(self, fields: _Fields, deepest: Tensor) -> tuple[_Fields, _Fields]:
-        candidates = DraftTree(*fields)
+    def _run_correct(self, candidates: Candidates, deepest: Tensor) -> _Pruned:
         emitted = candidates.depths <= deepest[:, None]
-        corrected, claims = self._calibration.correct(replace(candidates, survival=candidates.survival * emitted))
-        return corrected.fields, (claims.conditional, claims.bucket)
+        return self._calibration.correct(candidates._replace(survival=candidates.survival * emitted))
 
-    def _run_learn(self, path: Tensor, tree: _Fields, claims: _Fields) -> tuple[()]:
-        self._calibration.learn(Claims(*claims), DraftTree(*tree), path)
+    def _run_learn(self, path: Tensor, tree: DraftTree, claims: Claims) -> tuple[()]:
+        self._calibration.learn(claims, tree, path)
         return ()
 
 
-def _share(limits: Tensor, seconds: Tensor, weights: Tensor, fields: _Fields) -> Tensor:
-    return allocate_nodes(DraftTree(*fields), limits, seconds, weights)
+def _share(limits: Tensor, seconds: Tensor, weights: Tensor, candidates: Candidates) -> Tensor:
+    return allocate_nodes(candidates, limits, seconds, weights)
 
 
-def _keep(num_keep: Tensor, width: int, fields: _Fields, claims: _Fields) -> tuple[_Fields, _Fields]:
-    tree, kept = select_nodes(DraftTree(*fields), num_keep, width)
-    taken = Claims(*claims).take(kept)
-    return tree.fields, (taken.conditional, taken.bucket)
+def _keep(num_keep: Tensor, width: int, candidates: Candidates, claims: Claims) -> _Pruned:
+    tree, kept = select_nodes(candidates, num_keep, width)
+    return tree, claims.take(kept)

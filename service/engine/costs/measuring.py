@@ -12,7 +12,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,8 +163,8 @@ def trees_for(point: Point, device: torch.device) -> DraftTree:
     counts[:over] += 1
     tree = DraftTree.of(torch.zeros_like(index).repeat(point.sequences, 1), parents.repeat(point.sequences, 1))
     valid = index < counts[:, None]
-    return replace(
-        tree, parents=torch.where(valid, tree.parents, ROOT), depths=tree.depths * valid, num_nodes=counts
+    return tree._replace(
+        parents=torch.where(valid, tree.parents, ROOT), depths=tree.depths * valid, num_nodes=counts
     ).to(device)
 
 

@@ -20,7 +20,7 @@ class Step:
     def __init__(self, target_tokens: list[int], wants_scores: bool = False) -> None:
         self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
-        both = DraftTree(*(torch.cat([getattr(tree, n), torch.zeros_like(getattr(tree, n))]) for n in tree.__slots__))
+        both = DraftTree.concatenated([tree, DraftTree(*map(torch.zeros_like, tree))])
         extends = [ExtendRows(2, 7, [10], completes=True), ExtendRows(0, 3, [20, 21, 22], completes=False)]
         self.rows = lay_out(extends, both, self.slots, self.table)
         found = accept(tree.tokens, tree.parents, tree.num_nodes, torch.tensor([target_tokens]))

@@ -98,8 +98,7 @@ def test_trees_of_different_sizes_stand_in_their_own_lines() -> None:
 def two_trees(first: list[int], second: list[int]) -> DraftTree:
     """A extend of two nodes, and one node with padding."""
     long, short = tree_of(first, [-1, 0]), tree_of(second, [-1, -1])
-    tree = DraftTree(*(torch.cat([getattr(long, name), getattr(short, name)]) for name in DraftTree.__slots__))
-    return DraftTree(tree.tokens, tree.parents, tree.depths, tree.survival, torch.tensor([2, 1]))
+    return DraftTree.concatenated([long, short])._replace(num_nodes=torch.tensor([2, 1]))
 
 
 def test_verifying_again_and_again_does_not_use_slots_up() -> None:

@@ -42,7 +42,7 @@ def accepted_path(tree: DraftTree, generator: torch.Generator) -> Tensor:
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one.fields, other.fields, strict=True))
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 class Steps:
@@ -64,9 +64,9 @@ class Steps:
         seconds[int(limits.sum()) // 2 + 2 :] = float("inf")
         num_keep = self.pruning.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
         assert (num_keep <= limits).all()
-        corrected = DraftTree(*(value.clone() for value in corrected.fields))
+        corrected = DraftTree(*(value.clone() for value in corrected))
         kept = self.pruning.keep(num_keep, int(num_keep.max()))
-        kept = DraftTree(*(value.clone() for value in kept.fields))
+        kept = DraftTree(*(value.clone() for value in kept))
         if kept.width:
             self.pruning.learn(accepted_path(kept, generator))
         if seed % 7 == 0:

@@ -28,8 +28,8 @@ def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
     extends = [ExtendRows(2, 7, [2], completes=True)]
     extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
     tree = tree_of(DRAFTED, PARENTS)
-    padding = [torch.zeros(others, *getattr(tree, name).shape[1:]).to(getattr(tree, name)) for name in tree.__slots__]
-    both = DraftTree(*map(lambda name, more: torch.cat([getattr(tree, name), more]), tree.__slots__, padding))
+    padding = DraftTree(*(value.new_zeros(others, *value.shape[1:]) for value in tree))
+    both = DraftTree.concatenated([tree, padding])
     rows = flatten(extends, both, 1 + torch.arange(6 + 3 * others), both.num_nodes.tolist())
     return [line for line, extend in zip(lines, extends, strict=True) if extend.completes], rows, both
 
