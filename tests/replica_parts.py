@@ -3,10 +3,6 @@
 Knows how to begin and end them and what they say of themselves; what befalls them is told by the tests.
 """
 
-import os
-import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,23 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import yaml
 
 from service.assembly import Assembly
 from service.engine.requests import GenerationRequest
-from tests import tuned
+from tests import processes
 from tests.practised import practised
+from tests.processes import OPERATOR, Process, write_settings
 from tests.redis_server import RedisServer
 from tests.service.learning_parts import EAGER, requests, texts
 from tests.tiny_models import random_prompts, served_by
 
 SECRET = "a secret of all replicas"
-PATIENCE_SECONDS = 900.0
-_READY = re.compile(r"ready: (\S+)")
 _TOKENS = 24
 _AT_A_TIME = 6
 _CHANGES = 10
-_OPERATOR = {"authorization": "Bearer boss"}
 
 
 @dataclass(frozen=True)
@@ -83,43 +76,11 @@ def _settings(assembly: Assembly, redis_url: str, **knobs: object) -> dict[str, 
     )
 
 
-@dataclass
-class Process:
-    """One of them."""
-
-    name: str
-    command: list[str]
-    log: Path
-    running: subprocess.Popen[bytes]
-
-    def wait_until_ready(self) -> str:
-        """# -> what it says behind `ready:`"""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.running.poll() is None and time.monotonic() < deadline:
-            if (found := _READY.search(self.log.read_text())) is not None:
-                return found[1]
-            time.sleep(0.05)
-        raise AssertionError(f"{self.name} is not ready:\n{self.log.read_text()[-4000:]}")
-
-    def kill(self) -> None:
-        self.running.kill()
-        self.running.wait()
-
-    def end(self) -> None:
-        if self.running.poll() is None:
-            self.running.send_signal(signal.SIGTERM)
-            assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
-
-
 def begin(site: Ground, name: str, *words: str) -> Process:
     """`adaptree WORDS` with a state of its own; under the same name it goes on where it was."""
-    settings, program = tuned.program({**site.settings, "state_dir": str(site.folder / name)})
-    (site.folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    command = [*program, *words, "--config", str(site.folder / f"{name}.yaml")]
-    log = site.folder / f"{name}-{time.monotonic_ns()}.log"
-    with log.open("w") as stream:
-        environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
-        return Process(name, command, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))
+    config = site.folder / f"{name}.yaml"
+    program = write_settings(config, {**site.settings, "state_dir": str(site.folder / name)})
+    return processes.begin(words, config, site.folder / f"{name}-{time.monotonic_ns()}.log", program=program)
 
 
 @dataclass
@@ -131,14 +92,14 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """Of learning. It may wait for an update, but never for Redis."""
-        answer = httpx.get(f"{self.url}/adaptation", headers=_OPERATOR, timeout=30)
+        answer = httpx.get(f"{self.url}/adaptation", headers=OPERATOR, timeout=30)
         assert answer.status_code == 200, answer.text
         state: dict[str, Any] = answer.json()
         return state
 
     def command(self, word: str) -> httpx.Response:
         """An operator's."""
-        return httpx.post(f"{self.url}/adaptation/{word}", headers=_OPERATOR, timeout=30)
+        return httpx.post(f"{self.url}/adaptation/{word}", headers=OPERATOR, timeout=30)
 
 
 @dataclass
@@ -242,7 +203,7 @@ class Fleet:
 
     def begin_trainer(self) -> None:
         self.trainer = begin(self.site, "trainer", "trainer", "--redis", self.redis.url)
-        self.trainer.wait_until_ready()
+        assert self.trainer.ready
 
     def report(self) -> str:
         told = [state["replicas"] for state in self.states()]
@@ -256,8 +217,8 @@ def fleet(folder: Path, redis: RedisServer, **knobs: object) -> Iterator[Fleet]:
     trainer = begin(site, "trainer", "trainer", "--redis", redis.url)
     processes = [*servers, trainer]
     try:
-        replicas = [Replica(server, server.wait_until_ready()) for server in servers]
-        trainer.wait_until_ready()
+        replicas = [Replica(server, server.ready) for server in servers]
+        assert trainer.ready
         load = Load(site, replicas)
         load.begin()
         try:

@@ -10,7 +10,7 @@ import yaml
 
 from service.config_sources import load_config
 from tests.architecture.rules import ROOT
-from tests.e2e.test_learning_over_http import Files, begin
+from tests.processes import begin
 from tests.service.bench.parts import save_two_layers
 
 FOLDER = ROOT / "deploy" / "config"
@@ -44,7 +44,7 @@ def test_the_cpu_example_serves_the_embedded_model(tmp_path: Path, monkeypatch: 
 def serve_and_ask(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]) -> None:
     for name, value in {**settings, "PORT": 0, "STATE_DIR": folder / "state"}.items():
         monkeypatch.setenv(f"ADAPTREE_{name}", str(value))
-    server = begin(Files(FOLDER / "cpu.yaml", folder / "state", folder), folder / "log")
+    server = begin(["serve"], FOLDER / "cpu.yaml", folder / "log")
     try:
         model = server.ask("GET", "/v1/models").json()["data"][0]["id"]
         body = {"model": model, "prompt": "that the other", "max_tokens": 4, "ignore_eos": True}

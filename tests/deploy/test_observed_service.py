@@ -19,11 +19,11 @@ from tests.architecture.rules import ROOT
 from tests.deploy.dashboards import FILES, questions
 from tests.deploy.programs import promtool
 from tests.deploy.watching import Prometheus, watching
-from tests.e2e.test_learning_over_http import Files, Running, assembled, begin
+from tests.e2e.test_learning_over_http import assembled
+from tests.processes import Process, begin, write_settings
 from tests.service.bench.parts import save_drafter
 from tests.service.learning_parts import EAGER
 from tests.tiny_models import served_by
-from tests.tuned import program
 
 PATIENCE_SECONDS = 120
 CLIENTS = 2
@@ -47,7 +47,7 @@ _LEARNS_AT_ONCE = {
 class Observed:
     """Servers after some load, and who watched."""
 
-    learning: Running
+    learning: Process
     prometheus: Prometheus
     began: float
 
@@ -55,19 +55,17 @@ class Observed:
         return self.prometheus.numbers(expression, seconds=time.time() - self.began)
 
 
-def running(folder: Path, name: str, settings: Mapping[str, object]) -> Running:
+def running(folder: Path, name: str, settings: Mapping[str, object]) -> Process:
     """A server of the model in this folder."""
     served = served_by(
         folder / "model", max_model_len=128, max_sequences=2, max_budget=4, state_dir=str(folder / name), **settings
     )
     config = folder / f"{name}.yaml"
-    served, words = program(served)
-    config.write_text(yaml.safe_dump(served))
-    return begin(Files(config, folder / name, folder, words), folder / f"{name}.log")
+    return begin(["serve"], config, folder / f"{name}.log", program=write_settings(config, served))
 
 
 @contextmanager
-def load(server: Running) -> Iterator[None]:
+def load(server: Process) -> Iterator[None]:
     """Some clients that ask one thing after the other."""
     stop, numbers = threading.Event(), count()
 

@@ -1,31 +1,19 @@
 """A server that learns, as a process of its own: asked over HTTP by clients and by an operator, then ended and begun
 again."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
-import openai
 import pytest
-import yaml
 
 from service.assembly import Assembly, assemble
 from service.observability.metric_tables import ADAPTATION
+from tests.processes import Process, begin, write_settings
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tiny_models import served_by
-from tests.tuned import program
-
-KEY = {"authorization": "Bearer boss"}
-READY = re.compile(r"ready: (http://\S+)/v1 ")
-PATIENCE_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -35,7 +23,10 @@ class Files:
     config: Path
     state: Path
     drafters: Path
-    program: tuple[str, ...] = (str(Path(sys.executable).with_name("adaptree")),)
+    program: tuple[str, ...]
+
+    def begin(self, log: Path) -> Process:
+        return begin(["serve"], self.config, log, program=self.program)
 
 
 def assembled(folder: Path, *, hidden_size: int) -> Assembly:
@@ -60,57 +51,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         state_dir=str(root / "state"),
         adaptation={"enabled": True, "policy": "head_only", "head_queries": 1, "validation_share": 0.3},
     )
-    settings, words = program(settings)
-    (root / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = write_settings(root / "config.yaml", settings)
     return Files(root / "config.yaml", root / "state", drafters, words)
 
 
-@dataclass
-class Running:
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str
-
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return httpx.request(method, self.url + path, timeout=PATIENCE_SECONDS, **{"headers": KEY, **options})
-
-    def state(self) -> Any:
-        response = self.ask("GET", "/v1/adaptation")
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def official(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_SECONDS)
-
-    def end(self) -> None:
-        """Ask it to end. Once all is done it ends by that very signal, as servers do."""
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()
-
-
-def begin(files: Files, log: Path) -> Running:
-    command = [*files.program, "serve", "--config", str(files.config)]
-    with log.open("w") as stream:
-        environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environ)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if (found := READY.search(log.read_text())) is not None:
-            return Running(process, log, found[1])
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError(f"the server did not become ready:\n{log.read_text()}")
-
-
 @pytest.fixture(scope="module")
-def server(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = begin(files, tmp_path_factory.mktemp("log") / "log")
+def server(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    running = files.begin(tmp_path_factory.mktemp("log") / "log")
     yield running
-    if running.process.poll() is None:
-        running.end()
+    running.end()
 
 
-def until(server: Running, reached: Any) -> Any:
+def until(server: Process, reached: Any) -> Any:
     """The state once it is so, or as it is when patience ends."""
     deadline = time.monotonic() + 20
     while not reached(state := server.state()) and time.monotonic() < deadline:
@@ -118,7 +70,7 @@ def until(server: Running, reached: Any) -> Any:
     return state
 
 
-def say(server: Running, text: str, **fields: Any) -> str:
+def say(server: Process, text: str, **fields: Any) -> str:
     messages: Any = [{"role": "user", "content": text}]
     answer = server.official().chat.completions.create(
         model="tiny", messages=messages, seed=5, max_completion_tokens=24, extra_body={"ignore_eos": True}, **fields
@@ -126,12 +78,12 @@ def say(server: Running, text: str, **fields: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-def load(server: Running, folder: Path) -> tuple[int, bool, str]:
+def load(server: Process, folder: Path) -> tuple[int, bool, str]:
     response = server.ask("POST", "/update_weights_from_disk", json={"model_path": str(folder)})
     return response.status_code, response.json()["success"], response.json()["message"]
 
 
-def test_what_clients_ask_is_heard(server: Running) -> None:
+def test_what_clients_ask_is_heard(server: Process) -> None:
     before = server.state()["queries_heard"]
     texts = [say(server, "that the other") for _ in range(4)]
     state = until(server, lambda state: state["queries_heard"] >= before + 4)
@@ -140,14 +92,14 @@ def test_what_clients_ask_is_heard(server: Running) -> None:
     assert len(set(texts)) == 1
 
 
-def test_what_must_not_be_stored_is_not_learnt_from(server: Running) -> None:
+def test_what_must_not_be_stored_is_not_learnt_from(server: Process) -> None:
     before = server.state()["excluded"].get("not_stored", 0)
     say(server, "a secret", store=False)
     state = until(server, lambda state: state["excluded"].get("not_stored", 0) > before)
     assert state["excluded"]["not_stored"] == before + 1
 
 
-def test_the_metrics_show_what_is_learnt(server: Running) -> None:
+def test_the_metrics_show_what_is_learnt(server: Process) -> None:
     say(server, "in the hat")
     heard = until(server, lambda state: state["queries_heard"] > 0)["queries_heard"]
     page = server.ask("GET", "/metrics", headers={}).text
@@ -155,14 +107,14 @@ def test_the_metrics_show_what_is_learnt(server: Running) -> None:
     assert all(f"# TYPE adaptree_{series.name}" in page for series in ADAPTATION)
 
 
-def test_operators_halt_and_go_on(server: Running) -> None:
+def test_operators_halt_and_go_on(server: Process) -> None:
     assert server.ask("POST", "/v1/adaptation/pause").json()["paused"] is True
     assert server.state()["paused"] is True
     assert server.ask("POST", "/v1/adaptation/resume").json()["paused"] is False
     assert [event["kind"] for event in server.state()["events"]][-2:] == ["paused", "resumed"]
 
 
-def test_without_the_key_nothing_is_told_or_done(server: Running) -> None:
+def test_without_the_key_nothing_is_told_or_done(server: Process) -> None:
     before = server.state()["newest"]
     for method, path in (
         ("GET", "/v1/adaptation"),
@@ -176,7 +128,7 @@ def test_without_the_key_nothing_is_told_or_done(server: Running) -> None:
     assert server.state()["newest"] == before
 
 
-def test_weights_come_from_a_folder_and_are_taken_back(server: Running, files: Files) -> None:
+def test_weights_come_from_a_folder_and_are_taken_back(server: Process, files: Files) -> None:
     text = say(server, "the line on the table", temperature=0.8)
     before = server.state()["newest"]
     status, success, message = load(server, files.drafters / "good")
@@ -197,7 +149,7 @@ def test_weights_come_from_a_folder_and_are_taken_back(server: Running, files: F
     ("name", "reason"),
     [("shorter", "shapes"), ("foreign", "target"), ("missing", "cannot be read"), ("damaged", "cannot be read")],
 )
-def test_weights_that_do_not_fit_are_refused(server: Running, files: Files, name: str, reason: str) -> None:
+def test_weights_that_do_not_fit_are_refused(server: Process, files: Files, name: str, reason: str) -> None:
     if name == "damaged":
         damaged, good = files.drafters / "damaged", files.drafters / "good"
         damaged.mkdir()
@@ -210,7 +162,7 @@ def test_weights_that_do_not_fit_are_refused(server: Running, files: Files, name
     assert server.state()["newest"] == before
 
 
-def test_the_official_client_streams_while_versions_change(server: Running, files: Files) -> None:
+def test_the_official_client_streams_while_versions_change(server: Process, files: Files) -> None:
     def stream() -> str:
         chunks = server.official().chat.completions.create(
             model="tiny",
@@ -228,7 +180,7 @@ def test_the_official_client_streams_while_versions_change(server: Running, file
         assert stream() == expected
 
 
-def test_what_was_learnt_outlives_the_process(server: Running, files: Files, tmp_path: Path) -> None:
+def test_what_was_learnt_outlives_the_process(server: Process, files: Files, tmp_path: Path) -> None:
     assert load(server, files.drafters / "good")[1]
     version = until(server, lambda state: state["version"] == state["newest"])["newest"]
     text = say(server, "that the other")
@@ -236,7 +188,7 @@ def test_what_was_learnt_outlives_the_process(server: Running, files: Files, tmp
     log = server.log.read_text()
     assert "learning: loaded (operator)" in log
     assert "Traceback" not in log
-    again = begin(files, tmp_path / "log")
+    again = files.begin(tmp_path / "log")
     try:
         state = until(again, lambda state: state["version"] == state["newest"])
         assert state["version"] > version

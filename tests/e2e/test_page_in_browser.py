@@ -14,17 +14,15 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-import yaml
 from fastapi import FastAPI
 
 from service.assembly import assemble
 from tests.browser import Browser, browser
-from tests.e2e.test_learning_over_http import Files, Running, begin
+from tests.processes import Process, begin, write_settings
 from tests.service.api.client import app_of
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 from tests.tiny_models import served_by
-from tests.tuned import program
 
 TOKENS = 60
 QUESTION = "say <b>it</b> again"
@@ -51,7 +49,7 @@ CONTRAST = r"""(element) => {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("page")
     model = save_two_layers(root / "model")
     target = assemble(settings_for(model).model_copy(update={"budget_policy": "fixed"}))
@@ -63,16 +61,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         state_dir=str(root / "state"),
         adaptation={"enabled": True, "niceness": 0},
     )
-    settings, words = program(settings)
-    (root / "config.yaml").write_text(yaml.safe_dump(settings))
-    running = begin(Files(root / "config.yaml", root / "state", root, words), root / "log")
+    words = write_settings(root / "config.yaml", settings)
+    running = begin(["serve"], root / "config.yaml", root / "log", program=words)
     yield running
-    if running.process.poll() is None:
-        running.end()
+    running.end()
 
 
 @pytest.fixture(scope="module")
-def page(server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def page(server: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """The page as it is after its first answer."""
     with browser(tmp_path_factory.mktemp("browser")) as opened:
         opened.resize(1280, 900)
@@ -95,7 +91,7 @@ def texts_of(page: Browser, kind: str) -> list[str]:
     return found
 
 
-def test_the_answer_is_the_one_that_every_client_gets(page: Browser, server: Running) -> None:
+def test_the_answer_is_the_one_that_every_client_gets(page: Browser, server: Process) -> None:
     answer = server.official().chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=TOKENS
     )
@@ -164,7 +160,7 @@ def test_the_chart_moves(page: Browser) -> None:
     assert page.value("document.querySelectorAll('.chart:not([hidden])').length") == 5
 
 
-def test_an_operator_pauses_and_resumes_learning(page: Browser, server: Running) -> None:
+def test_an_operator_pauses_and_resumes_learning(page: Browser, server: Process) -> None:
     page.until("!document.getElementById('learning-body').hidden")
     buttons = "['pause', 'resume', 'rollback'].map(id => document.getElementById(id).disabled)"
     assert page.value(buttons) == [True, True, True]
@@ -194,7 +190,7 @@ def use_operator_key(page: Browser, key: str) -> None:
     assert page.value("document.getElementById('keys').open") is False
 
 
-def test_rolling_back_takes_two_presses(page: Browser, server: Running) -> None:
+def test_rolling_back_takes_two_presses(page: Browser, server: Process) -> None:
     use_operator_key(page, "boss")
     page.until("!document.getElementById('rollback').disabled")
     page.click("#rollback")
@@ -258,22 +254,22 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name(page: Browser) -> 
     assert [node["role"]["value"] for node in named if not node.get("name", {}).get("value")] == []
 
 
-def test_nothing_foreign_was_loaded_and_nobody_complained(page: Browser, server: Running) -> None:
+def test_nothing_foreign_was_loaded_and_nobody_complained(page: Browser, server: Process) -> None:
     assert [url for url in page.loaded if not url.startswith((server.url, "data:image/svg+xml,"))] == []
     refused = [words for words in page.complaints if "401" not in words]
     assert refused == []
 
 
-def test_the_page_says_when_the_server_falls_silent_and_comes_back_by_itself(page: Browser, server: Running) -> None:
-    server.process.send_signal(signal.SIGSTOP)
+def test_the_page_says_when_the_server_falls_silent_and_comes_back_by_itself(page: Browser, server: Process) -> None:
+    server.running.send_signal(signal.SIGSTOP)
     try:
         page.until("document.getElementById('state').className === 'lost'", 30)
     finally:
-        server.process.send_signal(signal.SIGCONT)
+        server.running.send_signal(signal.SIGCONT)
     page.until("document.getElementById('state').className === 'ready'", 30)
 
 
-def test_the_terminal_shows_the_same_server(server: Running) -> None:
+def test_the_terminal_shows_the_same_server(server: Process) -> None:
     command = [str(Path(sys.executable).with_name("adaptree")), "top", "--url", server.url, "--once"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
@@ -313,7 +309,7 @@ def test_where_all_is_closed_an_api_key_opens_feed_and_chat(page: Browser) -> No
         page.open("about:blank")
 
 
-def test_open_pages_do_not_hold_up_the_end(page: Browser, server: Running) -> None:
+def test_open_pages_do_not_hold_up_the_end(page: Browser, server: Process) -> None:
     page.open(server.url + "/")
     page.until("document.getElementById('state').className === 'ready'")
     server.end()

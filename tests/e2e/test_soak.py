@@ -4,17 +4,15 @@ import asyncio
 import json
 import random
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
 from service.bench.lossless import BUILT_IN
+from tests.processes import begin
 
 pytestmark = pytest.mark.slow
 
@@ -24,23 +22,13 @@ TOKENS = 256
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("soak") / "log"
-    command = [str(Path(sys.executable).with_name("adaptree")), "serve", "--port", "0"]
-    with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as server:
-        try:
-            yield _ready_url(log, server)
-        finally:
-            server.terminate()
-
-
-def _ready_url(log: Path, server: subprocess.Popen[bytes], patience_seconds: float = 300) -> str:
-    deadline = time.monotonic() + patience_seconds
-    while time.monotonic() < deadline and server.poll() is None:
-        found = re.search(r"ready: (http://\S+)/v1 ", log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.2)
-    raise AssertionError(f"the server did not become ready:\n{log.read_text()}")
+    folder = tmp_path_factory.mktemp("soak")
+    (folder / "soak.yaml").write_text("port: 0\n")
+    server = begin(["serve"], folder / "soak.yaml", folder / "log")
+    try:
+        yield server.url
+    finally:
+        server.end()
 
 
 @dataclass(frozen=True)
