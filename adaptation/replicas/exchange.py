@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final, Literal
 
-from adaptation.config import AdaptationConfig, Tuning
+from adaptation.config import AdaptationConfig
 from adaptation.learner import Learner
 from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
@@ -198,12 +198,20 @@ def join_replicas(
         )
     except ValueError as error:
         raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
-    served = ServedWeights(learner.weights)
+    served, network, tuning = ServedWeights(learner.weights), drafter.config, learner.tuning
+    shape = QueryShape(
+        width=len(network.tap_layers) * network.hidden_size,
+        hidden=network.hidden_size,
+        top=min(tuning.target_top, network.target_vocab_size),
+        vocab=network.target_vocab_size,
+        most_tokens=tuning.window_tokens + 1,
+        dtype=drafter.weights["lm_head.weight"].dtype,
+    )
     replica = Replica(
         name=name,
         store=store,
         lease=Lease(store, seconds=lease_seconds, eligible=config.redis_role == "auto"),
-        codec=QueryCodec(fingerprint, _query_shape(learner.tuning, drafter), secret),
+        codec=QueryCodec(fingerprint, shape, secret),
         state=VersionState(fingerprint, len(served.now().data), secret),
         served=served,
         learner=learner,
@@ -217,15 +225,3 @@ def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.to_json()}".encode())
     digest.update(weights_to_bytes(drafter.weights))
     return digest.hexdigest()
-
-
-def _query_shape(tuning: Tuning, drafter: ServedDrafter) -> QueryShape:
-    shape = drafter.config
-    return QueryShape(
-        width=len(shape.tap_layers) * shape.hidden_size,
-        hidden=shape.hidden_size,
-        top=min(tuning.target_top, shape.target_vocab_size),
-        vocab=shape.target_vocab_size,
-        most_tokens=tuning.window_tokens + 1,
-        dtype=drafter.weights["lm_head.weight"].dtype,
-    )

@@ -23,6 +23,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from adaptation.checkpoint import Layout, load_tensors, seal, unseal
@@ -41,9 +42,10 @@ _NO_VERSION = -1
 _AS_THEY_ARE = ("client", "temperature", "plain_steps", "draft_cost", "verify_cost", "seconds")  # fields of a query
 
 
-def sign(kind: Kind, content: Mapping[str, JsonValue], secret: Secret) -> bytes:
-    """Sealed JSON behind its HMAC-SHA256, if there is a secret. Raises ValueError for numbers that JSON lacks."""
-    data = seal(content)
+def sign(kind: Kind, content: object, secret: Secret) -> bytes:
+    """A mapping or a record as sealed JSON behind its HMAC-SHA256, if there is a secret. Raises ValueError for numbers
+    that JSON lacks."""
+    data = seal(to_jsonable_python(content))
     return _signature(kind, data, secret) + _BETWEEN + data
 
 
@@ -85,8 +87,7 @@ class VersionRecord:
         return self.epoch, self.number
 
     def encode(self, secret: Secret) -> bytes:
-        content: dict[str, JsonValue] = _VERSION.dump_python(self, mode="json")
-        return sign("version", content, secret)
+        return sign("version", self, secret)
 
     @staticmethod
     def decode(raw: bytes, secret: Secret) -> "VersionRecord":
@@ -177,8 +178,7 @@ class QueryCodec:
             prompt=feedback.prompt - feedback.first,
             **{name: getattr(query, name) for name in _AS_THEY_ARE},
         )
-        content: dict[str, JsonValue] = _HEADER.dump_python(header, mode="json")
-        return QueryMessage(sign("query", content, self._secret), tensors)
+        return QueryMessage(sign("query", header, self._secret), tensors)
 
     def decode(
         self, message: QueryMessage, version_of: Callable[[str], int] = lambda sha256: _NO_VERSION

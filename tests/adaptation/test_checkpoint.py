@@ -89,12 +89,6 @@ def test_numbers_without_a_word_are_refused(number: float) -> None:
         seal({"number": number})
 
 
-def test_a_file_is_written_as_it_is(tmp_path: Path) -> None:
-    write_synced(tmp_path / "file", b"old and long")
-    write_synced(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_an_error() -> None:
     with pytest.raises(OSError, match="No space left"):
