@@ -60,7 +60,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
         raise StartupError(str(error)) from error
     first = weights_of(model)
     if linear.can_pack(loaded.model.dtype, loaded.model.device):
-        linear.pack_linears(model)
+        linear.replace_linears(model, linear.PackedLinear)
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
     repack = linear.repacking(model)
 

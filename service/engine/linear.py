@@ -145,24 +145,13 @@ def fewest_rows(model: nn.Module) -> int:
     return FEWEST_ROWS if any(isinstance(module, PackedLinear) for module in model.modules()) else 1
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` below `model` by its packed form, freeing the originals; returns how many.
-
-    An output head tied to the embedding gets a packed copy; the embedding keeps its own storage.
-    """
-    return _replace(model, PackedLinear)
-
-
-def plan_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` below `model` by the product of its device; returns how many.
-
-    Layers of one input are copied into one; all others keep their storage.
-    """
-    return _replace(model, PlannedLinear)
-
-
 @torch.no_grad()
-def _replace(model: nn.Module, make: MakeProduct) -> int:
+def replace_linears(model: nn.Module, make: MakeProduct) -> int:
+    """Replace every `nn.Linear` below `model` by a product, packed or planned; returns how many.
+
+    Layers of one input are copied into one. Packing frees the originals, but an output head that is tied to the
+    embedding gets a copy; planned layers that stand alone keep their storage.
+    """
     replaced = 0
     for path, parent in list(model.named_modules()):
         linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}

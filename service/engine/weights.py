@@ -91,9 +91,9 @@ def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devi
     tied = head.data_ptr() == table.data_ptr()
     read_bytes = sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
     if linear.can_pack(model.dtype, device):
-        logger.info("packed %d linear layers for bf16 on this CPU", linear.pack_linears(model))
+        logger.info("packed %d linear layers for bf16 on this CPU", linear.replace_linears(model, linear.PackedLinear))
     elif device.type == "cuda":
-        logger.info("planned %d linear layers for this device", linear.plan_linears(model))
+        logger.info("planned %d linear layers for this device", linear.replace_linears(model, linear.PlannedLinear))
     fused = fuse_layers(model, device, model.dtype)
     logger.info("fused %s", ", ".join(f"{count} {kind}" for kind, count in fused.items()))
     # a CPU's layers have been packed into new memory: a head of its own would be held twice

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels.layers import rotary
 from service.engine.fused_ops import FusedRMSNorm, GatedMLP, fuse_layers
-from service.engine.linear import plan_linears
+from service.engine.linear import PlannedLinear, replace_linears
 from tests.tiny_models import FAMILIES, tiny_model
 
 
@@ -72,7 +72,7 @@ def gated(activation: str, kind: type[LlamaMLP] = LlamaMLP) -> LlamaMLP:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gate_reads_the_joined_product(dtype: torch.dtype) -> None:
     model = nn.Sequential(gated("silu").to(dtype))
-    plan_linears(model)
+    replace_linears(model, PlannedLinear)
     plain = model[0]
     assert fuse(model, dtype)["gates"] == 1
     assert isinstance(model[0], GatedMLP)
@@ -102,7 +102,7 @@ class Resized(LlamaMLP):
 @pytest.mark.parametrize("mlp", [gated("gelu"), gated("silu", Doubled), gated("silu", Resized)])
 def test_a_layer_of_another_kind_stays(mlp: LlamaMLP) -> None:
     model = nn.Sequential(mlp)
-    plan_linears(model)
+    replace_linears(model, PlannedLinear)
     assert fuse(model)["gates"] == 0
     assert model[0] is mlp
 
@@ -120,7 +120,7 @@ def test_a_whole_model_computes_what_it_did(family: str, tmp_path: Path) -> None
     folder = tiny_model(family, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = copy.deepcopy(plain)
-    plan_linears(model)
+    replace_linears(model, PlannedLinear)
     counts = fuse(model)
     gates, rotaries = SHORT.get(family, (False, True))
     layers = model.config.get_text_config().num_hidden_layers

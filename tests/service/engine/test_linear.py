@@ -14,9 +14,8 @@ from service.engine.linear import (
     can_pack,
     fewest_rows,
     has_tiles,
-    pack_linears,
-    plan_linears,
     repacking,
+    replace_linears,
 )
 
 torch.set_num_threads(1)
@@ -54,7 +53,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, outputs: 
 def test_only_packed_models_want_more_than_one_row() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))).to(torch.bfloat16)
     assert fewest_rows(model) == 1
-    pack_linears(model)
+    replace_linears(model, PackedLinear)
     assert fewest_rows(model) == FEWEST_ROWS
 
 
@@ -68,7 +67,7 @@ def test_every_plain_linear_is_replaced_and_the_embedding_keeps_its_weights() ->
     model["head"].weight = embedding
     ids, expected = torch.arange(8), embedding.clone()
     before = model["head"](model["inner"](model["embed"](ids)))
-    assert pack_linears(model) == 2
+    assert replace_linears(model, PackedLinear) == 2
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert torch.equal(embedding, expected)
     assert model["embed"].weight is embedding
@@ -93,7 +92,7 @@ def test_layers_of_one_input_become_one_product(bias: bool) -> None:
     model = Gated(bias=bias, width=16)
     inputs = [torch.randn(1, rows, 16, dtype=torch.bfloat16) for rows in (2, 5, 2)]
     before = [model(x) for x in inputs]
-    assert pack_linears(model) == 2
+    assert replace_linears(model, PackedLinear) == 2
     assert model.gate_proj.fused is model.up_proj.fused
     for x, expected in zip(inputs, before, strict=True):
         for out, reference in zip(model(x), expected, strict=True):
@@ -103,7 +102,7 @@ def test_layers_of_one_input_become_one_product(bias: bool) -> None:
 @needs_bf16
 def test_a_changed_tensor_at_the_same_address_is_not_mistaken_for_the_old_input() -> None:
     model = Gated(bias=False, width=16)
-    pack_linears(model)
+    replace_linears(model, PackedLinear)
     x = torch.randn(1, 2, 16, dtype=torch.bfloat16)
     first = model(x)[0].clone()
     assert not torch.equal(model(x.mul_(2))[0], first)
@@ -112,7 +111,7 @@ def test_a_changed_tensor_at_the_same_address_is_not_mistaken_for_the_old_input(
 @needs_bf16
 def test_layers_of_different_inputs_are_packed_apart() -> None:
     model = Gated(bias=False)
-    assert pack_linears(model) == 2
+    assert replace_linears(model, PackedLinear) == 2
     assert isinstance(model.gate_proj, PackedLinear)
     assert isinstance(model.up_proj, PackedLinear)
 
@@ -123,7 +122,7 @@ def test_a_subclass_of_linear_is_left_alone() -> None:
         pass
 
     model = nn.Sequential(Special(8, 8)).to(torch.bfloat16)
-    assert pack_linears(model) == 0
+    assert replace_linears(model, PackedLinear) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -140,7 +139,7 @@ def test_layers_of_one_input_are_joined_in_any_type(bias: bool) -> None:
     model = Gated(bias=bias, width=16).float()
     x = torch.randn(1, 5, 16)
     before = model(x)
-    assert plan_linears(model) == 2
+    assert replace_linears(model, PlannedLinear) == 2
     assert model.gate_proj.fused is model.up_proj.fused
     assert fewest_rows(model) == 1
     for out, reference in zip(model(x), before, strict=True):
@@ -149,7 +148,7 @@ def test_layers_of_one_input_are_joined_in_any_type(bias: bool) -> None:
 
 def test_layers_of_different_inputs_are_not_joined() -> None:
     model = Gated(bias=False)
-    assert plan_linears(model) == 2
+    assert replace_linears(model, PlannedLinear) == 2
     assert isinstance(model.gate_proj, PlannedLinear)
     assert isinstance(model.up_proj, PlannedLinear)
 
@@ -213,7 +212,7 @@ def weights_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 def repacked(model: Layers) -> Layers:
     loaded = copy.deepcopy(model)
-    assert pack_linears(loaded) == 5
+    assert replace_linears(loaded, PackedLinear) == 5
     return loaded
 
 
