@@ -13,6 +13,7 @@ from benchmarks.anatomy import Share, anatomy_of, observe_set
 from benchmarks.draft_records import observed, without_noise
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights
+from drafters.specblock.checkpoint import DrafterError, read_config
 from drafters.specblock.growth import POLICIES
 from service.assembly import Assembly
 from service.bench.commands import (
@@ -162,7 +163,11 @@ def _compared(assembly: Assembly, ablation: str, folder: Path | None) -> Iterato
 
 def _weights(assembly: Assembly, folder: Path) -> TrainedWeights:
     assert assembly.weights is not None
-    taps, expected = drafter_weights.tap_layers(folder), assembly.weights.model.config.tap_layers
+    expected = assembly.weights.model.config.tap_layers
+    try:
+        taps = read_config(folder).tap_layers
+    except DrafterError as error:
+        raise StartupError(str(error)) from error
     if taps != expected:
         raise StartupError(f"drafter {folder}: reads target layers {taps}, the full drafter reads {expected}")
     return drafter_weights.load_replaceable(folder, assembly.loaded, blocks=assembly.config.draft_blocks).weights

@@ -34,14 +34,6 @@ def shipped_folder(model_name: str) -> Path | None:
     return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
 
 
-def tap_layers(folder: Path) -> tuple[int, ...]:
-    """Target layers a drafter reads. Raises StartupError."""
-    try:
-        return checkpoint.read_config(folder).tap_layers
-    except DrafterError as error:
-        raise StartupError(str(error)) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Replaceable:
     """A drafter network whose weights may be replaced while it serves."""

@@ -70,9 +70,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _fuse_norm(parent: nn.Module, name: str, table: Ops) -> bool:
     norm = parent.get_submodule(name)
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float):
-        return False
-    if not _is_rms_norm(norm, epsilon):
+    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or not _is_rms_norm(norm, epsilon):
         return False
     setattr(parent, name, FusedRMSNorm(weight, epsilon, table.rms_norm))
     return True

@@ -36,9 +36,7 @@ class KVPool:
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.num_places = num_slots + 1
-        self.dtype = shape.dtype
-        self.kv_heads = shape.kv_heads
-        self.head_dim = shape.head_dim
+        self.shape = shape
         size = (shape.num_layers, 2, self.num_places, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._users: dict[range, object] = {}
@@ -57,7 +55,7 @@ class KVPool:
 
     def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise StartupError unless keys and values look as the configuration said. # [1, kv_heads, rows, head_dim]"""
-        expected = (self.kv_heads, self.head_dim)
+        expected = (self.shape.kv_heads, self.shape.head_dim)
         found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
         if found != {expected}:
             raise StartupError(

@@ -70,7 +70,7 @@ class Target:
         self.vocab_size: int = text.vocab_size
         self._taps = FeatureTaps(decoder_layers(model), tap_layers) if tap_layers else None
         self._ops = ops.on(self.device)
-        self._member_multiple = exact_row_multiple(WIDTH, pool.head_dim, self.device)
+        self._member_multiple = exact_row_multiple(WIDTH, pool.shape.head_dim, self.device)
         self._is_first = True
         self._forward: Forward = self.forward_once
 
@@ -107,7 +107,7 @@ class Target:
             slot_table,
             num_slots=self.pool.num_places,
             query_heads=self.query_heads,
-            kv_heads=self.pool.kv_heads,
+            kv_heads=self.pool.shape.kv_heads,
             member_multiple=self._member_multiple,
             padding=padding,
         )
