@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -95,33 +95,6 @@ class PricedStep:
     plain_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Some steps of one player, one after the other."""
-
-    steps: int
-    tokens: int
-    tokens_per_second: float
-    plain_tokens_per_second: float  # plain decoding of the same tokens
-    over_plain: float
-    tau: float
-    nodes_per_step: float
-    drafting_share: float  # of the seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayerSummary:
-    """One player over all texts."""
-
-    whole: Stretch
-    first: Stretch  # the first hundred steps
-    later: Stretch | None  # all others; None where there are none
-    later_over_plain_interval: tuple[float, float] | None  # holds 95 % of resampled texts
-    with_prompts_over_plain: float  # every step of every text
-    stopped_after_steps: int | None  # decoding steps until the budget refused to ask the drafter; None: it never did
-    mismatched_tokens: int
-
-
 def engines_of(assembly: Assembly, measure: Measure) -> dict[str, Engine]:
     """A new engine for every player, all on the assembly's target. Raises StartupError where nothing was measured."""
     if assembly.costs is None:
@@ -175,41 +148,42 @@ def rows_of(player: str, steps: Sequence[PricedStep]) -> list[Row]:
     """The steps in windows of one hundred, and what is left at the end."""
     firsts = range(0, len(steps), WINDOW_STEPS)
     return [
-        {"player": player, "window": window, **asdict(stretch_of(steps[first : first + WINDOW_STEPS]))}
+        {"player": player, "window": window, **stretch_of(steps[first : first + WINDOW_STEPS])}
         for window, first in enumerate(firsts)
     ]
 
 
-def summary_of(runs: Sequence[Run], plain: Sequence[Run]) -> PlayerSummary:
+def summary_of(runs: Sequence[Run], plain: Sequence[Run]) -> Row:
     """One player against plain decoding; `plain` may be its own runs."""
     steps = priced_steps(runs, plain)
     later = steps[WINDOW_STEPS:]
     stopped = [place for place, step in enumerate(steps) if step.stats.budget_reason == _STANDS_DOWN]
-    return PlayerSummary(
-        whole=stretch_of(steps),
-        first=stretch_of(steps[:WINDOW_STEPS]),
-        later=stretch_of(later) if later else None,
-        later_over_plain_interval=interval_of(later) if later else None,
-        with_prompts_over_plain=tokens_per_second(runs) / tokens_per_second(plain),
-        stopped_after_steps=stopped[0] if stopped else None,
-        mismatched_tokens=mismatches(plain, runs),
-    )
+    return {
+        "whole": stretch_of(steps),
+        "first": stretch_of(steps[:WINDOW_STEPS]),  # the first hundred steps
+        "later": stretch_of(later) if later else None,  # all others; None where there are none
+        "later_over_plain_interval": interval_of(later) if later else None,  # holds 95 % of resampled texts
+        "with_prompts_over_plain": tokens_per_second(runs) / tokens_per_second(plain),  # every step of every text
+        # decoding steps until the budget refused to ask the drafter; None: it never did
+        "stopped_after_steps": stopped[0] if stopped else None,
+        "mismatched_tokens": mismatches(plain, runs),
+    }
 
 
-def stretch_of(steps: Sequence[PricedStep]) -> Stretch:
+def stretch_of(steps: Sequence[PricedStep]) -> Row:
     """The figures of at least one step."""
     tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
     plain_seconds = sum(step.plain_seconds for step in steps)
-    return Stretch(
-        steps=len(steps),
-        tokens=tokens,
-        tokens_per_second=tokens / seconds,
-        plain_tokens_per_second=tokens / plain_seconds,
-        over_plain=plain_seconds / seconds,
-        tau=tokens / sum(step.verifies for step in steps),
-        nodes_per_step=sum(step.stats.drafted_nodes for step in steps) / len(steps),
-        drafting_share=sum(step.stats.draft_seconds for step in steps) / seconds,
-    )
+    return {
+        "steps": len(steps),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "plain_tokens_per_second": tokens / plain_seconds,  # plain decoding of the same tokens
+        "over_plain": plain_seconds / seconds,
+        "tau": tokens / sum(step.verifies for step in steps),
+        "nodes_per_step": sum(step.stats.drafted_nodes for step in steps) / len(steps),
+        "drafting_share": sum(step.stats.draft_seconds for step in steps) / seconds,  # of the seconds
+    }
 
 
 def interval_of(steps: Sequence[PricedStep]) -> tuple[float, float]:
@@ -234,25 +208,22 @@ def run_drafters(
         runs = answer_all(engines_of(assembly, measure), prompts, measure, advance)
     players = {name: summary_of(mine, runs[PLAIN]) for name, mine in runs.items()}
     rows = [row for name, mine in runs.items() for row in rows_of(name, priced_steps(mine, runs[PLAIN]))]
-    mismatched = sum(player.mismatched_tokens for player in players.values())
-    table = table_of(_COLUMNS, list(players.items()), caption=_CAPTION)
+    mismatched = sum(player["mismatched_tokens"] for player in players.values())
+    table = table_of(_COLUMNS, [{"drafter": name, **player} for name, player in players.items()], caption=_CAPTION)
     return conclude(assembly, out, rows, {"mismatched_tokens": mismatched, "players": players}, table)
 
 
-_Player = tuple[str, PlayerSummary]
-_COLUMNS: tuple[Column[_Player], ...] = (
-    Column("drafter", lambda player: player[0]),
-    Column("steps", lambda player: str(player[1].whole.steps)),
-    Column("tokens/s", lambda player: f"{player[1].whole.tokens_per_second:.1f}"),
-    Column("over plain", lambda player: f"{player[1].whole.over_plain:.3f}"),
-    Column(f"first {WINDOW_STEPS}", lambda player: f"{player[1].first.over_plain:.3f}"),
-    Column(f"after {WINDOW_STEPS}", lambda player: _later(player[1].later, player[1].later_over_plain_interval)),
-    Column("tau", lambda player: f"{player[1].whole.tau:.2f}"),
-    Column("nodes", lambda player: f"{player[1].whole.nodes_per_step:.1f}"),
-    Column(
-        "stopped", lambda player: "" if player[1].stopped_after_steps is None else str(player[1].stopped_after_steps)
-    ),
-    Column("mismatched", lambda player: str(player[1].mismatched_tokens)),
+_COLUMNS: tuple[Column, ...] = (
+    Column("drafter", lambda row: row["drafter"]),
+    Column("steps", lambda row: str(row["whole"]["steps"])),
+    Column("tokens/s", lambda row: f"{row['whole']['tokens_per_second']:.1f}"),
+    Column("over plain", lambda row: f"{row['whole']['over_plain']:.3f}"),
+    Column(f"first {WINDOW_STEPS}", lambda row: f"{row['first']['over_plain']:.3f}"),
+    Column(f"after {WINDOW_STEPS}", lambda row: _later(row["later"], row["later_over_plain_interval"])),
+    Column("tau", lambda row: f"{row['whole']['tau']:.2f}"),
+    Column("nodes", lambda row: f"{row['whole']['nodes_per_step']:.1f}"),
+    Column("stopped", lambda row: "" if (stopped := row["stopped_after_steps"]) is None else str(stopped)),
+    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
     "steps that read prompts are left out; over plain: plain decoding's seconds for the same tokens by these, in "
@@ -261,7 +232,7 @@ _CAPTION = (
 )
 
 
-def _later(stretch: Stretch | None, interval: tuple[float, float] | None) -> str:
+def _later(stretch: Row | None, interval: tuple[float, float] | None) -> str:
     if stretch is None or interval is None:
         return ""
-    return f"{stretch.over_plain:.3f}\n[{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"{stretch['over_plain']:.3f}\n[{interval[0]:.3f}, {interval[1]:.3f}]"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -35,7 +35,6 @@ Contestant = Callable[[Sequence[GenerationRequest]], Run]
 """Answers requests: `partial(generate, engine)`, or another engine on the same weights."""
 
 T = TypeVar("T")
-_Row = TypeVar("_Row")
 Row = dict[str, Any]
 """A line of the report as JSON shows it."""
 
@@ -54,11 +53,11 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[_Row]):
+class Column:
     """A title and what stands below it."""
 
     title: str
-    cell: Callable[[_Row], str]
+    cell: Callable[[Row], str]
 
 
 def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
@@ -159,11 +158,11 @@ def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
 
 
 def table_of(
-    columns: Sequence[Column[_Row]],
-    rows: Sequence[_Row],
+    columns: Sequence[Column],
+    rows: Sequence[Row],
     *,
     caption: str | None = None,
-    section: Callable[[_Row], object] = lambda row: None,
+    section: Callable[[Row], object] = lambda row: None,
 ) -> Table:
     """One line per row; a rule wherever `section` changes."""
     table = Table(*(column.title for column in columns), caption=caption)

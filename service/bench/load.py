@@ -281,7 +281,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-_COLUMNS: tuple[Column[Row], ...] = (
+_COLUMNS: tuple[Column, ...] = (
     Column("concurrency", lambda row: str(row["concurrency"])),
     Column("policy", lambda row: row["policy"]),
     Column("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),

@@ -171,7 +171,7 @@ def run_speed(
     return conclude(assembly, out, rows, summary, _table(rows, summary))
 
 
-_COLUMNS: tuple[Column[Row], ...] = (
+_COLUMNS: tuple[Column, ...] = (
     Column("set", lambda row: row["set"]),
     Column("T", lambda row: f"{row['temperature']:g}"),
     Column("tokens", lambda row: f"{row['tokens']:,}"),
@@ -193,7 +193,7 @@ _CAPTION = (
 )
 
 
-def _peer_columns(name: str) -> list[Column[Row]]:
+def _peer_columns(name: str) -> list[Column]:
     return [
         Column(name, lambda row: f"{row['peers'][name]:.1f}"),
         Column(f"plain / {name}", lambda row: f"{row['plain_tokens_per_second'] / row['peers'][name]:.2f}"),
