@@ -1,5 +1,4 @@
-"""What a drafter can learn from one finished query, and the tables it is collected in, written at the slot of a
-position.
+"""What a drafter can learn from one finished query, and the tables it is collected in.
 
 Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
 top = likeliest tokens of the target that are kept, labels = positions of which the drafter said something.

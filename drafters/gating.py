@@ -1,8 +1,8 @@
 """Whether something whose gain is uncertain may go on: a drafter in this step, a further block, following the texts.
 
 Gains and losses are entered in a ledger, counted in plain steps. What has lost it all is suspended, and tried again
-once a small share of the time since has saved up for a trial: so much is the most that is lost against never having
-tried."""
+once a small share of the time since has saved up for a trial: more is never lost.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -34,8 +34,7 @@ NUM_STRENGTHS = PREDICTED + CONTEXT + 1
 class History:
     """Slot-addressed texts. `ends`, `origins` and `cursors` are columns of the table. # [sequences] int64
 
-    A cursor is where the prediction is believed to be at: the column of its token that matches the last one of the
-    text.
+    A cursor is where the prediction is believed to be at: the column of its token that matches the text's last one.
     """
 
     def __init__(self, max_sequences: int, max_length: int, device: torch.device | str) -> None:

@@ -25,6 +25,9 @@ CARD_FILE = "README.md"
 CURVE_FILE = "curve.jsonl"
 PICTURE_FILE = "curve.png"
 
+_COUNTS = ("responses_by_source", "responses_by_task", "responses_by_temperature")
+_DATA = ("files", *_COUNTS, "response_tokens", "tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
@@ -132,14 +135,7 @@ def facts_of(
     """Everything that the weights depend on and what they can do, as JSON values."""
     return {
         "target": manifest.target,
-        "data": {
-            "files": manifest.files,
-            "responses_by_source": manifest.responses_by_source,
-            "responses_by_task": manifest.responses_by_task,
-            "responses_by_temperature": manifest.responses_by_temperature,
-            "response_tokens": manifest.response_tokens,
-            "tokens": manifest.tokens,
-        },
+        "data": {name: getattr(manifest, name) for name in _DATA},
         "training": {
             **training,
             "steps": position.step,
