@@ -21,12 +21,11 @@ from service.config import ServiceConfig
 from service.engine import build, drafter_weights, memory_planner
 from service.engine.accounting import Learning
 from service.engine.budget import BudgetPolicy
-from service.engine.build import EngineLimits
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.drafter_weights import dummy_drafter, shipped_folder
-from service.engine.engine import Engine, Vocabulary
+from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, rows_are_independent, settle
 from service.engine.target import Target
@@ -78,7 +77,7 @@ class Assembly:
         learning: Learning | None = None,
     ) -> Engine:
         """An idle engine as configured, or with another drafter, budget policy, other limits, or watched."""
-        return build.build_engine(
+        return Engine(
             self.target,
             limits or self.limits,
             Vocabulary(self.tokenizer, self.loaded.eos_token_ids),

@@ -21,8 +21,7 @@ from service.bench.conditions import conditions_of, refuse_unwritable, write_rep
 from service.bench.driver import Run
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
-from service.engine.build import EngineLimits
-from service.engine.engine import Engine
+from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 from service.logging import counting

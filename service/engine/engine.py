@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
+from kernels.graph_runner import Capture
+from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import (
     Learning,
     StepClock,
@@ -23,11 +25,13 @@ from service.engine.accounting import (
     query_of,
     step_stats,
 )
+from service.engine.budget import BudgetPolicy
 from service.engine.commit import commit, lay_out, reads
 from service.engine.costs.model import CostTable
 from service.engine.drafting import DraftStage
 from service.engine.emit import EmitStage, read_tokens
 from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.rows import ForwardRows
 from service.engine.sampling import SamplingState, signed64
@@ -37,6 +41,20 @@ from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
 from service.engine.verify import VerifyStage
 from service.tokenizer import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Sizes of an engine's tables."""
+
+    max_model_len: int
+    max_sequences: int
+    prefill_chunk: int
+    max_budget: int
+    prefix_cache: bool = False
+    isolate_clients: bool = False  # nobody finds what others have asked
+    num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
+    first_slot: int = NULL_SLOT + 1  # where they begin: engines of disjoint slots may run in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +80,38 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
-        *,
-        slots: SlotPool,
-        table: SlotTable,
-        scheduler: Scheduler,
-        draft_stage: DraftStage,
+        limits: EngineLimits,
         vocabulary: Vocabulary,
+        drafter: Drafter,
+        policy: BudgetPolicy,
+        *,
         learning: Learning | None = None,
         costs: CostTable | None = None,
+        pace_seconds: float | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """What queries cost is counted in plain steps by `costs`."""
+        """`costs` is what those who learn count in; with `capture` trees are pruned by CUDA graphs."""
         self.target = target
         self.drafter = drafter
-        self.slots = slots
-        self.table = table
-        self.scheduler = scheduler
-        self._draft_stage = draft_stage
+        self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
+        self.table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
+        self._draft_stage = DraftStage(
+            drafter,
+            policy,
+            max_budget=limits.max_budget,
+            device=target.device,
+            pace_seconds=pace_seconds,
+            capture=capture,
+            max_sequences=limits.max_sequences,
+        )
+        self.scheduler = Scheduler(
+            self.slots,
+            self.table,
+            prefill_chunk=limits.prefill_chunk,
+            released=self._draft_stage.stop,
+            cache=PrefixCache(target.device, keep=limits.prefix_cache, isolate_clients=limits.isolate_clients),
+            tree_nodes=limits.max_budget,
+        )
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary

@@ -11,8 +11,8 @@ import torch
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.tree import MAX_NODES
 from service.config import GIB
-from service.engine.build import EngineLimits
 from service.engine.captured import ROWS
+from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVPool, KVShape
 from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows

@@ -30,9 +30,9 @@ from service.assembly import Assembly, choose_drafter, device_of
 from service.config import ServiceConfig
 from service.engine import drafter_weights
 from service.engine.budget import BudgetPolicy
-from service.engine.build import EngineLimits, default_dtype
+from service.engine.build import default_dtype
 from service.engine.drafter_weights import Replaceable
-from service.engine.engine import Engine
+from service.engine.engine import Engine, EngineLimits
 from service.engine.weights import LoadedModel, load_model
 from service.errors import InvalidRequest, StartupError
 

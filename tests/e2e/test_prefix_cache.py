@@ -10,8 +10,7 @@ import torch
 from drafters.registry import TrainedWeights
 from service.engine import build
 from service.engine.budget import FixedBudget
-from service.engine.build import EngineLimits
-from service.engine.engine import Engine
+from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SpeculationParams
 from tests.drafters.specblock.parts import TAPS, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
@@ -185,7 +184,7 @@ def trained_engine(name: str, limits: EngineLimits) -> Engine:
     target = tiny_target(loaded, tap_layers=TAPS)
     weights = TrainedWeights(tiny_drafter(), tiny_embedding(loaded.model.config.hidden_size))
     drafter = build.make_drafter(name, target, limits, weights)
-    return build.build_engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
+    return Engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
 
 
 def test_engines_in_turn_on_one_target_do_not_find_each_others_slots(
@@ -194,9 +193,7 @@ def test_engines_in_turn_on_one_target_do_not_find_each_others_slots(
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
     engines = [
-        build.build_engine(
-            target, CACHED, vocabulary_of(loaded), build.make_drafter("none", target, CACHED), FixedBudget(0)
-        )
+        Engine(target, CACHED, vocabulary_of(loaded), build.make_drafter("none", target, CACHED), FixedBudget(0))
         for _ in range(2)
     ]
     for number, one in enumerate(mixed(families)[:8]):

@@ -8,8 +8,7 @@ from adaptation.records import Event
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.engine.budget import BudgetPolicy
-from service.engine.build import EngineLimits
-from service.engine.engine import Engine
+from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for

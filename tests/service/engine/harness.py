@@ -8,8 +8,7 @@ import torch
 from drafters.protocol import Drafter
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
-from service.engine.build import EngineLimits
-from service.engine.engine import Engine, Vocabulary
+from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.stats import StepStats
@@ -70,7 +69,7 @@ def tiny_engine(
     loaded = loaded_tiny(family) if isinstance(family, str) else family
     target = tiny_target(loaded, num_slots)
     drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
-    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
+    return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
 
 
 def vocabulary_of(loaded: LoadedModel) -> Vocabulary:

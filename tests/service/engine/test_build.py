@@ -7,9 +7,9 @@ import torch
 from drafters.registry import NoDrafter
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.build import EngineLimits
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
+from service.engine.engine import Engine, EngineLimits
 from service.engine.numerics import settle
 from tests.service.engine.harness import LIMITS, alone, greedy, tiny_target, vocabulary_of
 from tests.tiny_models import loaded_tiny
@@ -44,6 +44,6 @@ def test_scarce_slots_can_be_asked_for() -> None:
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
     limits = EngineLimits(max_model_len=60, max_sequences=2, prefill_chunk=64, max_budget=8, num_slots=130)
-    engine = build.build_engine(target, limits, vocabulary_of(loaded), NoDrafter(), FixedBudget(8))
+    engine = Engine(target, limits, vocabulary_of(loaded), NoDrafter(), FixedBudget(8))
     assert engine.slots.capacity == 129
     assert len(alone(greedy(5), [1, 2, 3], engine).tokens) == 5

@@ -47,7 +47,7 @@ def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
     weights = weights_elsewhere(capture) if drafter == "specblock" else None
     drafts = build.make_drafter(drafter, target, limits, weights)
-    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
+    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
 
 
 def weights_elsewhere(capture: Capture | None) -> TrainedWeights:

@@ -48,7 +48,7 @@ def engine_for(heard: Heard, drafter: str = "random", num_slots: int | None = No
     target = tiny_target(loaded)
     limits = replace(LIMITS, num_slots=num_slots)
     drafts: Drafter = build.make_drafter(drafter, target, limits)
-    return build.build_engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(4), learning=heard)
+    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(4), learning=heard)
 
 
 def test_a_query_is_told_with_what_it_took() -> None:

@@ -14,7 +14,7 @@ from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
 from service.config import GIB
-from service.engine.build import EngineLimits
+from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVShape
 from service.engine.memory_planner import (
     LearningSizes,
