@@ -57,19 +57,14 @@ def load_model(
     name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path
 ) -> LoadedModel:
     """Load weights and tokenizer. Raises StartupError naming what is wrong with the model and what to do."""
-    source = resolve(name, cache_dir=cache_dir)
+    source, trusted = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, **trusted)
         refuse_unsupported(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision or "main",
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
+            source, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **trusted
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     return _made_ready(model, tokenizer, device)

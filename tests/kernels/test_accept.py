@@ -1,82 +1,68 @@
-"""The acceptance walk against one written with a stack of ifs."""
+"""The acceptance walk, the reference's and the device's, against one written with ifs."""
 
+import random
+from collections.abc import Callable
+
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kernels.accept import accept
+from kernels import accept as reference
+from kernels.accept import Accepted
 from kernels.tree_attention import MAX_DEPTH
+from kernels.triton import accept as on_device
+from tests.kernels.random_walks import Tree, batch_of
 
-Tree = tuple[list[int], list[int], list[int]]  # tokens, parents, target tokens (one more)
-
-
-def _walk(tokens: list[int], parents: list[int], targets: list[int]) -> tuple[list[int], int]:
-    """The accepted path of one tree, and the bonus token."""
-    path: list[int] = []
-    here = -1
-    while len(path) < MAX_DEPTH:
-        wanted = targets[here + 1]
-        agreeing = [i for i, parent in enumerate(parents) if parent == here and tokens[i] == wanted]
-        if not agreeing:
-            break
-        here = agreeing[0]
-        path.append(here)
-    return path, targets[here + 1]
+Accept = Callable[..., Accepted]
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> Tree:
-    nodes = draw(st.integers(0, 24))
-    vocab = draw(st.integers(1, 3))
-    tokens = [draw(st.integers(0, vocab - 1)) for _ in range(nodes)]
-    chainlike = draw(st.booleans())
-    parents = [draw(st.integers(max(-1, i - 3), i - 1) if chainlike else st.integers(-1, i - 1)) for i in range(nodes)]
-    targets = [draw(st.integers(0, vocab - 1)) for _ in range(nodes + 1)]
-    return tokens, parents, targets
+@pytest.fixture(params=[reference.accept, on_device.accept], ids=["reference", "triton"])
+def accept(request: pytest.FixtureRequest) -> Accept:
+    chosen: Accept = request.param
+    return chosen
 
 
-def _padded(batch: list[Tree], nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padding looks like children of the root that carry the wanted token: only num_nodes tells."""
-    tokens = torch.tensor([t + [g[0]] * (nodes - len(t)) for t, _, g in batch], dtype=torch.int64)
-    parents = torch.tensor([p + [-1] * (nodes - len(p)) for _, p, _ in batch], dtype=torch.int64)
-    targets = torch.tensor([g + [0] * (nodes + 1 - len(g)) for _, _, g in batch], dtype=torch.int64)
-    counts = torch.tensor([len(t) for t, _, _ in batch])
-    return tokens.view(len(batch), nodes), parents.view(len(batch), nodes), counts, targets
+@pytest.mark.parametrize(("batch", "most"), [(1, 1), (1, 5), (3, 24), (64, 7), (5, 64), (2, 256)])
+def test_equals_the_walk(batch: int, most: int, accept: Accept, device: str) -> None:
+    rng = random.Random(batch * most)
+    trees = [Tree.draw(rng, rng.randrange(most + 1)) for _ in range(batch - 1)] + [Tree.draw(rng, most)]
+    accepted = accept(*(value.to(device) for value in batch_of(trees, most)))
+    walks = [tree.walk() for tree in trees]
+    assert accepted.num_accepted.tolist() == [len(walk) for walk in walks]
+    depth = min(most, MAX_DEPTH)
+    assert accepted.path.tolist() == [walk + [-1] * (depth - len(walk)) for walk in walks]
+    last = [walk[-1] if walk else -1 for walk in walks]
+    assert accepted.bonus.tolist() == [tree.targets[node + 1] for tree, node in zip(trees, last, strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
-def test_equals_the_brute_force_walk(batch: list[Tree], padding: int) -> None:
-    nodes = max(len(tokens) for tokens, _, _ in batch) + padding
-    accepted = accept(*_padded(batch, nodes))
-    assert accepted.path.shape == (len(batch), min(nodes, MAX_DEPTH))
-    for i, tree in enumerate(batch):
-        path, bonus = _walk(*tree)
-        assert accepted.num_accepted[i].item() == len(path)
-        assert accepted.path[i].tolist() == path + [-1] * (accepted.path.shape[1] - len(path))
-        assert accepted.bonus[i].item() == bonus
+def test_many_small_trees() -> None:
+    rng = random.Random(0)
+    for nodes in (*range(25), *range(25)):
+        trees = [Tree.draw(rng, rng.randrange(nodes + 1)) for _ in range(8)]
+        accepted = reference.accept(*batch_of(trees, nodes))
+        assert [[i for i in path if i >= 0] for path in accepted.path.tolist()] == [tree.walk() for tree in trees]
 
 
-def test_zero_nodes_is_plain_decoding() -> None:
-    none = torch.zeros(2, 0, dtype=torch.int64)
-    accepted = accept(none, none, torch.zeros(2, dtype=torch.int64), torch.tensor([[7], [9]]))
+def test_zero_nodes_is_plain_decoding(accept: Accept, device: str) -> None:
+    none = torch.zeros(2, 0, dtype=torch.int64, device=device)
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    accepted = accept(none, none, zeros, torch.tensor([[7], [9]], device=device))
     assert accepted.path.shape == (2, 0)
     assert accepted.num_accepted.tolist() == [0, 0]
     assert accepted.bonus.tolist() == [7, 9]
 
 
-def test_first_of_equal_siblings_counts() -> None:
-    tokens, parents = torch.tensor([[4, 4, 5, 5]]), torch.tensor([[-1, -1, 0, 1]])
-    targets = torch.tensor([[4, 5, 5, 8, 9]])
-    accepted = accept(tokens, parents, torch.tensor([4]), targets)
+def test_first_of_equal_siblings_counts(accept: Accept, device: str) -> None:
+    tokens, parents = torch.tensor([[4, 4, 5, 5]], device=device), torch.tensor([[-1, -1, 0, 1]], device=device)
+    targets = torch.tensor([[4, 5, 5, 8, 9]], device=device)
+    accepted = accept(tokens, parents, torch.tensor([4], device=device), targets)
     assert accepted.path.tolist() == [[0, 2, -1, -1]]
     assert accepted.bonus.tolist() == [8]
 
 
-def test_full_chain_is_accepted_to_the_depth_limit() -> None:
+def test_a_chain_is_accepted_to_the_depth_limit(accept: Accept, device: str) -> None:
     nodes = MAX_DEPTH + 3
-    chain = torch.arange(nodes)[None]
-    targets = torch.arange(nodes + 1)[None]
-    accepted = accept(chain, chain - 1, torch.tensor([nodes]), targets)
+    chain = torch.arange(nodes, device=device)[None]
+    targets = torch.arange(nodes + 1, device=device)[None]
+    accepted = accept(chain, chain - 1, torch.tensor([nodes], device=device), targets)
     assert accepted.path.tolist() == [list(range(MAX_DEPTH))]
     assert accepted.bonus.tolist() == [MAX_DEPTH]
