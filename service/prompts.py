@@ -20,10 +20,15 @@ class Message(BaseModel):
     content: str
 
 
-class _TrainingLine(BaseModel):
+class Prompt(BaseModel):
+    """One conversation to be answered."""
+
     id: str = Field(min_length=1)
     task: str = ""
     messages: list[Message] = Field(min_length=1)
+
+    def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+        return tokenizer.render_chat([message.model_dump() for message in self.messages])
 
 
 class _BenchLine(BaseModel):
@@ -48,15 +53,6 @@ class _BenchLine(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One conversation to be answered."""
-
-    id: str
-    task: str
-    messages: tuple[dict[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PromptSet:
     """The prompts of one file, as tokens."""
 
@@ -69,10 +65,10 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     found: dict[str, Prompt] = {}
     for file in files:
         before = len(found)
-        for place, line in read_lines(file, _TrainingLine, "prompt file"):
+        for place, line in read_lines(file, Prompt, "prompt file"):
             if line.id in found:
                 raise StartupError(f"{place}: the id {line.id!r} stands here again")
-            found[line.id] = Prompt(line.id, line.task, tuple(message.model_dump() for message in line.messages))
+            found[line.id] = line
         if len(found) == before:
             raise StartupError(f"prompt file {file} holds no prompt: give lines with id, task and messages")
     return list(found.values())

@@ -144,7 +144,7 @@ def regenerate(
 def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
     """A request, and the response that is to be filled."""
     try:
-        tokens = tokenizer.render_chat(prompt.messages)
+        tokens = prompt.tokens(tokenizer)
     except RequestError as error:
         raise StartupError(f"prompt {prompt.id}: {error.message}") from error
     drawn = random.Random(f"{how.seed} {prompt.id}")
