@@ -5,6 +5,7 @@ exception calls `recover`.
 """
 
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,21 +46,21 @@ class Learner:
         drafter: ServedDrafter,
         *,
         folder: Path,
-        device: torch.device | str,
-        clock: Callable[[], float],
-        seed: int,
-        in_bf16: bool,
         emit: Emit,
+        clock: Callable[[], float] = time.time,
+        seed: int = 0,
         serves: bool = True,
         tuning: Tuning | None = None,
     ) -> None:
-        """`device` is where the drafter serves; `in_bf16`: as it is served, so that training and replays may multiply
-        in bf16 where that is faster; `serves`: in this process, from which training then takes time. Raises ValueError
-        where training cannot be had as it is configured."""
+        """`serves`: in this process, from which training then takes time. Raises ValueError where training cannot be
+        had as it is configured. What is served in bf16 is trained and replayed so where products are faster then."""
         self.tuning = tuning = tuning or Tuning()
         self.paused = False
         self.num_updates: Counter[Arm] = Counter()
-        device = torch.device(device if config.train_device == "same" else config.train_device)
+        head = drafter.weights["lm_head.weight"]
+        device, in_bf16 = head.device, head.dtype == torch.bfloat16
+        if config.train_device != "same":
+            device = torch.device(config.train_device)
         autocast = in_bf16 and bf16_is_faster(device)
         replica_dtype = torch.float32 if in_bf16 and not autocast else None
         self.weights = weights = _weights_of(drafter, tuning, folder, device, replica_dtype)

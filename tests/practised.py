@@ -85,17 +85,7 @@ class Practised:
             embed=self.embed,
         )
         config, tuning = tuned(knobs)
-        return Learner(
-            config,
-            served,
-            folder=folder,
-            device="cpu",
-            clock=Clock(),
-            seed=0,
-            in_bf16=False,
-            emit=emit,
-            tuning=tuning,
-        )
+        return Learner(config, served, folder=folder, clock=Clock(), emit=emit, tuning=tuning)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, self.assembly.loaded.parts.embedding)

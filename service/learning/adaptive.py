@@ -6,7 +6,8 @@ What may be asked from any thread runs in the thread that learns, or touches not
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -70,10 +71,6 @@ class Adaptive:
         stop_learning(self.worker, self.replicas)
         if self.learner.process is not None:
             self.learner.process.close()
-
-    def settle(self, timeout_seconds: float) -> bool:
-        """Wait until every finished query is heard and every update that is due is done."""
-        return self.worker.settle(timeout_seconds)
 
     def status(self) -> AdaptationStatus:
         """Waits for an update under way, as everything below does. Raises CancelledError once learning is stopped."""
@@ -139,9 +136,9 @@ def build_adaptive(
         embed=drafter_weights.embed_with(train_table),
         embedding=table,
     )
-    learner, worker, replicas = _learning(
-        config, drafter, assembly.loaded, folder=folder, emit=emit, seed=seed, clock=clock, tuning=tuning
-    )
+    with _refusing():
+        learner = Learner(config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, tuning=tuning)
+        worker, replicas = join_replicas(config, learner, drafter, target_identity=parts.identity)
     tables, recorder = _recorders(learner.tuning, network, limits, learner.sampler)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
     hooks = _EngineHooks(learner.weights, tables, replicas)
@@ -160,10 +157,8 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     dtype = default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
     cache = config.state_dir / "cache"
     loaded = load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
-    try:
+    with _refusing():
         network = drafter_weights.load_network(source, loaded)
-    except DrafterError as error:
-        raise StartupError(str(error)) from error
     drafter = ServedDrafter(
         config=network.config,
         weights=weights_of(network),
@@ -174,9 +169,9 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     )
     folder = learning_folder(config.state_dir, loaded.parts.identity, source)
     folder = folder.with_name(f"{folder.name}-trainer")
-    learner, worker, replicas = _learning(
-        config.adaptation, drafter, loaded, folder=folder, emit=log_event, serves=False
-    )
+    with _refusing():
+        learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event, serves=False)
+        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.parts.identity)
 
     def write() -> None:
         learner.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
@@ -188,33 +183,11 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     return worker, replicas
 
 
-def _learning(
-    config: AdaptationConfig,
-    drafter: ServedDrafter,
-    loaded: LoadedModel,
-    *,
-    folder: Path,
-    emit: Emit,
-    seed: int = 0,
-    clock: Callable[[], float] = time.time,
-    serves: bool = True,
-    tuning: Tuning | None = None,
-) -> tuple[Learner, Worker, Replicas]:
-    """The learner of this drafter, its thread, and whom it learns with."""
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is configured cannot be had: the server does not start."""
     try:
-        learner = Learner(
-            config,
-            drafter,
-            folder=folder,
-            device=loaded.model.device,
-            clock=clock,
-            seed=seed,
-            in_bf16=loaded.model.dtype == torch.bfloat16,
-            emit=emit,
-            serves=serves,
-            tuning=tuning,
-        )
-        return learner, *join_replicas(config, learner, drafter, target_identity=loaded.parts.identity)
+        yield
     except ValueError as error:
         raise StartupError(str(error)) from error
 

@@ -173,10 +173,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         config,
         served,
         folder=folder,
-        device="cpu",
         clock=clock,
-        seed=0,
-        in_bf16=False,
         emit=events.append,
         tuning=tuning,
     )

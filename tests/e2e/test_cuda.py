@@ -131,7 +131,7 @@ def test_learning_beside_serving(learned: Assembly, tmp_path: Path) -> None:
     expected = texts(learned.engine(learned.drafter("none")), asked)
     with serving(DEVICE), learning(learned, tmp_path) as adaptive:
         found = texts(adaptive.engine, asked)
-        assert adaptive.settle(60)
+        assert adaptive.worker.settle(60)
         assert sum(adaptive.learner.num_updates.values()) > 0
         assert not adaptive.worker.failures
     assert found == expected

@@ -161,7 +161,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
     with learning(known.assembly, tmp_path, events=events, policy="never", window_texts=WINDOW) as adaptive:
         adaptive.worker.ask(lambda: adaptive.learner.adopt(known.good)).result()
         assert texts(adaptive.engine, asked) == plain
-        assert adaptive.settle(PATIENCE_SECONDS)
+        assert adaptive.worker.settle(PATIENCE_SECONDS)
         assert [event.kind for event in events] == ["loaded"]
         with torch.no_grad():
             overwrite(adaptive.network)
@@ -169,7 +169,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
         while len(events) == 1 and queries < WINDOW:
             which = queries % len(asked)
             assert texts(adaptive.engine, [asked[which]]) == [plain[which]]
-            assert adaptive.settle(PATIENCE_SECONDS)
+            assert adaptive.worker.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
         mended = same(weights_of(adaptive.network), adaptive.learner.weights._served.weights)

@@ -30,11 +30,11 @@ def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_pa
     with learning(assembly, tmp_path, events=events, policy=policy) as adaptive:
         while versions[-1] == 0 and len(versions) <= ROUNDS:
             assert texts(adaptive.engine, asked) == plain
-            assert adaptive.settle(PATIENCE_SECONDS)
+            assert adaptive.worker.settle(PATIENCE_SECONDS)
             adaptive.engine.step()
             versions.append(adaptive.engine.drafter.version)
         assert texts(adaptive.engine, asked) == plain
-        assert adaptive.settle(PATIENCE_SECONDS)
+        assert adaptive.worker.settle(PATIENCE_SECONDS)
         status = adaptive.status()
     assert status.publishes >= 1, events
     assert versions == sorted(versions)

@@ -79,7 +79,7 @@ def test_texts_for_which_nobody_drafted_are_learnt_from(assembly: Assembly, tmp_
     with learning(assembly, tmp_path, budget=FixedBudget(0), policy="full_only") as adaptive:
         texts(adaptive.engine, asked)
         texts(adaptive.engine, asked)
-        assert adaptive.settle(PATIENCE_SECONDS)
+        assert adaptive.worker.settle(PATIENCE_SECONDS)
         status = adaptive.status()
     assert status.updates["full"] > 0
 
@@ -95,7 +95,7 @@ def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
     events: list[Event] = []
     with learning(assembly, tmp_path, events=events, policy="never") as adaptive:
         texts(adaptive.engine, requests(PROMPTS, temperature=0.0, tokens=8))
-        assert adaptive.settle(PATIENCE_SECONDS)
+        assert adaptive.worker.settle(PATIENCE_SECONDS)
         adaptive.pause()
         assert adaptive.status().paused
         adaptive.resume()

@@ -48,7 +48,7 @@ def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hold = Learning.hold
 
     def settled_first(self: Learning) -> None:
-        assert self._adaptive.settle(60)
+        assert self._adaptive.worker.settle(60)
         hold(self)
 
     monkeypatch.setattr(Learning, "hold", settled_first)
