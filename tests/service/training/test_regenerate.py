@@ -49,8 +49,8 @@ def test_answers_are_what_the_engine_says(assembly: Assembly, prompts: list[Prom
     while not engine.idle:
         tokens += [token for output in engine.step().outputs for token in output.token_ids]
     assert greedy.response == tokens
-    messages = next(prompt.messages for prompt in prompts if prompt.id == greedy.id)
-    assert greedy.prompt == assembly.tokenizer.render_chat(messages)
+    asked = next(prompt for prompt in prompts if prompt.id == greedy.id)
+    assert greedy.prompt == asked.tokens(assembly.tokenizer)
 
 
 def test_a_killed_run_ends_with_the_same_answers(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
