@@ -1,7 +1,7 @@
 """Whether something whose gain is uncertain may go on: a drafter in this step, a further block, following the texts.
 
 Gains and losses are entered in a ledger, counted in plain steps. What has lost it all is suspended, and tried again
-once a small share of the time since has saved up for a trial: more is never lost.
+once a small share of the time since has saved up for a trial: at most that share and the opening balance are lost.
 """
 
 from collections import defaultdict
