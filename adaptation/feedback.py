@@ -60,11 +60,9 @@ class _Use:
 class Quota:
     """Admits a query while its client has not yet had more than its share of what was learnt recently.
 
-    The share is `client_share`, or an equal one while there are too few active clients to fill the whole with it: a
-    single client is learnt from without limit. Below `free_queries` nobody is refused, or a client that sends little
-    would stop the learning from one that sends much. A client can exceed its share by one query at most. Clients are
-    known by a keyed hash with a key that lives as long as the process; of more than `max_clients` the least used are
-    forgotten, which forgives a client a small share at most.
+    The share is `client_share`, or an equal one while there are too few active clients to fill the whole with it. Below
+    `free_queries` nobody is refused. Clients are known by a keyed hash with a key that lives as long as the process; of
+    more than `max_clients` the least used are forgotten.
     """
 
     def __init__(

@@ -10,6 +10,19 @@ import pytest
 
 from adaptation.config import AdaptationConfig, Tuning
 
+QUICK: dict[str, object] = {
+    "policy": "head_only",
+    "head_learning_rate": 0.01,
+    "full_learning_rate": 0.003,
+    "update_norm": 1.0,
+    "gate_texts": 4,
+    "validation_texts": 8,
+    "validation_share": 0.5,
+    "window_texts": 8,
+    "drift_texts": 2,
+    "client_free_queries": 1000,
+}
+"""Quick to decide on tiny models."""
 _FIXED = {field.name for field in fields(Tuning)}
 _DEFAULTS: dict[str, object] = Tuning.__init__.__kwdefaults__ or {}
 

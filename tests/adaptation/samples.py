@@ -20,7 +20,7 @@ from drafters.training.corpus import TOP
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
-from tests.tuned import tuned
+from tests.tuned import QUICK, tuned
 
 HIDDEN, PROMPT, ANSWER = 48, 4, 16
 EMBED, TABLE = tiny_embedding(HIDDEN), tiny_table(HIDDEN)
@@ -145,19 +145,7 @@ def full_bench(folder: Path, **knobs: object) -> Bench:
 
 def bench(folder: Path, **knobs: object) -> Bench:
     """Quick to decide: always updates, gates on four texts."""
-    settings: dict[str, object] = {
-        "policy": "head_only",
-        "head_learning_rate": 0.01,
-        "full_learning_rate": 0.003,
-        "update_norm": 1.0,
-        "gate_texts": 4,
-        "validation_texts": 8,
-        "validation_share": 0.5,
-        "window_texts": 8,
-        "drift_texts": 2,
-        "client_free_queries": 1000,
-    }
-    config, tuning = tuned({**settings, **knobs})
+    config, tuning = tuned({**QUICK, **knobs})
     serving = drafter()
     events: list[Event] = []
     clock = Clock()

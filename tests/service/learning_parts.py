@@ -12,25 +12,16 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
-from tests.tuned import tuned
+from tests.tuned import QUICK, tuned
 
 EAGER: dict[str, object] = {
-    "policy": "head_only",
+    **QUICK,
     "head_queries": 2,
     "full_queries": 2,
     "head_steps": 8,
     "full_steps": 4,
     "step_texts": 64,
     "warm_up_steps": 1,
-    "head_learning_rate": 0.01,
-    "full_learning_rate": 0.003,
-    "update_norm": 1.0,
-    "gate_texts": 4,
-    "validation_texts": 8,
-    "validation_share": 0.5,
-    "window_texts": 8,
-    "drift_texts": 2,
-    "client_free_queries": 1000,
     "duty_cycle": 1.0,
     "niceness": 0,
 }
