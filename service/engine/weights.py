@@ -57,14 +57,14 @@ def load_model(
     name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path
 ) -> LoadedModel:
     """Load weights and tokenizer. Raises StartupError naming what is wrong with the model and what to do."""
-    source, trusted = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
+    source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(source, **trusted)
+        config = AutoConfig.from_pretrained(source, **options)
         refuse_unsupported(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **trusted
+            source, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     return _made_ready(model, tokenizer, device)
