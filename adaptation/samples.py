@@ -29,7 +29,6 @@ _HURRIED_SHARE = 0.5  # of queries that are held for validation after a change o
 class TrainingSample:
     """What one query teaches."""
 
-    version: int  # the drafter that its draft labels are about
     signal: float  # s of the draft labels that were kept, and of steps that no block drafted for
     num_rejected: int
     draft_labels: DraftLabels
@@ -61,7 +60,7 @@ def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingS
     """The newest rejected positions of a query, so many at most, with accepted ones from among them."""
     labels = _newest(feedback.draft_labels, most_rejected)
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
-    return TrainingSample(feedback.query.version, signal, labels.num_rejected, labels, example_of(feedback))
+    return TrainingSample(signal, labels.num_rejected, labels, example_of(feedback))
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:

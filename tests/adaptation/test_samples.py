@@ -197,13 +197,6 @@ def test_what_is_heard_again_is_drawn_for_each_update_and_leaves_room_for_new_sa
     assert len(buffers.take("full")) == 6, "new ones are heard even when there are more than fit"
 
 
-def test_a_lesson_keeps_the_version_it_is_about() -> None:
-    buffers = buffers_of(100, {"head": 100, "full": 100}, replay=0)
-    for version, sample in enumerate(samples(3)):
-        buffers.add("head", TrainingSample(version, sample.signal, sample.num_rejected, sample.draft_labels, None))
-    assert [sample.version for sample in buffers.take("head")] == [0, 1, 2]
-
-
 def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
     validation = ValidationSet(share=0.2, enough=2, max_texts=3, rng=random.Random(0))
     drawn = sum(validation.draws() for _ in range(5000))
