@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from adaptation.checkpoint import LearnerCheckpoint, SnapshotRing
 from adaptation.feedback import FeedbackFilter
 from adaptation.gate import Gate
 from adaptation.monitor import RollbackMonitor
-from adaptation.policy import EveryBatch
+from adaptation.policy import Arm, EveryBatch
 from adaptation.process import TrainingProcess
 from adaptation.samples import SampleBuffers
 from adaptation.trainer import Adam, Trainer
@@ -226,27 +225,26 @@ def _striking(stream: Stream, place: Place, action: Callable[[], None], *, skip:
 
 def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]) -> Fault:
     """Something becomes of the loss when it is computed, or of its gradient in the backward pass."""
-    place = (Trainer, f"_{stream.arm}_terms")
 
     @contextmanager
     def waiting(strike: Strike) -> Iterator[None]:
-        usual, calls = getattr(*place), iter(range(stream.rng.randrange(3), -(10**9), -1))
+        usual, calls = Trainer._step, iter(range(stream.rng.randrange(3), -(10**9), -1))
 
         def strikes(value: Tensor) -> Tensor:
             stream.witness.note(strike)
             return action(value)
 
-        def patched(*arguments: Any) -> Any:
-            terms = usual(*arguments)
-            if next(calls) != 0:
-                return terms
-            if where == "forward":
-                return replace(terms, loss=strikes(terms.loss))
-            terms.loss.register_hook(strikes)
-            return terms
+        def patched(trainer: Trainer, arm: Arm, terms: Any, rate_share: float) -> Any:
+            loss, parts = terms
+            if next(calls) == 0:
+                if where == "forward":
+                    loss = strikes(loss)
+                else:
+                    loss.register_hook(strikes)
+            return usual(trainer, arm, (loss, parts), rate_share)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(*place, patched)
+            patch.setattr(Trainer, "_step", patched)
             yield
 
     return waiting
