@@ -14,6 +14,7 @@ import uvicorn
 from rich.table import Table
 
 from benchmarks.options import PromptFile
+from service.api.app import create_app
 from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Concurrency, Limit, Out
 from service.bench.experiment import conclude, count_mismatches, counted, prepare
@@ -23,7 +24,7 @@ from service.engine.thread import EngineThread
 from service.observability.live import Live
 from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import Runtime, Served
-from service.serve import api_settings, card_of, metrics_of, telling, watched_app
+from service.serve import api_settings, card_of, metrics_of, rendered, telling
 
 _STARTING_SECONDS = 60.0
 
@@ -73,7 +74,7 @@ async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *,
         lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
     )
     settings = replace(api_settings(assembly.config), api_keys=(), admin_key=None, open_metrics=True)
-    app = watched_app(runtime, settings, metrics, live)
+    app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime))
     async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
         await runtime.wait_until_loaded()
         async with _read(url) if watched else _unread() as seen:

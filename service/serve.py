@@ -8,7 +8,6 @@ from types import FrameType
 
 import anyio
 import uvicorn
-from fastapi import FastAPI
 
 from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
@@ -44,7 +43,7 @@ async def _serve(config: ServiceConfig) -> None:
     metrics, live = metrics_of(config), Live()
     runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
     settings = uvicorn.Config(
-        watched_app(runtime, api_settings(config), metrics, live),
+        create_app(runtime, api_settings(config), live=live, render_metrics=lambda: rendered(metrics, runtime)),
         http=GuardedProtocol,
         ws="none",
         host=config.host,
@@ -72,25 +71,17 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     )
 
 
-def watched_app(runtime: Runtime, settings: ApiSettings, metrics: Metrics, live: Live) -> FastAPI:
-    """The application, which shows metrics and live state."""
-
-    def status() -> ServerStatus:
-        return ServerStatus(
-            ready=runtime.state == "ready",
-            requests_in_flight=runtime.num_open,
-            requests_refused=runtime.num_refused,
-            loop_lag_seconds=runtime.max_loop_lag_seconds(),
-        )
-
-    metrics.watch_server(status)
-    return create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime))
-
-
 async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
     """The metrics page, with learning as it is now, or as it was last when an update keeps it from answering."""
     with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
         metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
+    status = ServerStatus(
+        ready=runtime.state == "ready",
+        requests_in_flight=runtime.num_open,
+        requests_refused=runtime.num_refused,
+        loop_lag_seconds=runtime.max_loop_lag_seconds(),
+    )
+    metrics.observe_server(status)
     return metrics.render()
 
 

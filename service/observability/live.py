@@ -1,7 +1,5 @@
-"""The live state: what the server did in the last second, and how the last minutes went.
-
-The threads that serve and learn leave plain records and go on; they are added up once a second for all who look.
-"""
+"""The live state: what the server did in the last second, and how the last minutes went. The threads that serve and
+learn leave plain records and go on; they are added up once a second for all who look."""
 
 import time
 from collections import Counter, deque
@@ -16,8 +14,6 @@ from service.observability.metric_tables import label_of
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
 _MOST_WAITING: Final = 65_536  # records nobody has added up yet; of more the oldest are lost
-_NO_LOAD: Final = LoadStats(num_running=0, num_waiting=0, slots_used=0, slots_total=0)
-
 
 Record = TypeVar("Record")
 Json = dict[str, Any]
@@ -34,26 +30,22 @@ class Live:
         self._steps: deque[StepStats] = deque(maxlen=_MOST_WAITING)
         self._finished: deque[FinishStats] = deque(maxlen=_MOST_WAITING)
         self._happened: deque[Json] = deque(maxlen=_MOST_WAITING)
-        self._load = _NO_LOAD
+        self._load = LoadStats(num_running=0, num_waiting=0, slots_used=0, slots_total=0)
         self._learning: AdaptationStatus | None = None
         self._ticked = clock()
         self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
         self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
 
     def observe_load(self, load: LoadStats) -> None:
-        """How busy the engine is, after a step or an abort."""
         self._load = load
 
     def observe_step(self, stats: StepStats) -> None:
-        """One engine step."""
         self._steps.append(stats)
 
     def observe_finish(self, stats: FinishStats) -> None:
-        """One sequence that ended."""
         self._finished.append(stats)
 
     def observe_event(self, event: Event) -> None:
-        """One thing that learning did."""
         # The reason is one of the metrics' words: sentences may name files.
         told = {"kind": event.kind, "reason": label_of(event.kind, event.reason), "version": event.version}
         self._happened.append({"unix_seconds": self._now(), **told, "numbers": dict(event.numbers)})

@@ -21,9 +21,7 @@ Record = TypeVar("Record", contravariant=True)
 @dataclass(frozen=True)
 class Row(Generic[Record]):
     """A metric `name{label}`, and what a record says of it: one number, or numbers by key; None leaves it as it was.
-
-    A key is a value of the label, with `:` between those of two labels; `keys` are all there are.
-    """
+    A key is a value of the label, with `:` between those of two labels; `keys` are all there are."""
 
     signature: str
     text: str

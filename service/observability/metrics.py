@@ -1,10 +1,7 @@
 """Prometheus metrics, added up from plain records by one collector. The only module that imports prometheus_client.
+All label sets are closed and every series exists from the start: a rate over a quiet hour is zero and not missing."""
 
-All label sets are closed and every series exists from the start, so that a rate over a quiet hour is zero and not
-missing.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from threading import Lock
 from typing import Any, Final
@@ -57,36 +54,27 @@ class Metrics(Collector):
             theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
             self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
         self._lock = Lock()
-        self._server: Callable[[], ServerStatus] | None = None
 
     def observe_load(self, stats: LoadStats) -> None:
-        """How busy the engine is, after a step or an abort."""
         self._add(LOAD, stats)
 
     def observe_step(self, stats: StepStats) -> None:
-        """One engine step."""
         self._add(self._steps, stats)
 
     def observe_finish(self, stats: FinishStats) -> None:
-        """One sequence that ended."""
         self._add(FINISH, stats)
 
     def observe_event(self, event: Event) -> None:
-        """One thing that learning did."""
         self._add(EVENTS, event)
 
     def observe_adaptation(self, status: AdaptationStatus) -> None:
-        """Learning as it is now; shown until the next one comes."""
         self._set(ADAPTATION, status)
 
-    def watch_server(self, status: Callable[[], ServerStatus]) -> None:
-        """Export what the server says of itself at each scrape."""
-        self._server = status
+    def observe_server(self, status: ServerStatus) -> None:
+        self._set(SERVER, status)
 
     def render(self) -> tuple[bytes, str]:
         """The metrics page and its content type."""
-        if self._server is not None:
-            self._set(SERVER, self._server())
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry), CONTENT_TYPE_LATEST

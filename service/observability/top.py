@@ -129,19 +129,15 @@ def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
             if response.status_code != 200:
                 other = f"the server at {url} has no feed (status {response.status_code}): is it adaptree?"
                 raise NoFeedError(_REFUSALS.get(response.status_code, other).format(url=url))
-            yield from _parsed(response.iter_lines())
+            name = "moment"
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield name, json.loads(line.removeprefix("data: "))
+                    name = "moment"
     except httpx.ReadTimeout:
         raise NoFeedError(f"the server at {url} has fallen silent") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         problem = f"no server answers at {url} ({error or type(error).__name__})"
         raise NoFeedError(f"{problem}: start one with `adaptree serve`, or say where it is with --url") from None
-
-
-def _parsed(lines: Iterator[str]) -> Iterator[tuple[str, Json]]:
-    name = "moment"
-    for line in lines:
-        if line.startswith("event: "):
-            name = line.removeprefix("event: ")
-        elif line.startswith("data: "):
-            yield name, json.loads(line.removeprefix("data: "))
-            name = "moment"

@@ -186,15 +186,15 @@ def test_a_sequence_without_a_token_has_no_first_one() -> None:
     assert found["adaptree_request_success_total{abort}"] == 1
 
 
-def test_the_server_is_asked_once_at_each_scrape() -> None:
+def test_the_server_is_shown_as_it_was_observed_last() -> None:
     metrics = made()
     found = series(metrics)
     assert (found["adaptree_ready"], found["adaptree_requests_refused_total"]) == (0, 0)
-    states = iter((SERVER, replace(SERVER, ready=False, loop_lag_seconds=0.02)))
-    metrics.watch_server(lambda: next(states))
+    metrics.observe_server(SERVER)
     found = series(metrics)
     assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (1, 0.01)
     assert (found["adaptree_requests_in_flight"], found["adaptree_requests_refused_total"]) == (4, 3)
+    metrics.observe_server(replace(SERVER, ready=False, loop_lag_seconds=0.02))
     found = series(metrics)
     assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (0, 0.02)
 
