@@ -1,8 +1,6 @@
 """How often proposals come true, learned while serving: the source of every survival estimate, and its correction.
-
 A label is a node whose parent came true. Labels fade, so that a bucket nobody has seen for a while returns to its
-prior. Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives.
-"""
+prior. Legend: batch, nodes as in drafters/tree.py; conditional = survival given that the parent survives."""
 
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ from torch.nn.functional import pad
 from drafters.tree import Candidates, DraftTree, accumulated
 
 CEILING = 0.98  # below 1: survival must fall strictly along a path
+MIN_SURVIVAL = 0.02  # below it candidates never pay: a node costs more than 1/50 of a step on any machine
 
 _DEPTHS = 8  # deeper nodes count as of this depth
 _CLAIMS = 8  # bins of the claimed conditional
@@ -42,14 +41,6 @@ class HitTable:
         self.ratios = torch.empty_like(self._prior_true)
         self._estimate()
 
-    @staticmethod
-    def of_factors(
-        buckets: int, prior: float, *, decay: float, limits: tuple[float, float], device: torch.device | str
-    ) -> "HitTable":
-        """Factors of so many buckets, which begin at 1."""
-        even = torch.full((buckets,), prior, device=device)
-        return HitTable(even, even, decay=decay, limits=limits)
-
     def observe(self, buckets: Tensor, true: Tensor, expected: Tensor) -> None:
         """Count labels; both are 0 where there is none. # all three [...], true and expected bool or float32"""
         flat = buckets.flatten()
@@ -69,11 +60,8 @@ class HitTable:
 
 
 def tried_and_accepted(tree: DraftTree, path: Tensor) -> tuple[Tensor, Tensor]:
-    """What one verify says about each node: it was tried when its parent is the root or was accepted.
-
-    path [batch, depth] int64 as in `VerifyResult`. Only a tried node is a label; below a rejected one nothing is known.
-    -> two masks [batch, nodes] bool
-    """
+    """Which nodes were tried, for their parent is the root or was accepted, and which were accepted. Only a tried node
+    is a label. # path [batch, depth] int64 as in `VerifyResult` -> two masks [batch, nodes] bool"""
     batch, nodes = tree.tokens.shape
     # The column after the last node takes the padding of `path`; the one before the first is the root.
     on_path = torch.zeros(batch, nodes + 2, dtype=torch.bool, device=tree.tokens.device)
@@ -95,15 +83,11 @@ class Claims(NamedTuple):
 
 
 class SurvivalCalibration:
-    """Corrects whatever a drafter claims of its nodes, by depth and claim, from verified steps.
-
-    Also says how far corrected survival is off (expected calibration error).
-    """
+    """Corrects whatever a drafter claims of its nodes, by depth and claim, from verified steps."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._table = HitTable.of_factors(
-            _DEPTHS * _CLAIMS, _CLAIM_PRIOR, decay=_CLAIM_DECAY, limits=_CLAIM_LIMITS, device=device
-        )
+        even = torch.full((_DEPTHS * _CLAIMS,), _CLAIM_PRIOR, device=device)
+        self._table = HitTable(even, even, decay=_CLAIM_DECAY, limits=_CLAIM_LIMITS)
         self._bins = torch.zeros(3, _BINS, device=device)  # nodes, their survival, how many were accepted
 
     def correct(self, candidates: Candidates) -> tuple[Candidates, Claims]:

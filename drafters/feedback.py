@@ -1,8 +1,6 @@
-"""What a drafter can learn from one finished query, and the tables it is collected in.
-
-Legend: rows = sequences of the engine's table, positions = those that steps made permanent, taps * hidden = width,
-top = likeliest tokens of the target that are kept, labels = positions of which the drafter said something.
-"""
+"""What a drafter can learn from one finished query, and the tables it is collected in. Legend: rows = sequences of the
+engine's table, positions = those that steps made permanent, taps * hidden = width, top = likeliest tokens of the target
+that are kept, labels = positions of which the drafter said something."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,11 +165,9 @@ class FeedbackRecorder:
 
     @torch.inference_mode()
     def commit(self, rows: Tensor, roots: Tensor, features: Tensor, labels: DraftLabels) -> None:
-        """Keep what steps made permanent, in any order: root and accepted nodes, and the token behind each.
-
-        Of one sequence not more positions at once than a step may commit beside a whole window. `labels` has a line for
-        each, with position NOWHERE where no block had a state.
-        """
+        """Keep what steps made permanent, in any order: root and accepted nodes, and the token behind each. Of one
+        sequence not more positions at once than a step may commit beside a whole window. `labels` has a line for each,
+        with position NOWHERE where no block had a state."""
         # rows, roots [positions] int64, roots absolute; features [positions, taps * hidden]
         self._features[rows, roots % self._places] = features.to(self._features.dtype)
         places = (roots + 1) % self._places
@@ -214,11 +210,8 @@ def target_tops(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The highest scores of each row, highest first, and their places.
-
-    Sought only in the `top` blocks with the highest maxima, which hold them all: half the time of looking at each.
-    scores [positions, vocab] -> two [positions, top]
-    """
+    """The highest scores of each row, highest first, and their places; sought only in the `top` blocks with the highest
+    maxima, which hold them all: half the time. # scores [positions, vocab] -> two [positions, top]"""
     if scores.shape[1] < 2 * top * _BLOCK:
         found = scores.topk(top, dim=-1)
         return found.values, found.indices

@@ -1,8 +1,6 @@
 """Whether something whose gain is uncertain may go on: a drafter in this step, a further block, following the texts.
-
 Gains and losses are entered in a ledger, counted in plain steps. What has lost it all is suspended, and tried again
-once a small share of the time since has saved up for a trial: at most that share and the opening balance are lost.
-"""
+once a small share of the time since has saved up for a trial: at most that share and the opening balance are lost."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -70,9 +68,7 @@ class LossLedger:
 
 class LedgersBySize:
     """One ledger for each size of batch, in powers of two: a step's gain is a mean over its sequences, so with more of
-    them go a smaller variance, opening balance and share of time. What is suspended for many begins with that debt for
-    twice as many.
-    """
+    them go a smaller variance, opening balance and share. What is suspended for many begins so for twice as many."""
 
     def __init__(self, *, opening: float = OPENING) -> None:
         self._opening = opening
@@ -104,8 +100,7 @@ def _weight(size: int) -> float:
 
 class DrafterGate:
     """Whether a costly drafter is asked in this step: the tokens only it had right, against the seconds it took; by the
-    tokens expected of the cheaper drafters and by how many sequences draft together.
-    """
+    tokens expected of the cheaper drafters and by how many sequences draft together."""
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
@@ -153,8 +148,7 @@ class DrafterGate:
 
 class FollowGate:
     """Whether a costly drafter follows the texts, which costs time in every step, asked or not. One that is seldom
-    asked is suspended; now and then it follows for a while, to be able to show what it gains.
-    """
+    asked is suspended; now and then it follows for a while, to be able to show what it gains."""
 
     def __init__(self) -> None:
         self._asked = 1.0
@@ -182,9 +176,7 @@ class _BlockStep:
 
 class BlockGate:
     """Whether a tree gets a further block: only when the tokens expected of it save more seconds than it takes (SALF's
-    stopping rule, in seconds). What comes of starts and what blocks and tokens take is measured while serving; now and
-    then a block is drafted that does not pay, so that it can again.
-    """
+    stopping rule, in seconds), all of them measured while serving; now and then one is drafted that does not pay."""
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock

@@ -1,7 +1,5 @@
 """One tree from a cheap drafter and one that costs a forward pass and is asked while that pays; and who was right.
-
-Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table.
-"""
+Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
 from dataclasses import replace

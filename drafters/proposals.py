@@ -1,7 +1,5 @@
 """What each row's last tree proposed, kept until the committed text tells what became of it.
-
-Legend: rows = sequences of the engine's table, nodes = those of a tree, batch = some rows.
-"""
+Legend: rows = sequences of the engine's table, nodes = those of a tree, batch = some rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +20,8 @@ class Field:
 
 
 class ProposalLog:
-    """Tables addressed by row; behind the rows stands one of nobody's, which pads batches.
-
-    They stay where they are: captured computations read and write them there.
-    """
+    """Tables addressed by row; behind the rows stands one of nobody's, which pads batches. They stay where they are:
+    captured computations read and write them there."""
 
     def __init__(self, sizes: DraftingSizes, fields: Mapping[str, Field]) -> None:
         self._tables = {

@@ -12,12 +12,9 @@ from drafters.tree import Candidates, DraftTree, VerifyResult
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The text a drafter starts from when a sequence joins (or rejoins after preemption).
+    """The text a drafter starts from when a sequence joins (or rejoins after preemption)."""
 
-    `row` names the sequence for as long as it runs: drafters keep their state in tables addressed by it.
-    """
-
-    row: int
+    row: int  # names the sequence for as long as it runs: drafters keep their state in tables addressed by it
     tokens: Sequence[int]  # prompt and everything generated so far
     prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
@@ -108,10 +105,8 @@ class DraftingSizes:
 
 
 class Drafter(Protocol):
-    """Proposes draft trees and observes what became of them. All calls come from the engine thread.
-
-    What is answered here suits a drafter without a network, which reads texts from `start` alone.
-    """
+    """Proposes draft trees and observes what became of them. All calls come from the engine thread. What is answered
+    here suits a drafter without a network, which reads texts from `start` alone."""
 
     @property
     def name(self) -> str: ...
@@ -137,11 +132,9 @@ class Drafter(Protocol):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Begin (or begin again) drafting for these sequences."""
-        ...
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
-        ...
 
     def read(self, read: Read) -> None:
         """Take in a piece of a prompt; called only where `tap_layers` asks for features."""
@@ -149,7 +142,6 @@ class Drafter(Protocol):
 
     def commit(self, committed: Committed) -> None:
         """Extend the state by what was committed, and learn how far the proposals were right."""
-        ...
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""

@@ -1,7 +1,5 @@
 """Proposes random trees that follow a known answer, the sequence's `prediction`, here and there. For exactness checks.
-
-Legend: batch, nodes as in drafters/tree.py.
-"""
+Legend: batch, nodes as in drafters/tree.py."""
 
 from collections.abc import Sequence
 
@@ -75,9 +73,7 @@ class RandomTreeDrafter(Drafter):
 
 def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
     """Depths that rise by at most one from node to node, each tree with its own taste between bush and chain.
-
-    -> [batch, nodes] int64 in 1..MAX_DEPTH
-    """
+    # -> [batch, nodes] int64 in 1..MAX_DEPTH"""
     taste = torch.rand(batch, 1, generator=generator, device=generator.device)
     deeper = torch.rand(batch, nodes, generator=generator, device=generator.device) < taste
     deeper[:, :1] = True

@@ -15,17 +15,14 @@ class Timestamp(Protocol):
 
     def __sub__(self, earlier: Any, /) -> float:
         """Seconds since."""
-        ...
 
 
 Clock = Callable[[], Timestamp]
 
 
 class Readback:
-    """Numbers that somebody is to be told, one request per step.
-
-    Of a CPU at once. Of a device what the request before asked for: a step waits for its tokens, so by then it is here.
-    """
+    """Numbers that somebody is to be told, one request per step: of a CPU at once, of a device what the request before
+    asked for. A step waits for its tokens, so by then it is here."""
 
     def __init__(self, *, late: bool) -> None:
         self._late = late

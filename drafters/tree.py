@@ -1,8 +1,6 @@
 """Draft trees and what verification says about them: plain tensor records that every drafter and the engine share.
-
 Legend: batch = sequences in the step, nodes = padded node count, depth = longest accepted path.
-The root (the last committed token, depth 0) is not a node: a node whose parent is -1 hangs below the root.
-"""
+The root (the last committed token, depth 0) is not a node: a node whose parent is -1 hangs below the root."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +25,8 @@ ROOT = -1
 
 
 class DraftTree(NamedTuple):
-    """Nodes to verify, in an order where every parent stands before its children.
-
-    Also the form of a drafter's *candidates*: a tree from which the budget keeps the likeliest nodes.
-    """
+    """Nodes to verify, in an order where every parent stands before its children. Also the form of a drafter's
+    *candidates*: a tree from which the budget keeps the likeliest nodes."""
 
     tokens: Tensor  # [batch, nodes] int64, 0 padded
     parents: Tensor  # [batch, nodes] int64, parents[i] < i, ROOT below the root
@@ -101,9 +97,7 @@ class VerifyResult:
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
     """True at [b, i, j] where node j is on the path from the root to node i, i itself included.
-
-    parents [batch, nodes] -> [batch, nodes, nodes] bool
-    """
+    # parents [batch, nodes] -> [batch, nodes, nodes] bool"""
     batch, nodes = parents.shape
     if nodes == 0:
         return parents.new_zeros(batch, 0, 0, dtype=torch.bool)
@@ -118,11 +112,8 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 
 
 def path_tokens(tokens: Tensor, ancestors: Tensor, depth: int) -> Tensor:
-    """The tokens from the root's child down to each row's node; row 0 is the root, which has none.
-
-    tokens [batch, nodes], ancestors [batch, nodes, nodes] -> [batch, nodes + 1, depth] int64, -1 padded;
-    what lies deeper than `depth` is left out.
-    """
+    """The tokens from the root's child down to each row's node, as far as `depth`; row 0 is the root, which has none.
+    # tokens [batch, nodes], ancestors [batch, nodes, nodes] -> [batch, nodes + 1, depth] int64, -1 padded"""
     batch, nodes = tokens.shape
     level = ancestors.sum(-1) - 1  # [batch, nodes]
     column = torch.where(ancestors, level[:, None, :], depth).clamp(max=depth)  # [batch, nodes, nodes]
@@ -139,18 +130,14 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
-    """A 64-bit sum over the path of tokens times random odd numbers by depth; equal paths have equal sums.
-
-    Different paths collide with probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64
-    """
+    """A 64-bit sum over the path of tokens times random odd numbers by depth; equal paths have equal sums. Different
+    ones collide with probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64"""
     return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
 
 
 def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Values combined from the root's child down to each node.
-
-    values [batch, nodes + 1], the last column the root's, which changes nothing; parents [batch, nodes] -> like parents
-    """
+    """Values combined from the root's child down to each node. # values [batch, nodes + 1], the last column the root's,
+    which changes nothing; parents [batch, nodes] -> like parents"""
     nodes = parents.shape[1]
     jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
     for _ in range(DOUBLINGS):
@@ -165,9 +152,7 @@ def node_hashes(tree: Candidates) -> Tensor:
 
 def prefix_hashes(tokens: Tensor) -> Tensor:
     """The same sums for the beginnings of texts after the root, as far as trees reach.
-
-    tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64
-    """
+    # tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64"""
     tokens = tokens[:, :MAX_DEPTH]
     factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
     return ((tokens + 1) * factors.view(-1, *[1] * (tokens.ndim - 2))).cumsum(1)
@@ -198,10 +183,8 @@ def joined_trees(trees: Sequence[Candidates]) -> Candidates:
 
 def merge_trees(raw: Candidates, max_nodes: int) -> tuple[Candidates, Tensor]:
     """The likeliest nodes of a raw tree, each path once, by falling survival, and which raw nodes they were.
-
     Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the likeliest stays and
-    takes over the others' children, so that survival still falls along every path. # -> tree, [batch, nodes] int64
-    """
+    takes over the others' children, so that survival still falls along every path. # -> tree, [batch, nodes] int64"""
     hashes = path_hashes(raw.tokens, raw.parents, raw.depths)
     order = raw.survival.sort(dim=1, descending=True, stable=True).indices  # likeliest first
     representative = _first_with_equal_hash(hashes, order)
@@ -244,34 +227,31 @@ def renumbered(parents: Tensor, chosen: Tensor) -> Tensor:
 def select_nodes(candidates: Candidates, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
     """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
     padding mean nothing. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
-
-    num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64
-    """
+    # num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64"""
     width = min(width, candidates.width)
     if width == 0:
         tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
         return tree, tree.parents
     num_nodes = torch.minimum(num_keep, candidates.num_nodes)
-    order = _topological(candidates, num_nodes)  # [batch, nodes]
-    kept = order[:, :width]
-    valid = torch.arange(width, device=order.device) < num_nodes[:, None]
+    by_survival = _falling(candidates).indices  # [batch, nodes]
+    kept = torch.arange(by_survival.shape[1], device=by_survival.device) < num_nodes[:, None]
+    depths = candidates.depths.gather(1, by_survival).masked_fill(~kept, MAX_DEPTH + 1)
+    chosen = by_survival.gather(1, depths.sort(dim=1, stable=True).indices)[:, :width]
+    valid = kept[:, :width]
     tree = DraftTree(
-        tokens=candidates.tokens.gather(1, kept) * valid,
-        parents=renumbered(candidates.parents, kept).masked_fill(~valid, ROOT),
-        depths=candidates.depths.gather(1, kept) * valid,
-        survival=candidates.survival.gather(1, kept) * valid,
+        tokens=candidates.tokens.gather(1, chosen) * valid,
+        parents=renumbered(candidates.parents, chosen).masked_fill(~valid, ROOT),
+        depths=candidates.depths.gather(1, chosen) * valid,
+        survival=candidates.survival.gather(1, chosen) * valid,
         num_nodes=num_nodes,
     )
-    return tree, kept
+    return tree, chosen
 
 
 def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b.
-
-    limits [batch] -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; the entries beyond
-    those that exist have survival 0 and owner -1. With weights [batch], what one token of each sequence counts,
-    survival is multiplied by them.
-    """
+    """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b; survival is
+    multiplied by weights, what one token of each sequence counts. # limits, weights [batch]
+    -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1 beyond those that exist"""
     nodes = candidates.tokens.shape[1]
     survival = _falling(candidates).values  # [batch, nodes]
     if weights is not None:
@@ -286,11 +266,3 @@ def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor | Non
 
 def _falling(candidates: Candidates) -> torch.return_types.sort:
     return candidates.survival.masked_fill(~candidates.valid, -1.0).sort(dim=1, descending=True, stable=True)
-
-
-def _topological(candidates: Candidates, num_nodes: Tensor) -> Tensor:
-    by_survival = _falling(candidates).indices
-    ranks = torch.arange(by_survival.shape[1], device=by_survival.device)
-    last = torch.iinfo(candidates.depths.dtype).max
-    depths = candidates.depths.gather(1, by_survival).masked_fill(ranks >= num_nodes[:, None], last)
-    return by_survival.gather(1, depths.sort(dim=1, stable=True).indices)

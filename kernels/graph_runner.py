@@ -1,8 +1,6 @@
 """Functions of tensors, run eagerly as they are called, or as CUDA graphs over static buffers in a few padded shapes.
-
-On a CUDA device a capture is a graph and its repetition one launch. Elsewhere it is the computation itself, called
-again on the same buffers, so that padding and placing are tested without a device.
-"""
+Without a CUDA device a capture is the computation itself, called again on the same buffers, so that padding and placing
+are tested there."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -29,11 +27,8 @@ def rerun(compute: Callable[[], None]) -> Callable[[], None]:
 
 
 class CudaGraphs:
-    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once.
-
-    One stream for all of them: memory and libraries' workspaces belong to the stream that they were allocated on, so
-    that another one for each capture would share nothing. Kernels keep its priority.
-    """
+    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once, and
+    one stream, to which memory and libraries' workspaces belong. Kernels keep its priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,19 +36,15 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        self._warm_up(compute)
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            compute()  # libraries choose their algorithms and allocate their workspaces in the first run on a stream
+        main.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             compute()
         return graph.replay
-
-    def _warm_up(self, compute: Callable[[], None]) -> None:
-        """Libraries choose their algorithms and allocate their workspaces in the first run on a stream."""
-        main = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            compute()
-        main.wait_stream(self._stream)
 
 
 def capture_for(device: torch.device) -> Capture:
@@ -62,12 +53,10 @@ def capture_for(device: torch.device) -> Capture:
 
 
 class GraphRunner(Generic[Out]):
-    """One function, called with inputs that are copied into static buffers, and with what stands in place already.
-
-    Both are nested tuples of tensors and ints. A captured shape holds a call if none of its sizes and ints is smaller
-    and if what is given stands where the shape expects it, as other runners' results do. A call that no shape holds
-    runs eagerly. Results of a capture are padded, and overwritten by the next call.
-    """
+    """One function, called with inputs that are copied into static buffers, and with what stands in place already; both
+    nested tuples of tensors and ints. A captured shape holds a call if none of its sizes and ints is smaller and if
+    what is given stands where the shape expects it, as other runners' results do. A call that no shape holds runs
+    eagerly. Results of a capture are padded, and overwritten by the next call."""
 
     def __init__(
         self,
@@ -191,7 +180,9 @@ class _Places:
         leaves, structure = pytree.tree_flatten(values)
         self._largest = self._largest or [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in leaves]
         places = [
-            leaf if not isinstance(leaf, Tensor) or any(leaf is x for x in besides) else place[_leading(leaf)]
+            leaf
+            if not isinstance(leaf, Tensor) or any(leaf is x for x in besides)
+            else place[tuple(map(slice, leaf.shape))]
             for place, leaf in zip(self._largest, leaves, strict=True)
         ]
         return pytree.tree_unflatten(places, structure)
@@ -205,10 +196,6 @@ def leading(values: Any, count: int) -> Any:
 def batches_up_to(most: int) -> list[int]:
     """Of the shapes, the largest first."""
     return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
-
-
-def _leading(value: Tensor) -> tuple[slice, ...]:
-    return tuple(map(slice, value.shape))
 
 
 def _leaves(values: Any) -> list[Any]:

@@ -1,8 +1,5 @@
-"""The async bridge: requests go to the engine's thread, its outputs come back to whoever waits for them.
-
-One `call_soon_threadsafe` per engine step serves all requests; the event loop never
-waits for a lock that the engine holds, and a consumer that stops reading delays nobody.
-"""
+"""The async bridge: requests go to the engine's thread, its outputs come back to whoever waits for them. The event loop
+never waits for a lock that the engine holds, and a consumer that stops reading delays nobody."""
 
 import asyncio
 import logging
@@ -45,7 +42,6 @@ class EngineHandle(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
-        ...
 
     def wake(self) -> None: ...  # an idle engine steps once, so that new weights need not wait for a request
 
@@ -80,7 +76,6 @@ class AdaptationControl(Protocol):
 
     def load_from_disk(self, folder: Path) -> int:
         """-> its version. Raises ValueError naming what is wrong with it, AdaptationError when it cannot be kept."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +104,9 @@ class Served:
 
 
 class OutputStream:
-    """The outputs of some requests, in the order in which the engine delivers them.
-
-    Whoever holds one closes it (`with stream:`): closing early aborts what is unfinished. The outputs of each
-    sequence end with one that has a `finish_reason`; an error of the engine is raised instead.
-    """
+    """The outputs of some requests, in the order in which the engine delivers them. Closing early (`with stream:`)
+    aborts what is unfinished. The outputs of each sequence end with one that has a `finish_reason`; an error of the
+    engine is raised instead."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], *, abort: Callable[[str], None], release: Callable[[str], object]
@@ -164,7 +157,7 @@ class Runtime:
         self._load_served = load
         self._max_waiting = max_waiting
         self._served: Served | None = None
-        self._state: State = "loading"
+        self.state: State = "loading"
         self._streams: dict[str, OutputStream] = {}
         self._max_lag_seconds = 0.0
         self.num_refused = 0  # requests, because too many were waiting
@@ -183,10 +176,6 @@ class Runtime:
         await asyncio.shield(self._loading)
 
     @property
-    def state(self) -> State:
-        return self._state
-
-    @property
     def num_open(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._streams)
@@ -201,11 +190,11 @@ class Runtime:
 
     def check_ready(self) -> None:
         """Raise what a new request would meet with."""
-        if self._state == "loading":
+        if self.state == "loading":
             raise _not_ready("The model is still loading.")
-        if self._state == "draining":
+        if self.state == "draining":
             raise _not_ready("The server is shutting down.")
-        if self._state == "failed":
+        if self.state == "failed":
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
     def generate(self, *requests: GenerationRequest) -> OutputStream:
@@ -255,7 +244,7 @@ class Runtime:
 
     async def drain(self, timeout_seconds: float) -> None:
         """Refuse new requests, let the running ones end, then stop."""
-        self._state = "draining"
+        self.state = "draining"
         if self._served is not None:
             with anyio.move_on_after(timeout_seconds):
                 await anyio.to_thread.run_sync(self._served.engine.drain, abandon_on_cancel=True)
@@ -265,7 +254,7 @@ class Runtime:
 
     async def stop(self) -> None:
         """Stop at once: what still runs is answered with an error."""
-        self._state = "draining"
+        self.state = "draining"
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -289,13 +278,13 @@ class Runtime:
             served.engine.start(self._deliver)
         except Exception:
             logger.exception("the model could not be loaded")
-            self._state = "failed"
+            self.state = "failed"
             raise
         self._served = served
-        self._state = "ready"
+        self.state = "ready"
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)  # one call per engine step serves all requests
 
     def _dispatch(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -311,10 +300,10 @@ class Runtime:
             self._notice_engine_failure()
 
     def _notice_engine_failure(self) -> None:
-        if self._state == "failed" or self._served is None or (failure := self._served.engine.failure) is None:
+        if self.state == "failed" or self._served is None or (failure := self._served.engine.failure) is None:
             return
         logger.error("the engine stopped", exc_info=failure)
-        self._state = "failed"
+        self.state = "failed"
         self._give_up(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
 
     def _give_up(self, error: RequestError) -> None:

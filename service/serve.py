@@ -120,8 +120,7 @@ class _DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         logger.info("draining for at most %g seconds; signal again to stop at once", self._drain_seconds)
-        loop = asyncio.get_running_loop()
-        self._draining = loop.create_task(self._drain_then_exit(sig, frame))
+        self._draining = asyncio.create_task(self._drain_then_exit(sig, frame))
 
     async def _drain_then_exit(self, sig: int, frame: FrameType | None) -> None:
         await self._runtime.drain(self._drain_seconds)

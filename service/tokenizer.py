@@ -1,7 +1,5 @@
-"""Text to tokens and back: chat templates, plain encoding, and detokenization one token at a time.
-
-Special tokens are control tokens only where the template writes them; in anything a client wrote they are text.
-"""
+"""Text to tokens and back: chat templates, plain encoding, and detokenization one token at a time. Special tokens are
+control tokens only where the template writes them; in anything a client wrote they are text."""
 
 import copy
 import inspect
@@ -155,10 +153,8 @@ class ChatTokenizer:
 
 
 class _SpecialTokenGuard:
-    """Replaces special tokens in a client's strings by unguessable words, so that rendering cannot revive them.
-
-    Only the special tokens are replaced: a template that trims, splits or looks into content sees all the rest of it.
-    """
+    """Replaces special tokens in a client's strings by unguessable words, so that rendering cannot revive them. A
+    template that trims, splits or looks into content sees all the rest of it."""
 
     def __init__(self, special_strings: Sequence[str]) -> None:
         self._nonce = secrets.token_hex(12)

@@ -1,8 +1,6 @@
-"""Turns continuations into one tree, and says how often nodes with such evidence come true.
-
-Equal beginnings become one node, named by (depth, match) of the first, hence strongest, match whose continuation runs
-through it. Legend: batch, matches, depth as in drafters/lookup/matching.py.
-"""
+"""Turns continuations into one tree, and says how often nodes with such evidence come true. Equal beginnings become one
+node, named by (depth, match) of the first, hence strongest, match whose continuation runs through it.
+Legend: batch, matches, depth as in drafters/lookup/matching.py."""
 
 from dataclasses import dataclass
 
@@ -94,13 +92,13 @@ def _strength_weights() -> Tensor:
     return torch.stack([weights, torch.ones(NUM_STRENGTHS)], dim=1)
 
 
-class LookupCalibration:
-    """The acceptance table of copied nodes."""
+class LookupCalibration(HitTable):
+    """Acceptance rates of copied nodes, given that their parents are accepted."""
 
     def __init__(self, *, device: torch.device | str) -> None:
         logits = _prior_logits()
         tried = torch.full_like(logits, _PRIOR_WEIGHT)
-        self._table = HitTable((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS)
+        super().__init__((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS)
         self._share_edges = torch.tensor(_SHARE_EDGES, device=device)
         self._vote_edges = torch.tensor(_VOTE_EDGES, device=device)
         self._strength_part = _strength_part().to(device)
@@ -113,26 +111,11 @@ class LookupCalibration:
         places.add_(torch.bucketize(tree.share, self._share_edges), alpha=_SHARE_STRIDE)
         return places.add_(torch.bucketize(tree.votes, self._vote_edges), alpha=len(_DEPTH_LOGITS))
 
-    def rate(self, buckets: Tensor) -> Tensor:
-        """Probability that a node is accepted when its parent is. # [...] float32"""
-        return self._table.ratios[buckets]
-
-    def observe(self, buckets: Tensor, accepted: Tensor, mask: Tensor) -> None:
-        """Learn from nodes whose fate is known."""
-        self._table.observe(buckets, accepted & mask, mask)
-
 
 def _prior_logits() -> Tensor:
-    evidence = (
-        (0.0, _SAMPLED_LOGIT),
-        (0.0, _PREDICTED_LOGIT),
-        _SUPPORT_LOGITS,
-        _SHARE_LOGITS,
-        _VOTE_LOGITS,
-        _DEPTH_LOGITS,
-    )
+    sampled, predicted = (0.0, _SAMPLED_LOGIT), (0.0, _PREDICTED_LOGIT)
     logits = torch.zeros(1)
-    for weights in evidence:
+    for weights in (sampled, predicted, _SUPPORT_LOGITS, _SHARE_LOGITS, _VOTE_LOGITS, _DEPTH_LOGITS):
         logits = (logits[:, None] + torch.tensor(weights)).flatten()
     return torch.cat([logits, torch.zeros(1)])  # the last one is ABSENT's
 

@@ -1,14 +1,13 @@
 """The lookup drafter: copies what followed the same words earlier in the prompt, the answer so far, or the answer the
 client predicted, and proposes several such continuations as one tree. It learns from every committed token.
-
-Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes.
-"""
+Legend: batch; sequences = rows; matches, depth as in drafters/lookup/matching.py; nodes = max_nodes."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from drafters.calibration import MIN_SURVIVAL
 from drafters.lookup.calibration import ABSENT, LookupCalibration, Merger
 from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher
 from drafters.proposals import Field, ProposalLog
@@ -18,9 +17,6 @@ from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, renumbered
 _MAX_MATCHES = 12
 _SURE = 3
 """Equal tokens from which on a match in the prediction tells where in it the answer is."""
-
-_MIN_SURVIVAL = 0.02
-"""Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
 
 class LookupDrafter(Drafter):
@@ -61,7 +57,7 @@ class LookupDrafter(Drafter):
         tree = self._merger.merge(matches)
         buckets = self._calibration.buckets(matches, tree, noise.temperatures)
         # The rates along a path are those of its nodes, which may stand in other matches' columns.
-        rates = self._calibration.rate(buckets).gather(2, tree.first)
+        rates = self._calibration.ratios[buckets].gather(2, tree.first)
         survival = rates.cumprod_(1).masked_fill_(tree.absent, 0.0)
         buckets.masked_fill_(tree.absent, ABSENT)
         self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
@@ -89,18 +85,16 @@ class LookupDrafter(Drafter):
         came_true, known = came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH]
         tried = known.expand_as(came_true).clone()
         tried[:, 1:] &= came_true[:, :-1]
-        self._calibration.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true, tried)
+        self._calibration.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true & tried, tried)
         self._proposals.forget(rows)
 
     def _likeliest(self, tokens: Tensor, parents: Tensor, survival: Tensor) -> Candidates:
         """The likeliest nodes, by falling survival: strictly so along a path, hence parents come first.
-
-        All three [batch, depth, matches].
-        """
+        # all [batch, depth, matches]"""
         # Many nodes share a bucket and hence their rate: a stable sort puts the stronger match first.
         order = survival.flatten(1).sort(dim=1, descending=True, stable=True)
         survival, chosen = (ordered[:, : len(self._ranks)] for ordered in order)
-        num_nodes = (survival >= _MIN_SURVIVAL).sum(1)
+        num_nodes = (survival >= MIN_SURVIVAL).sum(1)
         padding = self._ranks >= num_nodes[:, None]
         return DraftTree(
             tokens=tokens.flatten(1).gather(1, chosen).masked_fill_(padding, 0),

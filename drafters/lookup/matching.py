@@ -33,9 +33,7 @@ NUM_STRENGTHS = PREDICTED + CONTEXT + 1
 
 class History:
     """Slot-addressed texts. `ends`, `origins` and `cursors` are columns of the table. # [sequences] int64
-
-    A cursor is where the prediction is believed to be at: the column of its token that matches the text's last one.
-    """
+    A cursor is where the prediction is believed to be at: the column of its token that matches the text's last one."""
 
     def __init__(self, max_sequences: int, max_length: int, device: torch.device | str) -> None:
         self._max_length = max_length
@@ -80,10 +78,8 @@ class History:
         self._reach = int(self.ends.max())
 
     def texts(self, rows: Tensor, at_least: int) -> Tensor:
-        """The texts in all columns that can be in use and one more, at least as many as asked for. # [batch, columns]
-
-        The bound is the host's own and may be too wide: reading the exact one would wait for the device.
-        """
+        """The texts in all columns that can be in use and one more, at least so many as asked. # -> [batch, columns]"""
+        # The bound is the host's own and may be too wide: reading the exact one would wait for the device.
         columns = min(max(self._reach + 1, at_least), self.width)
         return self._tokens[:, :columns].index_select(0, rows)
 
@@ -108,11 +104,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Places whose preceding tokens equal the text's last ones, strongest first.
-
-    Strength is the number of equal tokens (at most CONTEXT, 0 = no match), and PREDICTED more in the prediction.
-    Continuations are one token longer than a tree is deep: a prediction may predict the bonus token as well.
-    """
+    """Places whose preceding tokens equal the text's last ones, strongest first. Strength is the number of equal tokens
+    (at most CONTEXT, 0 = no match), and PREDICTED more in the prediction, which may predict the bonus token as well."""
 
     columns: Tensor  # [batch, matches] int64, where the last equal token stands
     strengths: Tensor  # [batch, matches] int64
@@ -170,10 +163,7 @@ class Matcher:
 
 
 def _grades(texts: Tensor, suffix: Tensor) -> Tensor:
-    """How many of the last three tokens are equal at each place but the last one.
-
-    -> [batch, columns - 1 - CONTEXT] uint8
-    """
+    """Equal ones of the last three tokens, at each place but the last. # -> [batch, columns - 1 - CONTEXT] uint8"""
     end = texts.shape[1] - 1
     one, two, three = (
         (texts[:, CONTEXT - back : end - back] == suffix[:, back : back + 1]).view(torch.uint8) for back in range(3)

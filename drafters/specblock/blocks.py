@@ -1,9 +1,6 @@
 """A draft tree block by block, as functions of tensors: beside their arguments they read and write only what stays
-where it is, so that they can be called or captured.
-
-Legend: batch, rows = sequences of the engine's table, starts, block = K, rank = features.TOP, nodes (of one forward) =
-starts * block * rank, live as in serving.py.
-"""
+where it is, so that they can be called or captured. Legend: batch, rows = sequences of the engine's table, starts,
+block = K, rank = features.TOP, nodes (of one forward) = starts * block * rank, live as in serving.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drafters.calibration import MIN_SURVIVAL
 from drafters.protocol import DraftingSizes, Noise
 from drafters.specblock.calibration import RankCalibration
 from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed, SpecBlock
-from drafters.specblock.pool import WAITING, Entries, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward, Reach, Window
 from drafters.tree import DraftTree, merge_trees
@@ -29,9 +27,6 @@ NOWHERE = -1
 COUNTS = (4, WAITING)
 WIDTHS = (128, 256, 512)
 """Waiting entries and positions of the window that are captured."""
-
-_MIN_SURVIVAL = 0.02
-"""Candidates less likely than this never pay: a node costs more than 1/50 of a step on any machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +96,9 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Grows blocks from committed entries, makes one tree of them, and learns what became of it.
-
-    `begin`, `follow` (one for each further block), `tree` and `take_in` are called as runners of the functions below,
-    eager or captured in a few shapes, whose batches are padded with rows of nobody's and whose waiting entries and
-    windows with what nobody sees.
-    """
+    """Grows blocks from committed entries, makes one tree of them, and learns what became of it: `begin`, `follow` (one
+    for each further block), `tree` and `take_in` are runners of the functions below, eager or captured in a few shapes,
+    whose batches are padded with rows of nobody's and whose waiting entries and windows with what nobody sees."""
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights, *, window: int) -> None:
         """`window` is the widest there is."""
@@ -122,8 +114,9 @@ class Blocks:
         padding = self.state.padding(sizes.max_sequences)
         self.take_in = GraphRunner(self._take_in, capture, ((leading(padding, batch), ()) for batch in batches))
         widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
-        none = torch.zeros_like(padding.rows)
-        keys = Keys(padding.rows, none, none.float(), none)
+        nobody = padding[0]
+        none = torch.zeros_like(nobody)
+        keys = Keys(nobody, none, none.float(), none)
         shapes = product(batches, widths, (True, False), reversed(COUNTS))
         self.begin = GraphRunner(
             self._begin,
@@ -180,16 +173,18 @@ class Blocks:
         """One tree of all blocks' nodes; keeps what is needed to learn from it."""
         parts = zip(*grown, strict=True)
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
-        likely = survival * ((survival >= _MIN_SURVIVAL) & anchored[:, None])
+        likely = survival * ((survival >= MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         tree, chosen = merge_trees(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
         self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree
 
-    def _take_in(self, *entries: Tensor) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward. # -> [2] as of `learn`"""
-        rows, positions, counts, slots, features, tokens = Entries(*entries)
+    def _take_in(
+        self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.append` and
+        `wait`. # -> [2] as of `learn`"""
         came = self.calibration.learn(rows, tokens, counts)
         self.pool.forget(self.state.append(rows, positions, counts, slots))
         self.state.wait(rows, counts, features, tokens)

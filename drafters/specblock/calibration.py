@@ -20,9 +20,8 @@ class RankCalibration:
     node's fate is known once the text goes on past its parent, whether or not it was verified."""
 
     def __init__(self, block_size: int, sizes: DraftingSizes) -> None:
-        self._table = HitTable.of_factors(
-            2 * block_size * _CLASSES, _PRIOR, decay=_DECAY, limits=_LIMITS, device=sizes.device
-        )
+        even = torch.full((2 * block_size * _CLASSES,), _PRIOR, device=sizes.device)
+        self._table = HitTable(even, even, decay=_DECAY, limits=_LIMITS)
         positions = torch.arange(block_size, device=sizes.device)[:, None] * _CLASSES
         first = positions + torch.tensor(CLASS_OF_RANK, device=sizes.device)  # [block, rank]
         self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
@@ -54,10 +53,7 @@ class RankCalibration:
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
-        tree's first, and how many tokens there are.
-
-        rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64
-        """
+        tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
         hashes, parents, buckets = (self._trees[name][rows] for name in ("hashes", "parents", "buckets"))
         true = came_true(hashes, tokens, counts)
         tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)

@@ -1,10 +1,7 @@
 """Drafter files: a folder with `config.json` and `model.safetensors`, whose parameter names are those of the published
 SpecBlock weights (`input_layer.*`, `layers.N.*`, `shift_proj.N`, `norm`, `lm_head`, `rank_head.0 / .2`, `t2d`, `d2t`).
-
 A head that is the target's own, row by row, is not stored again. Whatever does not fit the target is refused with
-what to do; nothing is loaded in part. Raises DrafterError. Also the weights of a drafter by name, so that they can be
-compared, sent and written back as a whole.
-"""
+what to do, and nothing loaded in part. Also the weights of a drafter by name, to be compared, sent and written back."""
 
 import hashlib
 import json
@@ -42,10 +39,8 @@ class TargetParts:
 
 
 def identity_of(embedding: Tensor, config: Mapping[str, Any]) -> str:
-    """A hash of the target that does not depend on the type its weights are held in.
-
-    Shapes of its decoder and the sign pattern of an even sample of its embedding. # embedding [vocab, hidden]
-    """
+    """A hash of the target that does not depend on the type its weights are held in: shapes of its decoder and the sign
+    pattern of an even sample of its embedding. # embedding [vocab, hidden]"""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     flat = embedding.detach().reshape(-1)
     signs = (flat[:: max(1, flat.numel() // 4096)].float() > 0).to(torch.uint8).cpu().numpy().tobytes()
@@ -61,7 +56,7 @@ def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping
         del tensors["lm_head.weight"]
     places = torch.arange(model.d2t.shape[0], device=model.d2t.device)
     tensors["d2t"] = (model.d2t - places).to(torch.int32)
-    tensors["t2d"] = (model.t2d >= 0).to(torch.bool)
+    tensors["t2d"] = model.t2d >= 0
     save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
     described = {
         "format": _FORMAT,

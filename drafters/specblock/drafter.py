@@ -1,7 +1,5 @@
 """The SpecBlock drafter behind the drafter protocol: entries in, draft trees out, calibration by what came true.
-
-Legend: batch, rows = sequences of the engine's table, depth = longest accepted path.
-"""
+Legend: batch, rows = sequences of the engine's table, depth = longest accepted path."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,16 +9,7 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.gating import BlockGate
-from drafters.protocol import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DraftingSizes,
-    HostMetadata,
-    Noise,
-    RankOutcomes,
-    Read,
-)
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
 from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
 from drafters.tree import Candidates

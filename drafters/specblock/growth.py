@@ -28,7 +28,6 @@ from kernels.rank_features import TOP
 Policy = Callable[[BlockChances], Tensor]
 """Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
 
-RANK_MAPS = {"rank": (2, 4, 10, 0), "rank_narrow": (2, 4, 6, 4)}
 _UNIFORM_WIDTH = 4
 
 
@@ -133,7 +132,7 @@ def uniform(chances: BlockChances) -> Tensor:
 
 POLICIES: dict[str, Policy] = {
     "best_first": best_first,
-    "rank": ranked(RANK_MAPS["rank"]),
-    "rank_narrow": ranked(RANK_MAPS["rank_narrow"]),
+    "rank": ranked((2, 4, 10, 0)),
+    "rank_narrow": ranked((2, 4, 6, 4)),
     "uniform": uniform,
 }

@@ -77,11 +77,8 @@ def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) 
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The 15 features and the draft ids of ranks 1..10.
-
-    Top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the entropy.
-    scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64
-    """
+    """The 15 features (top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the
+    entropy) and the draft ids of ranks 1..10. # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
     return ops.on(scores.device).rank_features(scores)
 
 

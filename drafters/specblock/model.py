@@ -14,6 +14,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -95,7 +96,6 @@ class RowAttention(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [batch, heads, rows, head_dim], key and value [batch, kv_heads, rows, head_dim] -> like query."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,8 @@ class InputLayer(nn.Module):
 
 
 class SpecBlock(nn.Module):
-    """Condition, fusion, decoder layers of the target's kind with shifts between, head and rank head.
-
-    The token embedding is the target's own and is handed in, not kept: `embed` must map ids to [..., hidden].
-    """
+    """Condition, fusion, decoder layers of the target's kind with shifts between, head and rank head. The token
+    embedding is the target's own and is not kept."""
 
     t2d: Tensor  # [target_vocab] int64, draft id of a target token, -1 for tokens the drafter cannot propose
     d2t: Tensor  # [draft_vocab] int64, target id of a draft token
@@ -161,7 +159,8 @@ class SpecBlock(nn.Module):
         decoder_config = _decoder_config(config)
         hidden = config.hidden_size
         self.input_layer = InputLayer(config, float(getattr(decoder_config, "rms_norm_eps", 1e-5)))
-        self.decoder = _decoder(decoder_config)
+        self.decoder: PreTrainedModel = AutoModel.from_config(decoder_config, attn_implementation=ATTENTION_NAME)
+        del self.decoder.embed_tokens
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
         )
@@ -174,7 +173,7 @@ class SpecBlock(nn.Module):
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
         layers = list(self.decoder.get_submodule("layers").children())
         for shift, layer in zip(self.shift_proj, layers[1:], strict=False):
-            layer.register_forward_pre_hook(_Shift(shift), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_shift, shift), with_kwargs=True)
 
     @property
     def kv_heads(self) -> int:
@@ -197,9 +196,7 @@ class SpecBlock(nn.Module):
 
     def forward(self, rows: BlockRows, attention: RowAttention) -> Tensor:
         """States after the output norm: what the heads read, and the context of blocks that start at an entry.
-
-        -> [batch, rows, hidden]
-        """
+        # -> [batch, rows, hidden]"""
         output = self.decoder(
             inputs_embeds=rows.inputs,
             position_ids=rows.positions,
@@ -219,19 +216,11 @@ class SpecBlock(nn.Module):
         return logits.float()
 
 
-class _Shift:
+def _shift(projection: nn.Module, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mixes each entry's state with its predecessor's before a layer runs."""
-
-    def __init__(self, projection: nn.Module) -> None:
-        self._projection = projection
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        before = torch.take_along_dim(hidden, kwargs["draft_previous"][:, :, None], dim=1)
-        shifted = self._projection(torch.cat([hidden, before], dim=-1))
-        if args:
-            return (shifted, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": shifted}
+    hidden, *rest = args  # decoders hand the states on by position
+    before = torch.take_along_dim(hidden, kwargs["draft_previous"][:, :, None], dim=1)
+    return (projection(torch.cat([hidden, before], dim=-1)), *rest), kwargs
 
 
 def _decoder_config(config: SpecBlockConfig) -> PreTrainedConfig:
@@ -242,12 +231,6 @@ def _decoder_config(config: SpecBlockConfig) -> PreTrainedConfig:
         text.layer_types = kinds[-config.num_layers :]
     text.vocab_size, text.pad_token_id = 1, None  # the embedding is the target's
     return text
-
-
-def _decoder(config: PreTrainedConfig) -> PreTrainedModel:
-    decoder: PreTrainedModel = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)
-    del decoder.embed_tokens
-    return decoder
 
 
 def _attention(

@@ -1,12 +1,9 @@
 """A drafter's own keys and values in one pool addressed by the target's slot ids, and per sequence what is stored and
 what is still to be run. An entry needs a position's target features and the token after it (section 3.1).
-
-Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait.
-"""
+Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +22,7 @@ ROOM = 2 * WAITING
 
 class EntryPool:
     """Keys and values of committed entries. # [layers, 2, slots * entries, kv_heads, head_dim]
-
-    A slot can come with a text that another sequence has left, and what this drafter never ran there must not be read.
-    """
+    A slot can come with a text that another sequence has left: what this drafter never ran there must not be read."""
 
     def __init__(self, model: SpecBlock, num_slots: int, device: torch.device | str) -> None:
         self.num_layers, self.entries = model.config.num_layers, model.config.entries
@@ -73,27 +68,14 @@ class Waiting:
     slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
 
 
-class Entries(NamedTuple):
-    """What a step has committed of each sequence: entries to run, once there is a forward."""
-
-    rows: Tensor  # [batch] int64
-    positions: Tensor  # [batch] int64, of the first
-    counts: Tensor  # [batch] int64
-    slots: Tensor  # [batch, count] int64, padded with any
-    features: Tensor  # [batch, count, taps * hidden]
-    tokens: Tensor  # [batch, count] int64, the token after each position
-
-
 def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:
     """Those that hold a position, NULL_SLOT for the others. # slots [batch, count], counts [batch] -> like slots"""
     return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
 
 
 class EntryState:
-    """Per row: slots and number of known positions, and the entries that wait for the next forward.
-
-    Behind the rows stands one of nobody's, which pads batches; behind a row's columns one that takes padding.
-    """
+    """Per row: slots and number of known positions, and the entries that wait for the next forward. Behind the rows
+    stands one of nobody's, which pads batches; behind a row's columns one that takes padding."""
 
     def __init__(self, sizes: DraftingSizes, width: int, dtype: torch.dtype) -> None:
         """`width` is that of features."""
@@ -129,8 +111,8 @@ class EntryState:
         return positions, self._slots[rows[:, None], positions.clamp(min=0)]
 
     def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding. Fields as of
-        `Entries`. # -> [batch, count] int64"""
+        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding.
+        # rows, start, counts [batch] int64; slots [batch, count] int64, padded with any -> [batch, count] int64"""
         offsets = torch.arange(slots.shape[1], device=rows.device)
         places = (start[:, None] + offsets).where(offsets < counts[:, None], self._slots.shape[1] - 1)
         taken = taken_slots(slots, counts)
@@ -142,19 +124,20 @@ class EntryState:
         return taken
 
     def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
-        """Queue the entries of the positions just appended; there must be room for them. Fields as of `Entries`."""
+        """Queue the entries of the positions just appended; there must be room for them.
+        # features [batch, count, taps * hidden]; tokens [batch, count] int64, the token after each position"""
         offsets = torch.arange(tokens.shape[1], device=rows.device)
         place = (self._waiting[rows, None] + offsets).where(offsets < counts[:, None], ROOM)
         self._features[rows[:, None], place] = features.to(self._features.dtype)
         self._tokens[rows[:, None], place] = tokens
         self._waiting.index_add_(0, rows, counts)
 
-    def padding(self, batch: int) -> Entries:
-        """Entries of nobody's, as many as a step can commit."""
+    def padding(self, batch: int) -> tuple[Tensor, ...]:
+        """Rows, starts, counts, slots, features and tokens of nobody's entries, as many as a step can commit."""
         features = self._features.new_zeros(batch, WAITING, self._features.shape[2])
         tokens = self._tokens.new_zeros(batch, WAITING)
         start = tokens.new_zeros(batch)
-        return Entries(start + self.nobody, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens)
+        return start + self.nobody, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens
 
     def take(self, rows: Tensor, most: int) -> Waiting:
         """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""

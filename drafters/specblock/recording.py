@@ -1,8 +1,6 @@
 """What a SpecBlock drafter said of the positions that came to be committed, for whoever learns from it: a tree's first
 block, which speaks of the positions behind the root whatever path is accepted.
-
-Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = those made permanent.
-"""
+Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = those made permanent."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +11,6 @@ from torch import Tensor
 from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, target_tops
 from drafters.protocol import Committed, DraftContext, Read
 
-_NEVER = -1
 _TOGETHER = 16
 """Positions that are worked up together, at least: that costs a CPU less than half of what it does one by one. Not more
 than the shortest window, so that no two of a sequence have the same place in the tables."""
@@ -34,10 +31,8 @@ class _Committed(NamedTuple):
 
 
 class BlockRecorder:
-    """Keeps each row's last first block until the next step says what became of its positions.
-
-    Behind the rows of sequences stands one of nobody's, which pads batches.
-    """
+    """Keeps each row's last first block until the next step says what became of its positions. Behind the rows of
+    sequences stands one of nobody's, which pads batches."""
 
     def __init__(
         self, tables: FeedbackRecorder, t2d: Tensor, *, block_size: int, wanted: Callable[[], bool] = lambda: True
@@ -50,7 +45,7 @@ class BlockRecorder:
         self._waiting: list[_Committed] = []
         self._t2d = t2d
         rows, device = tables.max_sequences + 1, t2d.device
-        self._roots = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
+        self._roots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
         self._states = torch.zeros(rows, block_size, tables.hidden, dtype=tables.dtype, device=device)
         self._logprobs = torch.zeros(rows, block_size, int(t2d.max()) + 1, device=device)
 
@@ -63,7 +58,7 @@ class BlockRecorder:
         wanted = [context for context in contexts if context.store and self._wanted()]
         self._recorded.difference_update(rows)
         self._recorded.update(context.row for context in wanted)
-        self._roots[rows] = _NEVER
+        self._roots[rows] = NOWHERE
         self._tables.forget(rows)
         self._tables.start(wanted)
 

@@ -1,9 +1,7 @@
-"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once.
-
-Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in
-one forward, live = rows of this tree's blocks that are in no pool, order = position * entries + entry - 1: what a pool
-entry must not exceed to be seen.
-"""
+"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once. Legend: batch =
+drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in one forward, live
+= rows of this tree's blocks that are in no pool, order = position * entries + entry - 1: what a pool entry must not
+exceed to be seen."""
 
 import contextlib
 from collections.abc import Sequence
@@ -90,11 +88,8 @@ class BlockForward:
             self._run(waiting, own=0, stores_only=True)
 
     def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
-        """Run a block at each picked node of the last forward, whose states are given.
-
-        states [batch, starts before, block, hidden]; roots [batch], the root's absolute position
-        -> [batch, starts, block, hidden]
-        """
+        """Run a block at each picked node of the last forward. # states [batch, starts before, block, hidden] of that;
+        roots [batch], the root's absolute position -> [batch, starts, block, hidden]"""
         batch, number = picked.tokens.shape
         lines = torch.arange(batch, device=roots.device)[:, None]
         context = states[lines, picked.start, picked.position]

@@ -1,7 +1,4 @@
-"""Puts together what learns while it serves, engine, drafter, learner and its thread, or what learns for others.
-
-What may be asked from any thread runs in the thread that learns, or touches nothing of it.
-"""
+"""Puts together what learns while it serves, engine, drafter, learner and its thread, or what learns for others."""
 
 import hashlib
 import logging
@@ -15,7 +12,6 @@ from typing import Final
 import torch
 
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.feedback import RecordingSampler
 from adaptation.learner import Learner
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
@@ -46,7 +42,8 @@ _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and t
 
 @dataclass
 class Adaptive:
-    """What serves and what learns. `engine` belongs to the engine's thread, `learner` to the worker's."""
+    """What serves and what learns. `engine` belongs to the engine's thread, `learner` to the worker's: what may be
+    asked from any thread runs there, or touches nothing of it."""
 
     engine: Engine
     learner: Learner
@@ -139,7 +136,17 @@ def build_adaptive(
     with _refusing():
         learner = Learner(config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, tuning=tuning)
         worker, replicas = join_replicas(config, learner, drafter, target_identity=parts.identity)
-    tables, recorder = _recorders(learner.tuning, network, limits, learner.sampler)
+    shape = network.config
+    tables = FeedbackRecorder(
+        max_sequences=limits.max_sequences,
+        window_tokens=learner.tuning.window_tokens,
+        width=len(shape.tap_layers) * shape.hidden_size,
+        hidden=shape.hidden_size,
+        top=min(learner.tuning.target_top, shape.target_vocab_size),
+        dtype=network.dtype,
+        device=network.d2t.device,
+    )
+    recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
     hooks = _EngineHooks(learner.weights, tables, replicas)
     engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks)
@@ -224,22 +231,6 @@ def _replaceable(assembly: Assembly) -> Replaceable:
         )
     found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
     return replace(found, weights=replace(known, model=found.weights.model, embed=found.weights.embed))
-
-
-def _recorders(
-    tuning: Tuning, network: SpecBlock, limits: EngineLimits, sampler: RecordingSampler
-) -> tuple[FeedbackRecorder, BlockRecorder]:
-    shape = network.config
-    tables = FeedbackRecorder(
-        max_sequences=limits.max_sequences,
-        window_tokens=tuning.window_tokens,
-        width=len(shape.tap_layers) * shape.hidden_size,
-        hidden=shape.hidden_size,
-        top=min(tuning.target_top, shape.target_vocab_size),
-        dtype=network.dtype,
-        device=network.d2t.device,
-    )
-    return tables, BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=sampler.draws)
 
 
 def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:

@@ -1,8 +1,5 @@
-"""The command `adaptree trainer`: a process that learns for replicas that only follow, and serves nobody.
-
-Its queries come from the store that the replicas share, and what it learns goes back there. Imports nothing heavy
-before it runs, so that help answers at once.
-"""
+"""The command `adaptree trainer`: a process that learns for replicas that only follow, through the store that they
+share, and serves nobody. Imports nothing heavy before it runs, so that help answers at once."""
 
 import logging
 import signal

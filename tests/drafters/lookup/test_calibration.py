@@ -48,7 +48,7 @@ def prior(strength: int, share: float, votes: int, temperature: float = 0.0) -> 
     buckets = calibration.buckets(matches, tree, torch.tensor([temperature]))
     assert (buckets >= 0).all()
     assert (buckets < ABSENT).all()
-    return calibration.rate(buckets)[0, :, 0]
+    return calibration.ratios[buckets][0, :, 0]
 
 
 def test_more_evidence_never_lowers_the_odds() -> None:
@@ -70,4 +70,4 @@ def test_rates_stay_below_one_whatever_is_observed() -> None:
     calibration, bucket, yes = LookupCalibration(device="cpu"), torch.tensor([3]), torch.tensor([True])
     for _ in range(5000):
         calibration.observe(bucket, yes, yes)
-    assert calibration.rate(bucket) < 1
+    assert calibration.ratios[bucket] < 1

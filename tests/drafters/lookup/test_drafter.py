@@ -251,8 +251,9 @@ def test_candidates_are_trees_whatever_was_learnt(monkeypatch: pytest.MonkeyPatc
     """Equal beginnings of several matches are one node, however the odds of the matches differ."""
     generator = torch.Generator().manual_seed(5)
     lookup = drafter(max_length=1024)
-    odds = 0.5 + 0.5 * torch.rand(100_000, generator=generator)
-    monkeypatch.setattr(lookup._calibration, "rate", lambda buckets: odds[buckets.clamp(min=0)])
+    ratios = lookup._calibration.ratios
+    ratios.copy_(0.5 + 0.5 * torch.rand(len(ratios), generator=generator))
+    monkeypatch.setattr(lookup._calibration, "_estimate", lambda: None)
     lookup.start([DraftContext(row, torch.randint(3, (60,), generator=generator).tolist()) for row in range(4)])
     for _ in range(50):
         assert_valid_tree(grow(lookup, range(4)))
