@@ -17,11 +17,15 @@ from drafters.tree import NO_HASH, Candidates, joined_trees, merge_trees, node_h
 class MergedDrafter(Drafter):
     """Asks a cheap drafter and a costly one, and merges what they propose."""
 
+    name = ""
+    tap_layers: tuple[int, ...] = ()
+
     def __init__(
         self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes, *, gate: DrafterGate | None = None
     ) -> None:
         device, max_nodes = sizes.device, sizes.max_nodes
         self._cheap, self._costly = cheap, costly
+        self.name, self.tap_layers = f"{cheap.name}+{costly.name}", costly.tap_layers
         self._max_nodes = max_nodes
         self._gate = gate or DrafterGate(readback.clock_of(device))
         self._version = costly.version
@@ -35,16 +39,8 @@ class MergedDrafter(Drafter):
         self._known_credits = {cheap.name: 0, costly.name: 0}
 
     @property
-    def name(self) -> str:
-        return f"{self._cheap.name}+{self._costly.name}"
-
-    @property
     def version(self) -> int:
         return self._costly.version
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self._costly.tap_layers
 
     @property
     def wants_scores(self) -> bool:

@@ -45,11 +45,6 @@ class RandomTreeDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         self._generated[committed.rows] += committed.counts
 
-    def finish(self, rows: Sequence[int]) -> list[int]:
-        for row in rows:
-            self._answers[row] = -1
-        return [0] * len(rows)
-
     def _tokens(self, rows: Tensor, depths: Tensor, parents: Tensor) -> Tensor:
         """Under some parents a child drawn for each has the answer's token, and its siblings have others."""
         (batch, nodes), vocab = parents.shape, self._vocab_size

@@ -51,7 +51,7 @@ class LookupDrafter(Drafter):
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_proposed = True
         matches = self._matcher.find(rows)
-        if self._history.has_predictions:
+        if self._history.predicted:
             sure = matches.strengths[:, 0] >= PREDICTED + _SURE
             self._history.follow(rows, matches.columns[:, 0], sure)
         tree = self._merger.merge(matches)

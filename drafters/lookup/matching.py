@@ -43,12 +43,7 @@ class History:
         self.origins = torch.full_like(self.ends, CONTEXT)
         self.cursors = torch.full_like(self.ends, CONTEXT)
         self._reach = CONTEXT
-        self._predicted: set[int] = set()
-
-    @property
-    def has_predictions(self) -> bool:
-        """Whether any running sequence came with a prediction."""
-        return bool(self._predicted)
+        self.predicted: set[int] = set()  # rows whose sequences came with a prediction
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Lay out these sequences' texts."""
@@ -72,8 +67,7 @@ class History:
 
     def finish(self, rows: Sequence[int]) -> None:
         """Forget these texts."""
-        for row in rows:
-            self._predicted.discard(row)
+        self.predicted.difference_update(rows)
         self.ends[list(rows)] = CONTEXT
         self._reach = int(self.ends.max())
 
@@ -96,9 +90,9 @@ class History:
         self._tokens[context.row, CONTEXT:end] = text.to(self._tokens.device)
         self.origins[context.row] = CONTEXT + len(before)
         self.ends[context.row] = end
-        self._predicted.discard(context.row)
+        self.predicted.discard(context.row)
         if before:
-            self._predicted.add(context.row)
+            self.predicted.add(context.row)
             self.cursors[context.row] = CONTEXT + min(CONTEXT, num_prompt) - 1 + context.num_generated
 
 
@@ -128,7 +122,7 @@ class Matcher:
         # Two columns to spare: the end of the text, which matches only itself, and the last one, which nothing follows.
         texts = self._history.texts(rows, CONTEXT + self._max_matches + 2)
         last = self._history.ends[rows][:, None] - 1  # [batch, 1]
-        if not self._history.has_predictions:
+        if not self._history.predicted:
             columns, lengths = self._best(texts, last, self._latest_first[: texts.shape[1] - 1 - CONTEXT])
             columns, lengths = _strongest_first(columns, lengths)
             return Matches(columns, lengths, self._continuations(texts, columns, lengths, last))

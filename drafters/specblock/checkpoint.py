@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping
         "format": _FORMAT,
         "architecture": "SpecBlock",
         "target_identity": target_identity,
-        "drafter": json.loads(model.config.to_json()),
+        "drafter": asdict(model.config),
         "facts": dict(facts),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")

@@ -2,14 +2,8 @@
 
 A block's first ranks form its spine; the other ranks hang beside it as leaves. Blocks after the first start at the
 nodes most likely to be reached and not yet continued. Policies say which ranks become candidates, and how likely each
-is given its parent:
-
-    best_first  every rank the rank head believes in, by survival (the default)
-    rank        the paper's maps: the rank head's class at a position sets how many ranks are kept (appendix B)
-    uniform     the same number of ranks at every position, likelihood from draft probabilities
-
-Legend: batch, starts = blocks begun at once, block = K, rank = TOP, nodes = starts * block * rank.
-"""
+is given its parent.
+Legend: batch, starts = blocks begun at once, block = K, rank = TOP, nodes = starts * block * rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -66,7 +60,7 @@ class Lattice:
         self.depths = origin.depth[..., None] + 1 + block  # [batch, starts, block]
         fits = (self.depths <= MAX_DEPTH)[..., None]
         self.survival = above[..., None] * conditional * fits  # [batch, starts, block, rank]
-        self.continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
+        self._continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
         self._numbers = torch.arange(tokens[0].numel(), device=tokens.device) + first_number
 
     def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,23 +76,17 @@ class Lattice:
     def pick(self, number: int) -> Picked:
         """The nodes most worth another block: likely to be reached, and not continued by this one."""
         gain = self.survival.clone()
-        gain[..., 0] *= 1.0 - self.continued
+        gain[..., 0] *= 1.0 - self._continued
         best = gain.flatten(1).topk(min(number, len(self._numbers)), dim=1).indices  # [batch, starts]
-        ranks, block = self.tokens.shape[3], self.tokens.shape[2]
-        position = best // ranks % block
-        start = best // (ranks * block)
-        depth = self.origin.depth.gather(1, start) + 1 + position
-        survival = self.survival.flatten(1).gather(1, best)
-        return Picked(
-            origin=Origin(self._numbers[best], depth, survival),
-            tokens=self.tokens.flatten(1).gather(1, best),
-            start=start,
-            position=position,
-        )
+        block, ranks = self.tokens.shape[2:]
+        position = best // ranks  # among those of all starts
+        tokens, depths, survival = (value.flatten(1) for value in (self.tokens, self.depths, self.survival))
+        origin = Origin(self._numbers[best], depths.gather(1, position), survival.gather(1, best))
+        return Picked(origin, tokens.gather(1, best), start=position // block, position=position % block)
 
 
 def best_first(chances: BlockChances) -> Tensor:
-    """Class probabilities spread over the ranks of each class by draft probability (design: candidates)."""
+    """Every rank that the rank head believes in: class probabilities spread over their ranks by draft probability."""
     members = _members(chances.draft.device)
     mass = (chances.draft @ members).clamp(min=1e-9)  # [..., block, 4]
     spread: Tensor = chances.draft * ((chances.classes / mass) @ members.T)
@@ -112,7 +100,7 @@ def _members(device: torch.device) -> Tensor:
 
 
 def ranked(widths: tuple[int, ...]) -> Policy:
-    """Keep as many ranks as the likeliest class says; a width of 0 ends the block there."""
+    """As many ranks as the likeliest class says (the paper's maps, appendix B); a width of 0 ends the block there."""
 
     @cache
     def table(device: torch.device) -> Tensor:

@@ -3,9 +3,7 @@
 At T > 0 tokens are ranked by log q / T + g, with the noise g of the very position the target will sample with
 (coupled drafting), so that a drafter close to the target proposes the token the noise will select. The rank head sees
 features of the same scores, and predicts the class of the target's token among them (SpecBlock appendix B).
-Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab] are log-probabilities, or at a
-temperature T > 0 log-probabilities / T plus the noise of the position.
-"""
+Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab] as they are ranked."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

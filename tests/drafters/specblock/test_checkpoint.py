@@ -125,7 +125,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, 
     ("change", "message"),
     [
         ({"format": 9}, "format 9, this version reads 1"),
-        ({"drafter": {"surprise": 1, "tap_layers": []}}, "unknown keys surprise"),
+        ({"drafter": {"surprise": 1, "tap_layers": []}}, "unexpected keyword argument .surprise"),
         ({"drafter": {"tap_layers": [1]}}, "not a drafter's"),
     ],
     ids=str,
