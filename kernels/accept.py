@@ -1,11 +1,6 @@
-"""The acceptance walk: how far a draft tree agrees with the target's own tokens.
-
-Equality is the whole rule: from the root, while a child carries the token the target chose there. Knows nothing of
-how tokens were drafted or chosen, and reads no value back to the host.
-
+"""The acceptance walk: how far a draft tree agrees with the target's own tokens. Reads no value back to the host.
 Legend: batch = sequences in the step, nodes = padded node count, depth = longest path that can be accepted.
-A *slot* is 0 for the root and 1 + i for node i: the columns of `target_tokens`.
-"""
+A *slot* is 0 for the root and 1 + i for node i: the columns of `target_tokens`."""
 
 from typing import NamedTuple
 
@@ -25,9 +20,7 @@ class Accepted(NamedTuple):
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
     """Walks each tree from its root while a child carries the target's token; of equal siblings the first counts.
-
-    `parents` is -1 below the root; `target_tokens[:, 0]` follows the root and `[:, 1 + i]` follows node i.
-    """
+    `parents` is -1 below the root; `target_tokens[:, 0]` follows the root and `[:, 1 + i]` follows node i."""
     # tokens, parents [batch, nodes] int64; num_nodes [batch] int64; target_tokens [batch, nodes + 1] int64
     batch, nodes = tokens.shape
     next_slot = _next_slots(tokens, parents, num_nodes, target_tokens)

@@ -1,8 +1,5 @@
 """Slots after a verify: accepted nodes' slots join the slot table, the others' become free. Nothing is copied.
-
-Knows nothing of tokens, nor of who owns free slots.
-Legend: batch = sequences in the step, nodes = padded node count, depth = longest path that can be accepted.
-"""
+Legend: batch = sequences in the step, nodes = padded node count, depth = longest path that can be accepted."""
 
 from typing import NamedTuple
 
@@ -29,10 +26,8 @@ def commit_slots(
     slot_table: Tensor,
 ) -> CommittedSlots:
     """Writes the accepted nodes' slots behind `extend_end` into the table, in place.
-
-    path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines of the table, extend_end [batch] int64;
-    node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64
-    """
+    # path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines of the table, extend_end [batch] int64;
+    node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64"""
     on_path = path >= 0
     path_slots = node_slots.gather(1, path.clamp(min=0)) * on_path
     ahead = torch.arange(1, path.shape[1] + 1, device=path.device)

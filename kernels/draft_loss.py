@@ -4,9 +4,7 @@
 
 with q = softmax(states head^T), a = softmax(states anchor_head^T), and p the target's likeliest tokens, as far as they
 can be drafted. The rank head learns from what q says at the same time, so its features come along.
-
-Legend: rows = positions, vocab = the drafter's, top = likeliest tokens of the target that are kept.
-"""
+Legend: rows = positions, vocab = the drafter's, top = likeliest tokens of the target that are kept."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,11 +33,8 @@ HeadLoss = Callable[[Tensor], DraftLoss]
 def draft_objective(
     states: Tensor, anchor_head: Tensor, drafted: Tensor, top_logprobs: Tensor, *, anchor_weight: float
 ) -> HeadLoss:
-    """What the heads of several steps are to minimise on the same rows.
-
-    states [rows, hidden]; anchor_head [vocab, hidden]; drafted [rows, top] draft ids or -1, none twice in a row;
-    top_logprobs [rows, top]
-    """
+    """What the heads of several steps are to minimise on the same rows. # states [rows, hidden]; anchor_head [vocab,
+    hidden]; drafted [rows, top] draft ids or -1, none twice in a row; top_logprobs [rows, top]"""
     with torch.no_grad():
         log_a = linear(states, anchor_head).float().log_softmax(-1)  # [rows, vocab]
 

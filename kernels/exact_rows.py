@@ -1,8 +1,6 @@
-"""How many rows the products of attention need before their bits stop depending on how many there are.
-
-BLAS libraries choose their kernels by shape: below some number of rows a product sums in another order. The number
-differs between libraries, processors and inner dimensions, so it is found by trying.
-"""
+"""How many rows the products of attention need before their bits stop depending on how many there are. BLAS libraries
+choose their kernels by shape: below some number of rows a product sums in another order. The number differs between
+libraries, processors and inner dimensions, so it is found by trying."""
 
 import torch
 from torch import Tensor
@@ -15,11 +13,9 @@ _BATCHES = (1, 3)  # libraries run a single product apart from batched ones
 
 
 def exact_row_multiple(width: int, dim: int, device: torch.device) -> int:
-    """The smallest multiple to which the rows of queries x keys and weights x values can be padded.
-
-    Products are [rows, dim] x [dim, width] and [rows, width] x [width, dim] in float32. When none of the multiples
-    holds, the largest is returned: whoever needs certainty compares results.
-    """
+    """The smallest multiple to which the rows of queries x keys and weights x values can be padded; the largest when
+    none holds: whoever needs certainty compares results.
+    # products [rows, dim] x [dim, width] and [rows, width] x [width, dim] in float32"""
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, max(_BATCHES), width, dim, generator=generator).to(device)
     queries = torch.randn(max(_BATCHES), _MOST_ROWS, dim, generator=generator).to(device)

@@ -1,10 +1,7 @@
 """Gumbel noise keyed by position: a pure function of (seed, position, token id), whatever is computed beside it.
-
 Adding it to scaled logits and taking the argmax samples exactly from their softmax, and because the key names the
 position and not the draw, every path that reaches a position meets the same noise.
-
-Legend: rows = keys asked for at once, vocab = token ids.
-"""
+Legend: rows = keys asked for at once, vocab = token ids."""
 
 from functools import lru_cache
 
@@ -16,12 +13,10 @@ _NUMBERS_AT_ONCE = 1 << 18  # 1 MiB: what stays in a core's second-level cache t
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """g = -log(E), E = -log1p(-u), u = (hash32(seed, position, token id) + 1/2) * 2^-32, clamped to 1 - 2^-24.
-
     u keeps its relative precision near 0, where E is small and g large: g reaches 22.87 = -log(2^-33). From below it
     is cut at -2.81 = -log(24 log 2), which a Gumbel variable passes with probability 2^-24. So a token whose chance
     against the likeliest one is under e^-25.6 (7e-12) is never drawn, and no other probability moves by more than
-    about 2^-24.
-    """
+    about 2^-24."""
     # seeds, positions [rows] int64 -> [rows, vocab] float32
     return noise_of_keys(row_keys(seeds, positions), vocab)
 

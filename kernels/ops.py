@@ -1,8 +1,6 @@
 """The one place where ops are bound to implementations: Triton kernels on CUDA devices, plain torch everywhere else.
-
 Whoever is built for a device asks for its table once; nobody compares backend names in a step. Ops that are not in the
-table (noise for a drafter's candidates) are plain torch on every device.
-"""
+table (noise for a drafter's candidates) are plain torch on every device."""
 
 from collections.abc import Callable
 from functools import cache

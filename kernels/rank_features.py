@@ -2,9 +2,7 @@
 
     logs_1..10 = top scores - lse,   gaps = logs_1 - logs_(2, 3, 5),   exp(logs_1),   entropy = lse - sum_v q(v) z(v)
 
-with z the scores, lse their log sum exp and q = exp(z - lse).
-
-Knows nothing of heads or noise. Legend: vocab = the drafter's; TOP ranks are looked at.
+with z the scores, lse their log sum exp and q = exp(z - lse). Legend: vocab = the drafter's; TOP ranks are looked at.
 """
 
 import torch
@@ -21,9 +19,7 @@ NUM_FEATURES = TOP + len(GAPS) + 2
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The features and the ids of ranks 1..TOP; which of equal scores comes first is not said.
-
-    scores [..., vocab] -> [..., NUM_FEATURES] float32, [..., TOP] int64
-    """
+    # scores [..., vocab] -> [..., NUM_FEATURES] float32, [..., TOP] int64"""
     scores = scores.float()
     top = scores.topk(TOP, dim=-1)
     total = scores.logsumexp(-1, keepdim=True)

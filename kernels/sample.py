@@ -6,9 +6,7 @@ With the maximum at 0 no temperature, however small, makes two scores infinite. 
 min_p times as likely as the likeliest, of these the top k, and of these the nucleus; for others z[v] = -inf. Equal
 scores rank by id, lower first, and masses are summed as integers: what a row keeps depends on no other row, on no order
 of summation and on no threshold that a rounding could move.
-
-Legend: rows = logits that choose a token, vocab = token ids. A score is a logit up to a constant of its row.
-"""
+Legend: rows = logits that choose a token, vocab = token ids. A score is a logit up to a constant of its row."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,9 +46,7 @@ def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
 ) -> Choice:
     """Each row's token, a function of its own logits, seed, position, temperature and filters; of equals the lowest id.
-
-    logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest
-    """
+    # logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest"""
     scores, warm = logits.to(torch.float32, copy=True), temperatures > 0
     if warm.all():
         return choose_likeliest(_drawn(scores, seeds, positions, temperatures, filters))
@@ -104,11 +100,9 @@ def keep_top_k(scores: Tensor, top_k: Tensor) -> None:
 
 def narrow_to_nucleus(scores: Tensor, noise: Tensor, top_p: Tensor) -> None:
     """Drops tokens in place until the best of scores + noise is in the nucleus: the fewest likeliest with mass top_p.
-
     The scores' maximum must be 0. A token belongs to the nucleus when the tokens ranked above it hold less than the
     share top_p of the mass. If the best one does not belong, nothing ranked below it does, so dropping those and
-    looking again finds the very token that sorting the vocabulary would, in about 1 + log2(1 / top_p) looks.
-    """
+    looking again finds the very token that sorting the vocabulary would, in about 1 + log2(1 / top_p) looks."""
     # scores, noise [rows, vocab] float32; top_p [rows] float64, 1 = off
     narrowed = (top_p < 1).nonzero().squeeze(1)
     for part in _parts(len(narrowed), scores.shape[1]):

@@ -58,11 +58,9 @@ _FEW_ITEMS = 6
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """What the layout needs to know of a forward's rows.
-
-    A sequence's *extend* rows (a prompt chunk, or just the root) are certain to be committed and already stand in the
-    slot table; its node rows hang below the last extend row. Parents come before children.
-    """
+    """What the layout needs to know of a forward's rows. A sequence's *extend* rows (a prompt chunk, or just the root)
+    are certain to be committed and already stand in the slot table; its node rows hang below the last extend row.
+    Parents come before children."""
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
     positions: Tensor  # [rows] int64, absolute
@@ -90,9 +88,7 @@ class AttentionBucket:
 
     def mask(self, window: int | None) -> Tensor:
         """Additive mask for a sliding window (None = unlimited), made at first use in a step.
-
-        [items, 1, members, WIDTH] float32
-        """
+        # -> [items, 1, members, WIDTH] float32"""
         if window not in self.masks:
             visible = self.visible
             if window is not None:
@@ -108,13 +104,9 @@ class Attention(Protocol):
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """Attend all rows in one layer.
-
-        query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and values
-        with this forward's rows written; returns [rows, query heads, head_dim] in the query's type, from sums in
-        float32. `softcap` bounds scores to +-softcap by tanh (Gemma 2).
-        """
-        ...
+        """Attend all rows in one layer; `softcap` bounds scores to +-softcap by tanh (Gemma 2). # query [rows, query
+        heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and values with this
+        forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in float32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +138,11 @@ def plan_attention(
     member_multiple: int,
     padding: int = 0,
 ) -> Attention:
-    """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the extend rows.
-
-    Members are padded to `member_multiple`, at which products no longer depend on their number (`exact_rows`).
-    `padding` rows follow the rows proper; what they attend to is of no concern to anybody.
-
-    Rows of prompt chunks are planned apart from decoding rows: their segments have many members, and padding a single
-    decoding row to that size would cost more than the rest of its step. The layout is computed on the host, where
-    hundreds of small integer operations cost a tenth of what they cost as tensor operations.
-    """
+    """Lay out one forward, on the host, where hundreds of small integer operations cost a tenth of what they cost as
+    tensor operations. `slot_table` is [table rows, max positions] int64 and already holds the extend rows. Members are
+    padded to `member_multiple`, at which products no longer depend on their number (`exact_rows`). `padding` rows
+    follow the rows proper; what they attend to is of no concern. Rows of prompt chunks are planned apart from decoding
+    rows: padding a single one to their many members would cost more than the rest of its step."""
     host, heads = _HostRows.of(rows, slot_table), _Heads(query_heads, kv_heads, num_slots, member_multiple)
     chunked = host.in_chunks()
     parts = [part.nonzero()[0] for part in (~chunked, chunked) if part.any()]
@@ -199,11 +187,8 @@ def _common_top(scores: Tensor, bucket: AttentionBucket) -> Tensor:
 
 
 def _sum_columns(weights: Tensor, chunks: int) -> Tensor:
-    """Softmax denominators per item.
-
-    A tail's columns are summed one after the other, so that gaps leave no trace; a chunk's columns are the same keys
-    in every step, so any fixed order will do.
-    """
+    """Softmax denominators per item. A tail's columns are summed one after the other, so that gaps leave no trace; a
+    chunk's are the same keys in every step, so any fixed order will do."""
     tail_totals = weights[chunks:].cumsum(-1)[..., -1:]
     return torch.cat([weights[:chunks].sum(-1, keepdim=True), tail_totals]) if chunks else tail_totals
 
@@ -309,10 +294,8 @@ def _plan_bucket(rows: _HostRows, segments: _Segments, heads: _Heads, device: to
 
 
 def _chunk_items(boundary: Ints) -> tuple[Ints, Ints, Ints]:
-    """Which chunks each segment sums over.
-
-    Returns each chunk's segment [chunks], its first position [chunks], and each segment's items [segments * most].
-    """
+    """Which chunks each segment sums over: each chunk's segment [chunks], its first position [chunks], and each
+    segment's items [segments * most]."""
     counts = -(-boundary // WIDTH)  # [segments]
     first = counts.cumsum() - counts  # [segments]
     segment = np.repeat(np.arange(len(boundary)), counts)
@@ -362,9 +345,7 @@ def _query_indices(member_rows: Ints, heads: _Heads) -> Ints:
 
 def _key_indices(slots: Ints, heads: _Heads) -> Ints:
     """Where each item's keys, then its values, stand in [2 * slots * heads].
-
-    [items, WIDTH] -> [2 * items * heads * WIDTH]
-    """
+    # [items, WIDTH] -> [2 * items * heads * WIDTH]"""
     keys = (slots[:, None] * heads.kv_heads + np.arange(heads.kv_heads)[:, None]).reshape(-1)
     return np.concatenate([keys, keys + heads.num_slots * heads.kv_heads])
 

@@ -1,8 +1,6 @@
 """The training loop, which reports after each step, and the file a run continues from.
-
 The order of batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up
-again computes what it would have computed, and no generator has to be kept.
-"""
+again computes what it would have computed, and no generator has to be kept."""
 
 import math
 import time

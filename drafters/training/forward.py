@@ -1,10 +1,8 @@
 """The forwards of one training step: the committed stream with first blocks at some anchors, then one block more.
-
 The stream holds the entries later positions may attend to, `entries` for each position: causal. A block's rows attend
 to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section 3.3).
 Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = sequences'
-positions whose whole blocks are trained, block = K entries, own = rows of one block, hidden.
-"""
+positions whose whole blocks are trained, block = K entries, own = rows of one block, hidden."""
 
 from dataclasses import dataclass
 
@@ -18,9 +16,7 @@ from drafters.training.corpus import Batch
 
 class MaskedAttention:
     """A forward's rows see those rows, of the forward before and of their own, that a mask says.
-
-    Keeps keys and values of each layer for the blocks that follow.
-    """
+    Keeps keys and values of each layer for the blocks that follow."""
 
     def __init__(self, seen: Tensor, before: "MaskedAttention | None" = None) -> None:
         self._seen = seen  # [batch, rows, rows before + rows] bool
@@ -87,9 +83,7 @@ class TrainingForward:
 
     def next(self, batch: Batch, anchors: Tensor, cuts: Tensor, first: FirstBlocks) -> Tensor:
         """Blocks that start at entry `cuts` (1..K) of the anchors' first blocks, on the true token there.
-
-        anchors, cuts [batch, anchors] -> states [batch, anchors, block, hidden]
-        """
+        anchors, cuts [batch, anchors] -> states [batch, anchors, block, hidden]"""
         context = torch.take_along_dim(first.states, (cuts - 1)[:, :, None, None], dim=2)[:, :, 0]
         start = anchors + 1 + cuts  # position of the token the new block stands on
         tokens = batch.tokens.gather(1, start.clamp(max=batch.tokens.shape[1] - 1))

@@ -1,12 +1,10 @@
 """Where a drafter's training starts: at a copy of its target's end, fed with a guess of what that end would receive.
-
 The last layers, the output norm and the head are the target's own. A copied layer works only on inputs of the kind it
 was made for, so W_cond and W_fuse are set by two ridge regressions to predict, from the normalised features of one
 position and the embedding of the next token, the top tapped feature of that *next* position: with taps (2, L/2, L-3)
 and two layers this is exactly what the copied layers received in the target. Each tap's norm has the gain 1 / standard
 deviation, because single dimensions of a residual stream are hundreds of times larger than the others.
-The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
-"""
+The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,10 +71,8 @@ def initialise(
 
 class _Samples:
     """Positions of randomly chosen examples, read anew at each pass: their features may not fit into memory.
-
     Yields what is known at some of them, taps and the next token's normalised embedding, and what is to be predicted,
-    the next position's top tap; all [positions, hidden].
-    """
+    the next position's top tap; all [positions, hidden]."""
 
     def __init__(
         self,
@@ -130,11 +126,9 @@ def penalty_for(inputs: int, positions: int) -> float:
 
 def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, float]:
     """Least squares with a penalty, in one pass over inputs and outputs, both [positions, size].
-
     Every tenth position only judges, or a second solution on top of this one could not be judged by them.
     -> the solution, whose last input is the constant 1 [in + 1, out], the standard deviation of each output [out], and
-    the mean share of their variance that is explained on the positions apart; below 0 it only harms
-    """
+    the mean share of their variance that is explained on the positions apart; below 0 it only harms"""
     moments: list[Tensor] = [torch.zeros(()), torch.zeros(())]  # of inputs, 1 and outputs: positions known and apart
     size = 0
     for inputs, wanted in pairs:

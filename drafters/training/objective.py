@@ -1,9 +1,7 @@
 """The training objective of a SpecBlock drafter (SpecBlock section 3.3).
-
 Cross-entropy of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
 valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
-Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP.
-"""
+Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -105,9 +103,7 @@ class Objective:
     @torch.no_grad()
     def _reached(self, states: Tensor, predicted: Tensor, batch: Batch) -> Tensor:
         """Whether each entry can be reached: all tokens before it, along the text, could have been drafted.
-
-        states [batch, anchors, block, hidden], predicted [batch, anchors, block] -> [batch, anchors, block + 1] bool
-        """
+        states [batch, anchors, block, hidden], predicted [batch, anchors, block] -> [batch, anchors, block + 1] bool"""
         if not self._settings.valid_prefix:
             return torch.ones(*predicted.shape[:2], predicted.shape[2] + 1, dtype=torch.bool, device=states.device)
         length = batch.tokens.shape[1]

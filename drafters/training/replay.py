@@ -1,8 +1,6 @@
 """What a drafter would have saved on a text that is already written: tau of blocks, of a chain and of a tree. Nothing
 is generated: a step accepts what continues the text.
-
-Legend: batch = texts side by side, nodes, depth as in drafters/tree.py.
-"""
+Legend: batch = texts side by side, nodes, depth as in drafters/tree.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
 """The slots of `kernels/commit_slots.py` on a device: one program per sequence, one launch per step.
-
-Where a sequence's freed slots begin follows from everybody's counts, which each program adds up for itself.
-"""
+Where a sequence's freed slots begin follows from everybody's counts, which each program adds up for itself."""
 
 import triton
 import triton.language as tl

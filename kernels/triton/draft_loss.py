@@ -77,9 +77,7 @@ def _to_gradient(
     logits: Tensor, anchored: Tensor, drafted: Tensor, top_logprobs: Tensor, divergences: Tensor, anchor_weight: float
 ) -> None:
     """Turns logits into the gradient of rows x loss, in place; fills in both divergences.
-
-    logits, anchored [rows, vocab] float32; drafted, top_logprobs [rows, top]; divergences [2, rows]
-    """
+    logits, anchored [rows, vocab] float32; drafted, top_logprobs [rows, top]; divergences [2, rows]"""
     known = drafted >= 0
     places, log_p = drafted.clamp(min=0), top_logprobs.float()
     p = log_p.exp() * known  # [rows, top]

@@ -1,11 +1,9 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
 """The ops of `kernels/layers.py`, each in one launch.
-
 The norm takes a line, a row or a head of a row, per program: a line's sums are the same alone and in company, and lines
 may stand apart, as the heads of a joined product do. The rotary embedding and the store take a row per program; the
-former is rounded where the reference rounds and without fused multiply-adds, so that its bits are the reference's.
-"""
+former is rounded where the reference rounds and without fused multiply-adds, so that its bits are the reference's."""
 
 import triton
 import triton.language as tl

@@ -2,11 +2,9 @@
 # mypy: allow-untyped-decorators
 """The linear layer of `kernels/linear.py`: every row is one chain of multiply-adds in the order of its columns, in
 float32, whatever tile it stands in.
-
 Few rows wait for the weights, which every program streams through several buffers: enough bytes are on their way even
 where there are fewer programs than processors, so columns need not be cut into sections that somebody must add up.
-Weights are the left factor of the products, so that tiles of few and of many rows use the same instructions.
-"""
+Weights are the left factor of the products, so that tiles of few and of many rows use the same instructions."""
 
 from dataclasses import dataclass
 from functools import cache

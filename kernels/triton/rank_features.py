@@ -1,11 +1,9 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
 """The features of `kernels/rank_features.py` in one pass over the scores, each read once.
-
 A row keeps its running maximum, the sum of weights below it and their first moment (from which the entropy follows),
 and the TOP best scores seen. A block is searched only while it holds a score above the last of those, which after the
-first few blocks is seldom. Of equal scores the lower id ranks first.
-"""
+first few blocks is seldom. Of equal scores the lower id ranks first."""
 
 import torch
 import triton

@@ -1,21 +1,17 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
 """Tokens drawn on a device: `kernels/sample.py` without storing noise, sorting or asking the host.
-
 The hash is integers: its bits are the CPU's. The float steps are the reference's, in its order, with correctly rounded
 division and no contraction; logarithms are libdevice's, which are the ones that torch calls on the same device but may
 differ from a CPU's in the last bit. So the same logits may, in a near-tie, give another token than on a CPU; on one
 device plain and speculative decoding draw with the same code, and a row's token does not depend on its company.
-
 Without filters noise, temperature and argmax are one pass over parts of a row. With filters one program per row looks
 for the best of scores + noise, counts what ranks above it and their mass, and is done unless that is too much for a
 filter; then nothing ranked below can be in, and it looks again above. A likely token is found at once: 1 / top_p looks,
 whatever the vocabulary. Only the mass that top k leaves to the nucleus takes more passes: they halve the range of
 scores until its border is known to the bit.
-
 Legend: rows, vocab as in the reference; part = BLOCK tokens of a row; distance = bits of |score|, scores being at most
-0 once they are scaled.
-"""
+0 once they are scaled."""
 
 import triton
 import triton.language as tl

@@ -112,10 +112,8 @@ def plan_attention(
     padding: int = 0,
 ) -> TilePlan:
     """Lay out one forward without asking the device anything.
-
     As the reference's `plan_attention`; the size of the pool, the multiple that makes products exact and padding rows
-    are of no concern here. Rows may stand in any order.
-    """
+    are of no concern here. Rows may stand in any order."""
     group = query_heads // kv_heads
     return TilePlan(rows, slot_table, _tile_rows(rows, _members_of(group) // group))
 
@@ -339,9 +337,7 @@ def _tail_columns(
     first: tl.tensor,
 ) -> tl.tuple:
     """Slot, existence [columns] and visibility [members, columns] of the tail's next columns.
-
-    First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes.
-    """
+    First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes."""
     place = column + tl.arange(0, _COLUMNS)
     on_extend = place < committed
     node = place - padded
