@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -12,7 +12,16 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from service.bench.experiment import Measure, conclude, mismatches, paired_bootstrap, percentile, prepare, read_sets
+from service.bench.experiment import (
+    Measure,
+    Row,
+    conclude,
+    mismatches,
+    paired_bootstrap,
+    percentile,
+    prepare,
+    read_sets,
+)
 from service.bench.shift_play import (
     PLAIN,
     Counts,
@@ -68,8 +77,8 @@ def run_shift(
     summary = {
         "queries": stream.num_queries,
         "new_from": stream.new_from,
-        "mismatched_tokens": sum(summary.mismatched_tokens for summary in summaries.values()),
-        "policies": {name: mine.as_json() for name, mine in summaries.items()},
+        "mismatched_tokens": sum(summary["mismatched_tokens"] for summary in summaries.values()),
+        "policies": summaries,
     }
     rows = [row for name, mine in windows.items() for row in rows_of(name, mine, stream)]
     return conclude(assembly, out, rows, summary, table_of(summaries, stream))
@@ -98,34 +107,7 @@ class Gain:
         return f"{self.percent:+.1f} %\n[{self.low:+.1f}, {self.high:+.1f}]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySummary:
-    """One policy over the whole stream; `before` is its first phase and `after` its last."""
-
-    net_tokens_per_second_before: float
-    net_tokens_per_second_after: float
-    engine_tokens_per_second_before: float
-    engine_tokens_per_second_after: float
-    net_gain_before: Gain | None  # None for the plain comparison itself
-    net_gain_after: Gain | None
-    tau_before: float
-    tau_after: float
-    final_tau_gain: float | None  # from the first to the last windows with something new, above the plain comparison's
-    recovery_queries: int | None  # None where nothing was gained, or nothing published
-    mismatched_tokens: int
-    counts: Counts
-    training_share: float  # training seconds of all net seconds
-    waited_seconds: float  # between a turn's last answer and its end
-    itl_p50_seconds: float
-    itl_p99_seconds: float
-    events: tuple[Noted, ...]
-
-    def as_json(self) -> dict[str, object]:
-        values = asdict(self)
-        return {**values, **values.pop("counts"), "events": [json_event(noted) for noted in self.events]}
-
-
-def rows_of(policy: str, windows: Sequence[Played], stream: Stream) -> list[dict[str, object]]:
+def rows_of(policy: str, windows: Sequence[Played], stream: Stream) -> list[Row]:
     """The windows as they are reported."""
     return [
         {
@@ -143,8 +125,11 @@ def rows_of(policy: str, windows: Sequence[Played], stream: Stream) -> list[dict
     ]
 
 
-def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream, *, seed: int) -> PolicySummary:
-    """One policy against the plain comparison; `plain` may be its own turns."""
+def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream, *, seed: int) -> Row:
+    """One policy against the plain comparison, which may be its own turns; before is the first phase, after the last.
+
+    Gains are None for the plain comparison itself, `recovery_queries` where nothing was gained or published.
+    """
     (old, plain_old), (new, plain_new) = (
         [[one for one in turns if one.turn.phase == phase] for turns in (played, plain)]
         for phase in (0, len(stream.phases) - 1)
@@ -155,25 +140,26 @@ def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream
     )
     gaps = [gap for step in whole.run.steps for gap in step.stats.itl_seconds]
     compares = played is not plain
-    return PolicySummary(
-        net_tokens_per_second_before=before.net_speed,
-        net_tokens_per_second_after=after.net_speed,
-        engine_tokens_per_second_before=before.engine_speed,
-        engine_tokens_per_second_after=after.engine_speed,
-        net_gain_before=net_gain(old, plain_old, seed=seed) if compares else None,
-        net_gain_after=net_gain(new, plain_new, seed=seed) if compares else None,
-        tau_before=before.tau,
-        tau_after=after.tau,
-        final_tau_gain=final_gain if compares else None,
-        recovery_queries=recovery if whole.counts["publishes"] else None,
-        mismatched_tokens=mismatches([one.run for one in plain], [one.run for one in played]),
-        counts=whole.counts,
-        training_share=whole.counts["training_seconds"] / whole.net_seconds,
-        waited_seconds=whole.net_seconds - whole.run.seconds,
-        itl_p50_seconds=percentile(gaps, 50, method="linear"),
-        itl_p99_seconds=percentile(gaps, 99, method="linear"),
-        events=whole.noted,
-    )
+    return {
+        "net_tokens_per_second_before": before.net_speed,
+        "net_tokens_per_second_after": after.net_speed,
+        "engine_tokens_per_second_before": before.engine_speed,
+        "engine_tokens_per_second_after": after.engine_speed,
+        "net_gain_before": net_gain(old, plain_old, seed=seed) if compares else None,
+        "net_gain_after": net_gain(new, plain_new, seed=seed) if compares else None,
+        "tau_before": before.tau,
+        "tau_after": after.tau,
+        # from the first to the last windows with something new, above the plain comparison's
+        "final_tau_gain": final_gain if compares else None,
+        "recovery_queries": recovery if whole.counts["publishes"] else None,
+        "mismatched_tokens": mismatches([one.run for one in plain], [one.run for one in played]),
+        **whole.counts,
+        "training_share": whole.counts["training_seconds"] / whole.net_seconds,  # of all net seconds
+        "waited_seconds": whole.net_seconds - whole.run.seconds,  # between a turn's last answer and its end
+        "itl_p50_seconds": percentile(gaps, 50, method="linear"),
+        "itl_p99_seconds": percentile(gaps, 99, method="linear"),
+        "events": [json_event(noted) for noted in whole.noted],
+    }
 
 
 def net_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Gain:
@@ -215,7 +201,7 @@ def json_event(noted: Noted) -> dict[str, object]:
     return {"query": noted.query, **said, "numbers": numbers}
 
 
-def table_of(summaries: Mapping[str, PolicySummary], stream: Stream) -> Table:
+def table_of(summaries: Mapping[str, Row], stream: Stream) -> Table:
     """One column per policy."""
     table = columns_table("", {name: _cells(summary) for name, summary in summaries.items()}, _SECTION_ENDS)
     table.caption = (
@@ -242,24 +228,24 @@ def learning_cells(counts: Counts) -> dict[str, object]:
 _SECTION_ENDS = ("mismatched", "engine after", "recovery", "rollbacks")
 
 
-def _cells(summary: PolicySummary) -> dict[str, object]:
+def _cells(summary: Row) -> dict[str, object]:
     return {
-        "mismatched": summary.mismatched_tokens,
-        "net before": f"{summary.net_tokens_per_second_before:.1f}",
-        "gain before": summary.net_gain_before or "",
-        "net after": f"{summary.net_tokens_per_second_after:.1f}",
-        "gain after": summary.net_gain_after or "",
-        "engine before": f"{summary.engine_tokens_per_second_before:.1f}",
-        "engine after": f"{summary.engine_tokens_per_second_after:.1f}",
-        "tau before": f"{summary.tau_before:.3f}",
-        "tau after": f"{summary.tau_after:.3f}",
-        "recovery": "" if summary.recovery_queries is None else summary.recovery_queries,
-        "training": f"{summary.counts['training_seconds']:.1f} s",
-        "its share": f"{100 * summary.training_share:.1f} %",
-        "waited for": f"{summary.waited_seconds:.1f} s",
-        **learning_cells(summary.counts),
-        "itl p50": f"{1000 * summary.itl_p50_seconds:.0f} ms",
-        "itl p99": f"{1000 * summary.itl_p99_seconds:.0f} ms",
+        "mismatched": summary["mismatched_tokens"],
+        "net before": f"{summary['net_tokens_per_second_before']:.1f}",
+        "gain before": summary["net_gain_before"] or "",
+        "net after": f"{summary['net_tokens_per_second_after']:.1f}",
+        "gain after": summary["net_gain_after"] or "",
+        "engine before": f"{summary['engine_tokens_per_second_before']:.1f}",
+        "engine after": f"{summary['engine_tokens_per_second_after']:.1f}",
+        "tau before": f"{summary['tau_before']:.3f}",
+        "tau after": f"{summary['tau_after']:.3f}",
+        "recovery": "" if (queries := summary["recovery_queries"]) is None else queries,
+        "training": f"{summary['training_seconds']:.1f} s",
+        "its share": f"{100 * summary['training_share']:.1f} %",
+        "waited for": f"{summary['waited_seconds']:.1f} s",
+        **learning_cells(summary),
+        "itl p50": f"{1000 * summary['itl_p50_seconds']:.0f} ms",
+        "itl p99": f"{1000 * summary['itl_p99_seconds']:.0f} ms",
     }
 
 
