@@ -16,7 +16,7 @@ from adaptation.config import PolicyName
 from service.assembly import Assembly
 from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.bench.driver import Run
-from service.bench.experiment import Measure, conclude, mismatches, prepare, read_sets, tau
+from service.bench.experiment import Measure, conclude, mismatches, prepare, read_sets, request_of, tau
 from service.bench.shift import columns_table, json_event, learning_cells, mark, middles, name_axes, paired_ratio
 from service.bench.shift_play import (
     PLAIN,
@@ -31,7 +31,6 @@ from service.bench.shift_play import (
     mixed,
     play_all,
     players_of,
-    request_of,
     turns_of,
     windows_of,
 )
@@ -134,7 +133,7 @@ def attacked(
     """The same turns with hostile queries at their places, numbered behind all honest ones."""
     first = sum(len(turn.requests) for turn in turns)
     hostile = [
-        (visit.place, request_of(number, next(prompts[visit.content]), measure, visit.client))
+        (visit.place, request_of(number, next(prompts[visit.content]), measure, client=visit.client, ignore_eos=False))
         for number, visit in enumerate(visits, start=first)
     ]
     return [_with_visitors(turn, hostile) for turn in turns]

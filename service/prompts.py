@@ -45,11 +45,9 @@ class _BenchLine(BaseModel):
         return self
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
-        if self.messages:
-            return tokenizer.render_chat([message.model_dump() for message in self.messages])
-        if self.turns:
-            return tokenizer.render_chat([{"role": "user", "content": self.turns[0]}])
-        return tokenizer.encode(self.prompt, add_special_tokens=True)
+        first = [Message(role="user", content=turn) for turn in self.turns[:1]]
+        chat = [message.model_dump() for message in self.messages or first]
+        return tokenizer.render_chat(chat) if chat else tokenizer.encode(self.prompt, add_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class ObjectiveSettings:
 
     anchor_share: float = 0.125  # part of a sequence's labelled positions that are anchors of whole blocks
     valid_prefix: bool = True
-    cross_block: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
 
@@ -78,20 +77,17 @@ class Objective:
         first = self._forward.first(batch, anchors)
         positions = torch.arange(first.stream.shape[1], device=anchors.device)
         stream = self._labelled(first.stream, (positions + 2).expand(first.stream.shape[:2]), batch, place=0)
-        found = [stream]
         ahead = torch.arange(self._size, device=anchors.device)
         predicted = anchors[:, :, None] + 2 + ahead
         reached = self._reached(first.states, predicted, batch)  # [batch, anchors, block + 1]
         rest = predicted.masked_fill(~reached[:, :, :-1], -1)[:, :, 1:]
-        found.append(self._labelled(first.states[:, :, 1:], rest, batch, place=ahead[1:]))
-        if self._settings.cross_block:
-            cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
-            states = self._forward.next(batch, anchors, cuts, first)
-            predicted = (anchors + cuts)[:, :, None] + 2 + ahead
-            onward = self._reached(states, predicted, batch)[:, :, :-1] & reached.gather(2, cuts[:, :, None])
-            predicted = predicted.masked_fill(~onward, -1)
-            found.append(self._labelled(states, predicted, batch, place=cuts[:, :, None] + ahead))
-        return _Entries(*map(torch.cat, zip(*found, strict=True)))
+        own = self._labelled(first.states[:, :, 1:], rest, batch, place=ahead[1:])
+        cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
+        states = self._forward.next(batch, anchors, cuts, first)
+        predicted = (anchors + cuts)[:, :, None] + 2 + ahead
+        onward = self._reached(states, predicted, batch)[:, :, :-1] & reached.gather(2, cuts[:, :, None])
+        crossed = self._labelled(states, predicted.masked_fill(~onward, -1), batch, place=cuts[:, :, None] + ahead)
+        return _Entries(*map(torch.cat, zip(stream, own, crossed, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""

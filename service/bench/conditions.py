@@ -5,7 +5,6 @@ A number without machine, versions and command cannot be compared with anything.
 
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -20,12 +19,11 @@ import transformers
 
 from service import __version__
 from service.assembly import Assembly
+from service.engine.costs.measuring import processor_name
 from service.errors import StartupError
 
-_CPU_INFO = Path("/proc/cpuinfo")
 _SECRETS = ("--api-keys", "--admin-key")
-
-_CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 Conditions = Mapping[str, str | int]
 
@@ -36,8 +34,8 @@ def conditions_of(assembly: Assembly) -> Conditions:
     made_up = ", random weights: costs only" if assembly.config.load_format == "dummy" else ""
     return {
         "command": command_line(sys.argv),
-        "commit": commit_of(_CHECKOUT),
-        "machine": machine_name(),
+        "commit": commit_of(CHECKOUT),
+        "machine": processor_name(),
         "cpu_count": os.cpu_count() or 1,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
@@ -89,16 +87,6 @@ def commit_of(folder: Path) -> str:
         return f"v{__version__}"
     commit = _git(folder, "rev-parse", "HEAD")
     return f"{commit}-modified" if _git(folder, "status", "--porcelain") else commit
-
-
-def machine_name() -> str:
-    """What the processor calls itself."""
-    if _CPU_INFO.is_file():
-        for line in _CPU_INFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _git(folder: Path, *arguments: str) -> str:

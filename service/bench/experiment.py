@@ -90,20 +90,21 @@ def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_
 
 def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
     """Requests for the prompts in flight together, beginning with the first of them."""
-    chosen = prompts[first : first + measure.concurrency]
-    return [
-        GenerationRequest(
-            request_id=str(index),
-            prompt=prompt,
-            sampling=SamplingParams(
-                seed=measure.seed + index,
-                max_tokens=measure.max_tokens,
-                temperature=measure.temperature,
-                ignore_eos=True,  # equal lengths for everybody
-            ),
-        )
-        for index, prompt in enumerate(chosen, start=first)
-    ]
+    chosen = enumerate(prompts[first : first + measure.concurrency], first)
+    return [request_of(number, prompt, measure) for number, prompt in chosen]
+
+
+def request_of(
+    number: int, prompt: Sequence[int], measure: Measure, *, client: str = "", ignore_eos: bool = True
+) -> GenerationRequest:
+    """Answers are equally long for everybody, unless the end of the text ends them."""
+    sampling = SamplingParams(
+        seed=measure.seed + number,
+        max_tokens=measure.max_tokens,
+        temperature=measure.temperature,
+        ignore_eos=ignore_eos,
+    )
+    return GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling, client=client)
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:

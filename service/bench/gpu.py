@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_sections import (
     DRY,
     FULL,
@@ -32,8 +32,6 @@ from service.bench.gpu_sections import (
 from service.config import ServiceConfig
 
 logger = logging.getLogger(__name__)
-
-_CHECKOUT = Path(__file__).resolve().parents[2]
 
 KERNEL_TESTS = ("tests/kernels",)
 ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_runner.py", "tests/e2e/test_cuda.py")
@@ -169,7 +167,7 @@ def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> tup
     Whether they passed, and their last line."""
     how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *how, *paths]
-    done = subprocess.run(command, cwd=_CHECKOUT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if failed:
         logger.error("%s", "\n".join(failed))

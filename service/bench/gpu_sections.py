@@ -32,6 +32,8 @@ from service.prompts import PromptSet
 
 At = dict[str, int | float | str]
 
+_WARM_UPS = 2  # first runs, which are not counted
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -129,51 +131,40 @@ def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
 
 
 def device_seconds(
-    run: Callable[[], object],
-    device: torch.device,
-    *,
-    repeats: int,
-    warm_ups: int = 2,
-    before: Callable[[], object] = lambda: None,
+    run: Callable[[], object], device: torch.device, *, repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
     """Median seconds between what a device did before `run` and after it; by the wall on a CPU.
 
     What `before` asks for ahead of each run is not counted.
     """
     if device.type != "cuda":
-        return wall_seconds(run, device, repeats=repeats, warm_ups=warm_ups, before=before)
-    for _ in range(warm_ups):
-        run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        return wall_seconds(run, device, repeats=repeats, before=before)
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_WARM_UPS + repeats)
+    ]
     for begin, end in events:
         before()
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize(device)
-    milliseconds: list[float] = [begin.elapsed_time(end) for begin, end in events]
+    milliseconds: list[float] = [begin.elapsed_time(end) for begin, end in events[_WARM_UPS:]]
     return median(milliseconds) / 1000
 
 
 def wall_seconds(
-    run: Callable[[], object],
-    device: torch.device,
-    *,
-    repeats: int,
-    warm_ups: int = 2,
-    before: Callable[[], object] = lambda: None,
+    run: Callable[[], object], device: torch.device, *, repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
     """Median seconds until the host may go on with the results."""
     seconds: list[float] = []
-    for number in range(warm_ups + repeats):
-        if number >= warm_ups:
-            before()
+    for _ in range(_WARM_UPS + repeats):
+        before()
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return median(seconds[warm_ups:])
+    return median(seconds[_WARM_UPS:])
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:

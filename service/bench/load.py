@@ -76,10 +76,6 @@ class LoadPlan:
     slo_itl_seconds: float  # mean time per token after the first
 
     @property
-    def arrival(self) -> str:
-        return "closed" if self.rate_per_second is None else "poisson"
-
-    @property
     def most_tokens(self) -> int:
         """Of an answer."""
         return self.measure.max_tokens + int(_SPREAD * self.measure.max_tokens)
@@ -113,7 +109,7 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPl
     return {
         "policy": policy,
         "concurrency": concurrency,
-        "arrival": plan.arrival,
+        "arrival": "closed" if plan.rate_per_second is None else "poisson",
         "rate_per_second": plan.rate_per_second,
         "requests": len(served),
         "tokens": run.num_tokens,

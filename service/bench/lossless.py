@@ -241,8 +241,15 @@ class _Bench:
         expected = [self._reference(question) for question in questions]
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
         engine = self._engine(case, questions, seed=self.seed + number)
+
+        def preempt(step: int) -> None:
+            """Now and then, also when answers end so soon that slots suffice."""
+            running = engine.scheduler.running
+            if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
+                engine.scheduler.preempt(running[-1])
+
         scarce = case.company == "short of slots"
-        run = generate(engine, requests, before_step=_preempting(engine) if scarce else lambda step: None)
+        run = generate(engine, requests, before_step=preempt if scarce else lambda step: None)
         engine.assert_conserved()
         pairs = zip(questions, expected, run.answers, strict=True)
         compared = [Mismatch(case, question, want, got) for question, want, got in pairs]
@@ -334,17 +341,6 @@ def _verify_costs(assembly: Assembly) -> Costs:
         max_budget=limits.max_budget,
     )
     return Costs(table, FREE)
-
-
-def _preempting(engine: Engine) -> Callable[[int], None]:
-    """Preempts now and then, also when answers end so soon that slots suffice."""
-
-    def preempt(step: int) -> None:
-        running = engine.scheduler.running
-        if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
-            engine.scheduler.preempt(running[-1])
-
-    return preempt
 
 
 def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:

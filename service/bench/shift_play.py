@@ -12,12 +12,12 @@ from threading import Event as Signal
 from typing import Final
 
 from adaptation.config import PolicyName, Tuning
-from adaptation.records import AdaptationStatus, Event
+from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
-from service.bench.experiment import Measure, tau
+from service.bench.experiment import Measure, request_of, tau
 from service.engine.engine import Engine, StepReport
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
@@ -42,15 +42,6 @@ NOTHING: Final[Counts] = {
     **{"training_seconds": 0.0, "updates_head": 0, "updates_full": 0, "publishes": 0, "refusals": 0, "rollbacks": 0},
     **{"discards": 0, "over_share": 0},  # queries not learnt from because their client had had its quota
 }
-
-
-def counts_of(status: AdaptationStatus) -> Counts:
-    return {
-        **{name: getattr(status, name, 0) for name in NOTHING},
-        "updates_head": status.updates.get("head", 0),
-        "updates_full": status.updates.get("full", 0),
-        "over_share": status.excluded.get("over_share", 0),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +106,13 @@ class Learning:
 
     def counts(self) -> Counts:
         """What was done so far; to be asked while it is held."""
-        return counts_of(self._adaptive.learner.status(self._adaptive.worker))  # not by the thread: it stands
+        status = self._adaptive.learner.status(self._adaptive.worker)  # not by the thread: it stands
+        return {
+            **{name: getattr(status, name, 0) for name in NOTHING},
+            "updates_head": status.updates.get("head", 0),
+            "updates_full": status.updates.get("full", 0),
+            "over_share": status.excluded.get("over_share", 0),
+        }
 
     def close(self) -> None:
         self.go_on()
@@ -208,7 +205,10 @@ def _name(sets: Sequence[PromptSet]) -> str:
 
 
 def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
-    """The whole stream in turns of `size` queries; the last turn of a phase may be shorter."""
+    """The whole stream in turns of `size` queries; the last turn of a phase may be shorter.
+
+    Answers end by themselves: what follows an end is nobody's traffic.
+    """
     total = sum(-(-len(phase.prompts) // size) for phase in stream.phases)
     per_window = max(1, round(total / _WINDOWS))
     turns: list[Turn] = []
@@ -218,19 +218,11 @@ def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
         windows = max(1, len(starts) // per_window)
         for place, start in enumerate(starts):
             prompts = enumerate(phase.prompts[start : start + size], first + start)
-            requests = tuple(request_of(number, prompt, measure) for number, prompt in prompts)
+            requests = tuple(request_of(number, prompt, measure, ignore_eos=False) for number, prompt in prompts)
             turns.append(Turn(index, window + min(place // per_window, windows - 1), first + start, requests))
         first += len(phase.prompts)
         window += windows
     return turns
-
-
-def request_of(number: int, prompt: Prompt, measure: Measure, client: str = "") -> GenerationRequest:
-    """Unlike other benchmarks this one lets answers end by themselves: what follows an end is nobody's traffic."""
-    sampling = SamplingParams(
-        seed=measure.seed + number, max_tokens=measure.max_tokens, temperature=measure.temperature
-    )
-    return GenerationRequest(request_id=f"query-{number}", prompt=prompt, sampling=sampling, client=client)
 
 
 @dataclass(frozen=True, slots=True)

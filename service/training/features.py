@@ -29,9 +29,9 @@ from service.engine import build
 from service.engine.target import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
-from service.logging import bar, say
+from service.logging import bar
 from service.prompts import source_of
-from service.training.regenerate import Answered, Response, read_responses
+from service.training.regenerate import Response, read_responses
 
 ATTENTION_NAME = "adaptree_dense"
 
@@ -110,16 +110,15 @@ class Manifest:
     shards: int
 
     @staticmethod
-    def of(answered: Answered, files: Sequence[Path], **made: Any) -> "Manifest":
+    def of(responses: Sequence[Response], files: Sequence[Path], **made: Any) -> "Manifest":
         """Of features made from these responses."""
-        responses = answered.responses
         return Manifest(
             files={file.name: sha256_of(file) for file in files},
             responses_by_source=_counted(source_of(response.id) for response in responses),
             responses_by_task=_counted(response.task or "unknown" for response in responses),
             responses_by_temperature=_counted(f"{response.temperature:g}" for response in responses),
-            response_tokens=answered.num_response_tokens,
-            tokens=answered.num_tokens,
+            response_tokens=sum(len(response.response) for response in responses),
+            tokens=sum(response.num_tokens for response in responses),
             **made,
         )
 
@@ -278,21 +277,19 @@ def make_folder(folder: Path) -> None:
 
 def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *, deadline: float | None) -> None:
     """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
-    answered = read_responses(responses)
-    if answered.too_short:
-        say(f"left out {answered.too_short} responses that are too short to teach")
+    wanted = read_responses(responses)
     device = device_of(config.device)
     loaded = load_target(config, _DTYPES.get(config.load_dtype) or build.default_dtype(device), device)
     taps = default_tap_layers(len(decoder_layers(loaded.model)))
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most)
     began = time.monotonic()
-    shards, kept = 0, Answered([], answered.too_short)
-    with bar("reading features", answered.num_tokens) as advance:
-        for chunk in write_shards(reader, answered.responses, out):
-            shards, kept = shards + 1, Answered([*kept.responses, *chunk], kept.too_short)
-            rate = kept.num_tokens / (time.monotonic() - began)
-            advance(kept.num_tokens, f"shard {shards}, {rate:.0f} tokens/s")
+    shards, tokens, kept = 0, 0, list[Response]()
+    with bar("reading features", sum(response.num_tokens for response in wanted)) as advance:
+        for chunk in write_shards(reader, wanted, out):
+            shards, kept = shards + 1, [*kept, *chunk]
+            tokens += sum(response.num_tokens for response in chunk)
+            advance(tokens, f"shard {shards}, {tokens / (time.monotonic() - began):.0f} tokens/s")
             if deadline is not None and time.monotonic() > deadline:
                 break
     target = {"target": config.public_model_name, "target_identity": loaded.parts.identity, "tap_layers": tuple(taps)}

@@ -43,30 +43,16 @@ class Response(BaseModel):
         return len(self.prompt) + len(self.response)
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The content of some response files."""
-
-    responses: list[Response]
-    too_short: int  # left out
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(response.num_tokens for response in self.responses)
-
-    @property
-    def num_response_tokens(self) -> int:
-        return sum(len(response.response) for response in self.responses)
-
-
-def read_responses(files: Sequence[Path]) -> Answered:
+def read_responses(files: Sequence[Path]) -> list[Response]:
     """All responses long enough to teach. Raises StartupError naming file and line, or when there are none."""
     found = [response for file in files for response in _responses(file)]
     kept = [response for response in found if len(response.response) >= FEWEST_TOKENS]
     if not kept:
         names = ", ".join(str(file) for file in files)
         raise StartupError(f"{names}: no response of at least {FEWEST_TOKENS} tokens; answer more prompts first")
-    return Answered(kept, len(found) - len(kept))
+    if len(kept) < len(found):
+        say(f"left out {len(found) - len(kept)} responses that are too short to teach")
+    return kept
 
 
 class ResponseFile:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import transformers
 from matplotlib.figure import Figure
+from pydantic import TypeAdapter
 
 from drafters.specblock import checkpoint
 from drafters.training.fit import Position, StepReport
 from drafters.training.scores import Scores
 from service import __version__
-from service.bench.conditions import command_line, commit_of, machine_name
+from service.bench.conditions import CHECKOUT, command_line, commit_of
+from service.engine.costs.measuring import processor_name
 from service.logging import say
 from service.training.features import Manifest
 
@@ -90,13 +92,8 @@ def _point_line(point: CurvePoint) -> str:
 
 
 def _read_points(file: Path) -> list[CurvePoint]:
-    if not file.exists():
-        return []
-    lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    for line in lines:
-        lists = {name: tuple(value) for name, value in line["scores"].items() if isinstance(value, list)}
-        line["scores"] = Scores(**{**line["scores"], **lists})
-    return [CurvePoint(**line) for line in lines]
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [TypeAdapter(CurvePoint).validate_json(line) for line in lines if line.endswith("}")]
 
 
 def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
@@ -147,14 +144,14 @@ def facts_of(
         "scores": asdict(points[-1].scores),
         "scores_at_start": asdict(points[0].scores),
         "machine": {
-            "processor": machine_name(),
+            "processor": processor_name(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "cpu_count": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "processes": num_processes,
         },
         "versions": {"adaptree": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "commit": commit_of(Path(__file__).resolve().parents[2]),
+        "commit": commit_of(CHECKOUT),
         "command": command_line(sys.argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

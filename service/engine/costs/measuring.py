@@ -248,11 +248,14 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
 
 def this_machine() -> str:
     """Processor, the instructions its products may use, and number of cores."""
-    name = platform.processor() or platform.machine()
-    if _CPU_INFO.is_file():
-        models = (line.partition(":")[2].strip() for line in _CPU_INFO.read_text().splitlines() if "model name" in line)
-        name = next(models, name)
-    return f"{name} {chosen_isa()} x {os.cpu_count()}"
+    return f"{processor_name()} {chosen_isa()} x {os.cpu_count()}"
+
+
+def processor_name() -> str:
+    """What the processor calls itself."""
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    return next(models, platform.processor() or platform.machine())
 
 
 def cost_file(folder: Path, key: CostKey) -> Path:

@@ -29,7 +29,7 @@ def answer(assembly: Assembly, prompts: list[Prompt], out: Path, how: Answering 
     assert regenerate(engine, assembly.tokenizer, prompts, out, how, max_model_len=longest) == len(
         out.read_text().splitlines()
     )
-    return {response.id: response for response in read_responses([out]).responses}
+    return {response.id: response for response in read_responses([out])}
 
 
 def test_answers_are_what_the_engine_says(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "new" / "r.jsonl"
     written(file, "a", "b")
     answered = read_responses([file])
-    assert answered.responses == [response("a"), response("b")]
-    assert (answered.num_tokens, answered.num_response_tokens) == (18, 12)
+    assert answered == [response("a"), response("b")]
+    assert [one.num_tokens for one in answered] == [9, 9]
 
 
 def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
     stream = ResponseFile(tmp_path / "r.jsonl")
     stream.append(response("a"))
-    assert read_responses([tmp_path / "r.jsonl"]).responses == [response("a")]
+    assert read_responses([tmp_path / "r.jsonl"]) == [response("a")]
     stream.close()
 
 
@@ -134,12 +134,11 @@ def test_a_bad_line_in_the_middle_is_not_dropped(tmp_path: Path) -> None:
         ResponseFile(file)
 
 
-def test_short_responses_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_short_responses_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text("".join(response(name, size).model_dump_json() + "\n" for name, size in (("a", 3), ("b", 4))))
-    answered = read_responses([file])
-    assert [kept.id for kept in answered.responses] == ["b"]
-    assert answered.too_short == 1
+    assert [kept.id for kept in read_responses([file])] == ["b"]
+    assert "left out 1 responses" in capsys.readouterr().err
 
 
 def test_a_file_without_responses_is_a_message(tmp_path: Path) -> None:
