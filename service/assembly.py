@@ -36,8 +36,6 @@ from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
@@ -100,8 +98,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     captures = device.type == "cuda" if graphs is None else graphs
-    dtype = _DTYPES.get(config.load_dtype) or build.default_dtype(device)
-    loaded = _loaded(config, dtype, device)
+    loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config)
     weights = _weights(config, drafter_name, folder, loaded)
@@ -116,7 +113,10 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     return assembly
 
 
-def _loaded(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
+    """The configured model, in the configured type unless another one is given. Raises StartupError."""
+    if dtype is None:
+        dtype = build.default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
         if config.load_format == "dummy":
             logger.warning("random weights: the text means nothing, and results are costs only")

@@ -210,22 +210,19 @@ class Trainer:
                 group["lr"] = rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._count(batch.num_tokens * self._ranks.size, is_finite)
-        return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)
-
-    def _count(self, tokens: int, is_finite: bool) -> None:
         before = self.position
         in_a_row = 0 if is_finite else before.skipped_in_a_row + 1
         if in_a_row >= _MOST_SKIPPED:
             raise TrainingError(
                 f"the gradients of {in_a_row} steps in a row were not finite: lower the learning rate, "
-                f"which is {self._settings.learning_rate:g}, or look for broken features"
+                f"which is {settings.learning_rate:g}, or look for broken features"
             )
         self.position = replace(
             before,
-            step=before.step + 1,
+            step=step + 1,
             place=before.place + 1,
-            tokens=before.tokens + tokens,
+            tokens=before.tokens + batch.num_tokens * self._ranks.size,
             skipped=before.skipped + (not is_finite),
             skipped_in_a_row=in_a_row,
         )
+        return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)

@@ -86,8 +86,7 @@ def _speed(
     from service.bench.speed import run_speed
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    peers = () if peer is None else (peer,)
-    return run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peers=peers, out=out)
+    return run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peer=peer, out=out)
 
 
 def _load(

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -77,15 +77,11 @@ class TransformersPeer:
         return Run(tuple(Answer(tuple(answer), "", "length") for answer in answers), (), seconds)
 
 
-PEERS: Mapping[str, Callable[[Assembly], Contestant]] = {"transformers": TransformersPeer}
-"""Other engines on the same weights, to measure ours against."""
-
-
-def contestants_of(assembly: Assembly, peers: Sequence[str] = ()) -> dict[str, Contestant]:
-    """Plain decoding, the configured speculation, and peers, all on the same weights."""
+def contestants_of(assembly: Assembly, peer: Literal["transformers"] | None = None) -> dict[str, Contestant]:
+    """Plain decoding, the configured speculation, and another engine, all on the same weights."""
     engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
     ours: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
-    return ours | {name: PEERS[name](assembly) for name in peers}
+    return ours if peer is None else {**ours, peer: TransformersPeer(assembly)}
 
 
 def measure_set(
@@ -154,13 +150,13 @@ def run_speed(
     measures: Sequence[Measure],
     *,
     limit: int | None,
-    peers: Sequence[str],
+    peer: Literal["transformers"] | None,
     out: Path | None,
 ) -> bool:
     """Measure all files and report; whether plain and speculative text were the same."""
     assembly = prepare(config, out)
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-    contestants = contestants_of(assembly, peers)
+    contestants = contestants_of(assembly, peer)
     warm_up(contestants, sets[0].prompts[0], measures[0])
     rows = []
     with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
@@ -23,14 +21,13 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.recording import BlockRecorder
-from service.assembly import Assembly, choose_drafter, device_of
+from service.assembly import Assembly, choose_drafter, device_of, load_target
 from service.config import ServiceConfig
 from service.engine import drafter_weights
 from service.engine.budget import BudgetPolicy
-from service.engine.build import default_dtype
 from service.engine.drafter_weights import Replaceable
 from service.engine.engine import Engine, EngineLimits
-from service.engine.weights import LoadedModel, load_model
+from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
 
 logger = logging.getLogger(__name__)
@@ -160,10 +157,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     _, source = choose_drafter(config)
     if source is None:
         raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
-    device = device_of(config.device)
-    dtype = default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
-    cache = config.state_dir / "cache"
-    loaded = load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    loaded = load_target(config, device_of(config.device))
     with _refusing():
         network = drafter_weights.load_network(source, loaded)
     drafter = ServedDrafter(

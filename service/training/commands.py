@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from service.config import ServiceConfig
 from service.config_sources import load_config
 from service.errors import StartupError
-
-if TYPE_CHECKING:
-    from service.training.regenerate import Answering
 
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 """Parts of the method that a run can leave out, to see what they are worth."""
@@ -126,7 +123,7 @@ def _drafter(
     from service.logging import say
     from service.training.features import make_features, processes
     from service.training.fit import STATE_FILE, fit_drafter
-    from service.training.regenerate import answer_prompts
+    from service.training.regenerate import Answering, answer_prompts
 
     features = out / "work" / "features"
     ranks = processes(config)
@@ -135,7 +132,7 @@ def _drafter(
     if ranks.rank == 0 and not (out / STATE_FILE).exists():
         if not responses:
             responses = [out / "work" / "responses.jsonl"]
-            how = _answering(max_new_tokens, concurrency, options.seed, _ANSWER_SHARE * minutes)
+            how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
         make_features(config, responses, features, deadline=_deadline(_FEATURE_SHARE * minutes))
     ranks.wait()
@@ -160,9 +157,9 @@ def _regenerate(
 ) -> None:
     """Stage 1: the target answers the prompts, half greedily and half at temperature 0.7 or 1.0."""
     config = _config(target, device, threads, concurrency)
-    from service.training.regenerate import answer_prompts
+    from service.training.regenerate import Answering, answer_prompts
 
-    answer_prompts(config, prompts, out, _answering(max_new_tokens, concurrency, seed, minutes))
+    answer_prompts(config, prompts, out, Answering(max_new_tokens, concurrency, seed, _deadline(minutes)))
 
 
 def _features(
@@ -219,12 +216,6 @@ def _config(target: str, device: str, threads: int | None, concurrency: int | No
     config = load_config(plain | {name: str(value) for name, value in given.items() if value is not None}).config
     configure_logging(config.log_level, as_json=config.log_json)
     return config
-
-
-def _answering(max_tokens: int, concurrency: int, seed: int, minutes: float | None) -> "Answering":
-    from service.training.regenerate import Answering
-
-    return Answering(max_tokens=max_tokens, concurrency=concurrency, seed=seed, deadline=_deadline(minutes))
 
 
 def _deadline(minutes: float | None) -> float | None:

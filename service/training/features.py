@@ -23,11 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.parallel import Ranks, join, local_device
-from service.assembly import device_of
+from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine import build
 from service.engine.target import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
-from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.logging import bar
 from service.prompts import source_of
@@ -42,7 +40,6 @@ _LABEL_BYTES = TOP * 6
 _SPARE = 1.02
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 16384
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dense_attention(
@@ -279,7 +276,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
     """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
     wanted = read_responses(responses)
     device = device_of(config.device)
-    loaded = load_target(config, _DTYPES.get(config.load_dtype) or build.default_dtype(device), device)
+    loaded = load_target(config, device)
     taps = default_tap_layers(len(decoder_layers(loaded.model)))
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most)
@@ -294,11 +291,6 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
                 break
     target = {"target": config.public_model_name, "target_identity": loaded.parts.identity, "tap_layers": tuple(taps)}
     Manifest.of(kept, responses, shards=shards, **target).write(out)
-
-
-def load_target(config: ServiceConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    cache = config.state_dir / "cache"
-    return load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
 
 
 def processes(config: ServiceConfig) -> Ranks:

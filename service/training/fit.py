@@ -29,7 +29,7 @@ from drafters.training.initialise import TargetEnd, initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Scores, examine
-from service.assembly import device_of
+from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_weights import embed_with
 from service.engine.target import decoder_layers
@@ -37,7 +37,7 @@ from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
 from service.training.commands import FitOptions
-from service.training.features import Manifest, load_target, make_folder, sha256_of
+from service.training.features import Manifest, make_folder, sha256_of
 from service.training.report import Curve, CurvePoint, facts_of, write_card
 
 STATE_FILE = "fit.pt"
@@ -110,7 +110,7 @@ def fit_drafter(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     if ranks.rank:
         ranks.wait()  # the first process may have to unpack the target's file before the others find it
-    loaded = load_target(config, dtype, device)
+    loaded = load_target(config, device, dtype)
     if not ranks.rank:
         ranks.wait()
     try:

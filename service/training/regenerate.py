@@ -4,6 +4,7 @@ Half are answered greedily, half at a temperature; which, and with what noise, f
 that is taken up again writes what it would have written. What a kill tore off is dropped when the file is opened again.
 """
 
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -59,8 +60,10 @@ class ResponseFile:
     """A file of responses that grows."""
 
     def __init__(self, path: Path) -> None:
-        self._drop_torn_line(path)
-        self.done = {response.id for response in _responses(path)} if path.exists() else set()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # what a kill tore off
+        self.done = {response.id for response in _responses(path)}
         self._stream = path.open("a", encoding="utf-8")
 
     def append(self, response: Response) -> None:
@@ -75,23 +78,12 @@ class ResponseFile:
     def close(self) -> None:
         self._stream.close()
 
-    @staticmethod
-    def _drop_torn_line(path: Path) -> None:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            with path.open("r+b") as stream:
-                stream.truncate(whole)
-
 
 def _responses(file: Path) -> Iterator[Response]:
     return (response for _, response in read_lines(file, Response, "response file"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Answering:
     """How the prompts are answered."""
 

@@ -159,16 +159,13 @@ def facts_of(
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """What a person should know before using the weights in this folder."""
-    (folder / CARD_FILE).write_text(_card(facts, (folder / checkpoint.WEIGHTS_FILE).stat().st_size))
-
-
-def _card(facts: Mapping[str, Any], weights_bytes: int) -> str:
+    weights_bytes = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
     data, training, machine = facts["data"], facts["training"], facts["machine"]
     shape = f"{training['draft_vocab_size']} draft tokens, {training['num_layers']} layers"
     shape += f", blocks of {training['block_size']}"
     processes = "1 process" if machine["processes"] == 1 else f"{machine['processes']} processes"
     without = ", ".join(training["without"]) or "nothing"
-    return f"""# A SpecBlock drafter for {facts["target"]}
+    card = f"""# A SpecBlock drafter for {facts["target"]}
 
 Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
 
@@ -204,6 +201,7 @@ recorded texts are replayed. Places beyond the first are counted only where ever
 
 The prompts' licences follow from their sources; the responses are the target's own.
 """
+    (folder / CARD_FILE).write_text(card)
 
 
 def _score_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

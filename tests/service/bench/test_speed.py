@@ -58,7 +58,7 @@ def test_everybody_is_first_equally_often(count: int) -> None:
 @pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (1.0, 2)])
 def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: float, concurrency: int) -> None:
     measure = Measure(temperature, 24, concurrency, seed=3)
-    contestants = contestants_of(replace(assembly, costs=None), ["transformers"])  # a fixed budget
+    contestants = contestants_of(replace(assembly, costs=None), "transformers")  # a fixed budget
     warm_up(contestants, PROMPTS.prompts[0], measure)
     done: list[int] = []
     row = measure_set(PROMPTS, contestants, measure, done.append)
@@ -114,7 +114,7 @@ def test_the_peer_writes_the_same_greedy_text(assembly: Assembly, count: int) ->
         )
         for index, prompt in enumerate(varied_prompts()[:count])
     ]
-    ours, _, peer = (answer(requests).answers for answer in contestants_of(assembly, ["transformers"]).values())
+    ours, _, peer = (answer(requests).answers for answer in contestants_of(assembly, "transformers").values())
     assert [answer.token_ids for answer in peer] == [answer.token_ids for answer in ours]
 
 
