@@ -15,8 +15,7 @@ from drafters.training.corpus import Batch
 
 
 class MaskedAttention:
-    """A forward's rows see those rows, of the forward before and of their own, that a mask says.
-    Keeps keys and values of each layer for the blocks that follow."""
+    """Rows see what a mask says of the forward before and of their own; keeps keys and values for the next forward."""
 
     def __init__(self, seen: Tensor, before: "MaskedAttention | None" = None) -> None:
         self._seen = seen  # [batch, rows, rows before + rows] bool

@@ -119,8 +119,7 @@ class _Samples:
 
 
 def penalty_for(inputs: int, positions: int) -> float:
-    """More for nearly as many inputs as positions, which are learned by heart. More than this explains more variance
-    and drafts worse: a prediction drawn to the mean makes the head timid."""
+    """More for nearly as many inputs as positions, which are learned by heart; yet more than this drafts worse."""
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))
 
 

@@ -35,9 +35,7 @@ class Replayed:
 
 @torch.no_grad()
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """One block at every so-manieth position of the answer, as a tree of its likeliest paths, so many nodes, by the
-    block's probabilities alone: what a step from there emits. Not a walk, so that each position counts the same.
-    """
+    """What steps from every so-manieth position of the answer emit, each with a block's `nodes` likeliest paths."""
     device, size = model.d2t.device, model.config.block_size
     batch = Batch.of([example], 2 * size, device)
     anchors = torch.arange(example.prompt - 1, example.length - 1, every, device=device)[None]
@@ -52,8 +50,7 @@ def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: in
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:
-    """What a path must exceed to be among the likeliest: the log-probability of the next one after so many."""
-    # logprobs [n, block, vocab] -> [n]
+    """Log-probability of the next path after so many: what those exceed. # logprobs [n, block, vocab] -> [n]"""
     kept = nodes + 1
     tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values
     paths = [tops[:, 0]]

@@ -1,7 +1,4 @@
-"""Under which conditions a result was found, and the file it is written to.
-
-A number without machine, versions and command cannot be compared with anything.
-"""
+"""Under which conditions a result was found, and the file it is written to."""
 
 import json
 import os

@@ -2,7 +2,6 @@
 
 All emit the same tokens, so a step is compared with what plain decoding took for just these tokens: how long a context
 was and how fast the machine was just then cancels. Steps that read prompts, here or in the plain run, are left out.
-What a budget has learnt of its drafter belongs to its engine and lasts from text to text.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The one driver of engines: requests in, answers and steps out, each with its times.
 
-All at once, in a closed loop or at random times (`generate`), and in slices with pauses between (`Drive`). No thread
-and no HTTP, so that what is measured is the engine itself.
+No thread and no HTTP, so that what is measured is the engine itself.
 """
 
 import math
@@ -61,10 +60,7 @@ class Run:
 
 
 class ClosedLoop:
-    """So many clients, each of which asks again as soon as it is answered.
-
-    At first everybody asks at once, in the end clients leave one after the other: neither is the load in question.
-    """
+    """So many clients, each of which asks again as soon as it is answered."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
@@ -74,7 +70,7 @@ class ClosedLoop:
         return finished + self._concurrency
 
     def is_steady(self, finished: int, total: int) -> bool:
-        """Whether what is served now is the load in question, after so many of all requests."""
+        """Whether all clients are busy: at first all ask at once, in the end they leave one after the other."""
         return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
@@ -127,10 +123,7 @@ class Served:
 
 
 class Drive:
-    """Requests for one engine, each of which asks for one sequence. It can be paused: its time stands still then.
-
-    `before_step` hears of each step's number, `after_step` of what it produced.
-    """
+    """Requests for one engine, each of which asks for one sequence; time stands still while it is paused."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """The frame of an experiment: its parts, its prompts, turns, figures and report.
 
-An experiment is one file: it gets its `Assembly` from `prepare` and its prompts from `read_sets`, lets contestants
-answer in turn (`take_turns`), makes records of their runs by the figures below, and hands these to `conclude`. What it
-returns is whether all texts were the same: a faster engine with another text would prove nothing.
+It returns whether all texts were the same: a faster engine with another text would prove nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,11 +120,7 @@ def take_turns(
     *,
     told: Mapping[str, Contestant] | None = None,
 ) -> dict[str, list[Run]]:
-    """Every contestant's runs over the prompts, by its name. A machine that slows down for a while slows all of them.
-
-    Those who are `told` go last: their requests come with plain decoding's answers as predictions. `advance` is told
-    how many prompts are done with each turn.
-    """
+    """Every contestant's runs over the prompts, by name; the `told` go last, with plain answers as predictions."""
     told = told or {}
     runs: dict[str, list[Run]] = {name: [] for name in [*contestants, *told]}
     for turn, first in enumerate(range(0, len(prompts), measure.concurrency)):
@@ -227,7 +221,7 @@ def paired_bootstrap(
 ) -> tuple[float, float, float]:
     """`figure` of the columns' sums over all turns, and what holds 95 % of it when turns are drawn anew.
 
-    A turn's values in all columns are drawn together. # columns [column, turn]; figure [column, ...] -> [...]
+    columns [column, turn], figure [column, ...] -> [...]
     """
     turns = columns.shape[1]
     drawn = np.random.default_rng(seed).integers(turns, size=(_RESAMPLES, turns))

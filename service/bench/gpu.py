@@ -163,8 +163,7 @@ class Findings:
 
 
 def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> tuple[bool, str]:
-    """Run tests that need a device, away from plugins that refuse workers; without one see that they can be found.
-    Whether they passed, and their last line."""
+    """Run tests that need a device, without one only find them; whether they passed, and their last line."""
     how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *how, *paths]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)

@@ -133,10 +133,7 @@ def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
 def device_seconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Median seconds between what a device did before `run` and after it; by the wall on a CPU.
-
-    What `before` asks for ahead of each run is not counted.
-    """
+    """Median seconds that a device takes for `run`, without what `before` asks for; by the wall on a CPU."""
     if device.type != "cuda":
         return wall_seconds(run, device, repeats=repeats, before=before)
     events = [

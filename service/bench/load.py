@@ -54,10 +54,9 @@ PER_BATCH_SIZE = "per_batch_size"
 _DEFAULT_TABLE = {1: 32, 2: 16, 4: 8, 8: 4, 16: 0}
 _WARM_UP_TOKENS = 8
 _ROUNDS = 8
-"""Requests of each client at least. The first ones are not measured, for everybody asks at once; nor are the last."""
+"""Requests of each client at least; the first and the last are not measured."""
 _SPREAD = 0.5
-"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, and all clients' next
-prompts be read together, for ever."""
+"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, for ever."""
 _SLICE_SECONDS = 2.0
 """After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
@@ -94,10 +93,7 @@ class LoadPlan:
 
 
 def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> Row:
-    """A policy's run as one row; `reference` is another policy's run of the same requests.
-
-    Inter-token latency is per token: those of one step share its time.
-    """
+    """A policy's run as one row; `reference` is another policy's run of the same requests."""
     served, steps = run.answers, [step.stats for step in run.steps]
     well_served = sum(len(request.token_ids) for request in served if plan.is_well_served(request))
     speed = run.steady.tokens / run.steady.seconds
@@ -234,10 +230,9 @@ def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> li
 def engines_of(
     assembly: Assembly, policies: Mapping[str, FixedBudget | None], longest: int, most_sequences: int
 ) -> dict[str, Engine]:
-    """An engine for each policy. They share the pool's slots equally, for none is idle when the next one goes on.
+    """An engine for each policy, with equal shares of the slots and no prefix cache, for prompts are asked again.
 
-    They keep no texts: every concurrency asks the same prompts again, and how many of them are still there would depend
-    on the room that a policy's trees need. Raises StartupError where nothing was measured, or slots are too few.
+    Raises StartupError where nothing was measured, or slots are too few.
     """
     if ADAPTIVE in policies and assembly.costs is None:
         raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")

@@ -1,7 +1,4 @@
-"""`adaptree check lossless`: every way of decoding against plain decoding, token by token.
-
-Plain decoding means: no drafter, one sequence at a time, nobody beside it.
-"""
+"""`adaptree check lossless`: every way of decoding against plain decoding of one sequence alone, token by token."""
 
 import itertools
 import random
@@ -205,10 +202,7 @@ def check(
     cases: Sequence[Case] = (),
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> LosslessResult:
-    """Go through the cases (all there are, if none are given), over and over, until so many tokens have been compared.
-
-    `advance` is told how many at the end of each case.
-    """
+    """Go through the cases, all if none are given, until so many tokens are compared; `advance` is told each case's."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     costs = assembly.costs or _verify_costs(assembly)
     bench = _Bench(assembly, prompts, answer_tokens, seed, costs, plain_engine(assembly))
@@ -263,10 +257,7 @@ class _Bench:
         )
 
     def _questions(self, case: Case, number: int) -> list[Question]:
-        """The case's own question first, then those of its company, which sample in all kinds of ways.
-
-        Cases of a round ask few different questions, because every plain answer costs as much as many comparisons.
-        """
+        """The case's own question first, then those of its company; few in a round, for plain answers are costly."""
         turn = number // _CASES_PER_ROUND
         kind = SAMPLINGS.index((case.temperature, case.extras))
         own = (kind + turn) % len(self.prompts)
@@ -303,10 +294,7 @@ class _Bench:
         return (text[start : start + _STOP_LENGTH],) if text else ()
 
     def _engine(self, case: Case, questions: Sequence[Question], *, seed: int) -> Engine:
-        """One that decodes in the case's way, with the configured limits but for what the case is about.
-
-        Scarce slots are room for any one sequence with a full tree, as a server must have, but not for all.
-        """
+        """One that decodes in the case's way; scarce slots hold any one sequence with a full tree, but not all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))

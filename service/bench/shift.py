@@ -57,8 +57,7 @@ def run_shift(
     turn_queries: int,
     out: Path | None,
 ) -> bool:
-    """Let the policies take turns at the stream and report; whether all their texts were the same. A shift in the
-    middle, unless there are epochs."""
+    """Let the policies take turns at the stream, a shift unless there are epochs; whether all texts were the same."""
     if not after and epochs is None:
         raise StartupError("--after says what traffic changes to: give it, or --epochs for a stream that does not")
     assembly = prepare(config, out)
@@ -183,8 +182,7 @@ def paired_ratio(
 
 
 def recovery_of(mine: Sequence[Played], plain: Sequence[Played]) -> tuple[float, int | None]:
-    """How tau grew over the windows in the end (mean of their last quarter minus the first), the plain comparison's own
-    course taken off, and the queries until a window had reached 90 % of that; None where nothing was gained."""
+    """Mean of tau above plain in the last quarter of the windows minus the first, and queries until 90 % of that."""
     ahead = [ours.tau - theirs.tau for ours, theirs in zip(mine, plain, strict=True)]
     final = fmean(ahead[-max(1, len(ahead) // 4) :]) - ahead[0]
     if final <= 0:

@@ -17,12 +17,11 @@ from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
-from service.bench.experiment import Measure, request_of, tau
+from service.bench.experiment import Measure, counted, request_of, tau
 from service.engine.engine import Engine, StepReport
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.logging import counting
 from service.prompts import PromptSet
 
 PLAIN: Final = "never"
@@ -69,9 +68,7 @@ class Notes:
 
 
 class Learning:
-    """The learning thread of an engine that learns while it serves, held still between turns. It takes the engine's
-    learning over for good: it is what that thread runs.
-    """
+    """What the learning thread of an engine runs from now on: its learning, held still between turns."""
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
@@ -94,8 +91,7 @@ class Learning:
             self._process.thaw()
 
     def hold(self) -> None:
-        """Waits for the step or the replay that is under way, unless another process does it: that one is stopped at
-        once. Raises StartupError. Not to be called twice without `go_on`."""
+        """Wait for the step under way; another process is stopped at once. Raises StartupError. Once per `go_on`."""
         asked = self._adaptive.worker.ask(lambda: None)  # an idle thread looks for what is due twice a second only
         self._free.clear()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -205,10 +201,7 @@ def _name(sets: Sequence[PromptSet]) -> str:
 
 
 def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
-    """The whole stream in turns of `size` queries; the last turn of a phase may be shorter.
-
-    Answers end by themselves: what follows an end is nobody's traffic.
-    """
+    """The whole stream in turns of up to `size` queries, whose answers may end by themselves, as in traffic."""
     total = sum(-(-len(phase.prompts) // size) for phase in stream.phases)
     per_window = max(1, round(total / _WINDOWS))
     turns: list[Turn] = []
@@ -336,14 +329,10 @@ def play_all(
         player.warm_up(turns[player.name][0].requests[0].prompt)
     played: dict[str, list[Played]] = {player.name: [] for player in players}
     rng = random.Random(measure.seed)
-    with counting() as progress:
-        tasks = {
-            name: progress.add_task(name, total=sum(len(turn.requests) for turn in mine))
-            for name, mine in turns.items()
-        }
+    with counted(sum(len(turn.requests) for mine in turns.values() for turn in mine), "queries") as advance:
         for together in zip(*(turns[player.name] for player in players), strict=True):
             pairs = list(zip(players, together, strict=True))
             for player, turn in rng.sample(pairs, len(pairs)):
                 played[player.name].append(player.play(turn, measure.concurrency))
-                progress.advance(tasks[player.name], len(turn.requests))
+                advance(len(turn.requests))
     return played

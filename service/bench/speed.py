@@ -90,10 +90,7 @@ def measure_set(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> Row:
-    """Let every contestant answer every prompt. `advance` is told how many prompts are done with each turn.
-
-    Tokens per second include reading the prompts, except where `decode` is said.
-    """
+    """Let every contestant answer every prompt; tokens per second include reading them, but for `decode`."""
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}

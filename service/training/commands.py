@@ -205,10 +205,7 @@ def _fit(
 
 
 def _config(target: str, device: str, threads: int | None, concurrency: int | None = None) -> ServiceConfig:
-    """Settings as for serving, so that variables and a configuration file count here too.
-
-    Answers are decoded plainly: many at once keep the machine busy, and no cost has to be measured first.
-    """
+    """Settings as for serving, but decoding plainly: many at once keep the machine busy, and no cost is measured."""
     from service.logging import configure_logging
 
     given = {"model": target, "device": device, "threads": threads, "max_sequences": concurrency}

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -105,19 +104,6 @@ class Manifest:
     response_tokens: int
     tokens: int
     shards: int
-
-    @staticmethod
-    def of(responses: Sequence[Response], files: Sequence[Path], **made: Any) -> "Manifest":
-        """Of features made from these responses."""
-        return Manifest(
-            files={file.name: sha256_of(file) for file in files},
-            responses_by_source=_counted(source_of(response.id) for response in responses),
-            responses_by_task=_counted(response.task or "unknown" for response in responses),
-            responses_by_temperature=_counted(f"{response.temperature:g}" for response in responses),
-            response_tokens=sum(len(response.response) for response in responses),
-            tokens=sum(response.num_tokens for response in responses),
-            **made,
-        )
 
     def write(self, folder: Path) -> None:
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
@@ -249,8 +235,7 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
 
 
 def _holds(path: Path, responses: Sequence[Response]) -> bool:
-    """Whether the shard is there with these texts. One that holds only the first of them was the last of a shorter run;
-    one that holds others is refused, for it is not ours to overwrite."""
+    """Whether the shard is there with all these texts, not the first of them only. Raises StartupError for others."""
     if not path.exists():
         return False
     try:
@@ -289,8 +274,19 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
             advance(tokens, f"shard {shards}, {tokens / (time.monotonic() - began):.0f} tokens/s")
             if deadline is not None and time.monotonic() > deadline:
                 break
-    target = {"target": config.public_model_name, "target_identity": loaded.parts.identity, "tap_layers": tuple(taps)}
-    Manifest.of(kept, responses, shards=shards, **target).write(out)
+    manifest = Manifest(
+        target=config.public_model_name,
+        target_identity=loaded.parts.identity,
+        tap_layers=tuple(taps),
+        files={file.name: sha256_of(file) for file in responses},
+        responses_by_source=_counted(source_of(response.id) for response in kept),
+        responses_by_task=_counted(response.task or "unknown" for response in kept),
+        responses_by_temperature=_counted(f"{response.temperature:g}" for response in kept),
+        response_tokens=sum(len(response.response) for response in kept),
+        tokens=tokens,
+        shards=shards,
+    )
+    manifest.write(out)
 
 
 def processes(config: ServiceConfig) -> Ranks:

@@ -1,7 +1,7 @@
 """Stage 1: the target answers the prompts, with the engine that serves it; answers are lines of JSON.
 
 Half are answered greedily, half at a temperature; which, and with what noise, follows from seed and prompt id, so a run
-that is taken up again writes what it would have written. What a kill tore off is dropped when the file is opened again.
+that is taken up again writes what it would have written.
 """
 
 import os
