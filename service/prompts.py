@@ -14,15 +14,11 @@ _Line = TypeVar("_Line", bound=BaseModel)
 
 
 class Message(BaseModel):
-    """One message of a conversation."""
-
     role: str
     content: str
 
 
 class Prompt(BaseModel):
-    """One conversation to be answered."""
-
     id: str = Field(min_length=1)
     task: str = ""
     messages: list[Message] = Field(min_length=1)

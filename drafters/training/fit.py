@@ -109,8 +109,6 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
-    """How weights are changed."""
-
     batch_tokens: int = 2000  # per process and step
     learning_rate: float = 5e-4
     warm_up_steps: int = 50
@@ -124,8 +122,6 @@ class FitSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did."""
-
     position: Position
     loss: float
     gradient_norm: float

@@ -22,8 +22,6 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    """What a step trains."""
-
     anchor_share: float = 0.125  # part of a sequence's labelled positions that are anchors of whole blocks
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise

@@ -52,7 +52,6 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
-    """`adaptree bench`"""
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
     for run in (_speed, _load, _drafters, _shift, _gpu):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
@@ -60,7 +59,6 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
 
 
 def check_app(with_settings: WithSettings) -> typer.Typer:
-    """`adaptree check`"""
     app = typer.Typer(help="Check the running configuration.", no_args_is_help=True)
     app.callback()(lambda: None)
     app.command("lossless")(with_settings(command(_lossless)))

@@ -213,16 +213,16 @@ def run_drafters(
 
 
 _COLUMNS: tuple[Column, ...] = (
-    Column("drafter", lambda row: row["drafter"]),
-    Column("steps", lambda row: str(row["whole"]["steps"])),
-    Column("tokens/s", lambda row: f"{row['whole']['tokens_per_second']:.1f}"),
-    Column("over plain", lambda row: f"{row['whole']['over_plain']:.3f}"),
-    Column(f"first {WINDOW_STEPS}", lambda row: f"{row['first']['over_plain']:.3f}"),
-    Column(f"after {WINDOW_STEPS}", lambda row: _later(row["later"], row["later_over_plain_interval"])),
-    Column("tau", lambda row: f"{row['whole']['tau']:.2f}"),
-    Column("nodes", lambda row: f"{row['whole']['nodes_per_step']:.1f}"),
-    Column("stopped", lambda row: "" if (stopped := row["stopped_after_steps"]) is None else str(stopped)),
-    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
+    ("drafter", lambda row: row["drafter"]),
+    ("steps", lambda row: str(row["whole"]["steps"])),
+    ("tokens/s", lambda row: f"{row['whole']['tokens_per_second']:.1f}"),
+    ("over plain", lambda row: f"{row['whole']['over_plain']:.3f}"),
+    (f"first {WINDOW_STEPS}", lambda row: f"{row['first']['over_plain']:.3f}"),
+    (f"after {WINDOW_STEPS}", lambda row: _later(row["later"], row["later_over_plain_interval"])),
+    ("tau", lambda row: f"{row['whole']['tau']:.2f}"),
+    ("nodes", lambda row: f"{row['whole']['nodes_per_step']:.1f}"),
+    ("stopped", lambda row: "" if (stopped := row["stopped_after_steps"]) is None else str(stopped)),
+    ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
     "steps that read prompts are left out; over plain: plain decoding's seconds for the same tokens by these, in "

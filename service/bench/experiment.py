@@ -35,6 +35,9 @@ T = TypeVar("T")
 Row = dict[str, Any]
 """A line of the report as JSON shows it."""
 
+Column = tuple[str, Callable[[Row], str]]
+"""A title and what stands below it."""
+
 _RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)
 
@@ -47,14 +50,6 @@ class Measure:
     max_tokens: int
     concurrency: int
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A title and what stands below it."""
-
-    title: str
-    cell: Callable[[Row], str]
 
 
 def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
@@ -74,7 +69,6 @@ def conclude(
 
 
 def plain_engine(assembly: Assembly, limits: EngineLimits | None = None) -> Engine:
-    """One that decodes plainly."""
     return assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits)
 
 
@@ -159,10 +153,10 @@ def table_of(
     section: Callable[[Row], object] = lambda row: None,
 ) -> Table:
     """One line per row; a rule wherever `section` changes."""
-    table = Table(*(column.title for column in columns), caption=caption)
+    table = Table(*(title for title, _ in columns), caption=caption)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ends = following is None or section(row) != section(following)
-        table.add_row(*(column.cell(row) for column in columns), end_section=ends)
+        table.add_row(*(cell(row) for _, cell in columns), end_section=ends)
     return table
 
 

@@ -40,8 +40,6 @@ ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_run
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What a figure shall be."""
-
     what: str
     section: str
     name: str
@@ -61,8 +59,6 @@ AIMS = (
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An aim and what became of it."""
-
     what: str
     verdict: Literal["met", "missed", "not measured", "not judged"]
     value: float | None = None
@@ -182,7 +178,6 @@ def forget() -> None:
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
-    """One line per figure."""
     table = Table("section", "figure", "value", "unit", "at")
     for figure in figures:
         at = ", ".join(f"{name} {value}" for name, value in figure.at.items())

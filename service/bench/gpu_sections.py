@@ -55,8 +55,6 @@ _TINY: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Sizes of every measurement."""
-
     for_real: bool = True
     minutes: float = 8
     large: tuple[str, ...] = ("llama-3.1-8b", "qwen3-8b")  # random weights

@@ -273,22 +273,22 @@ def _share(value: float | None) -> str:
 
 
 _COLUMNS: tuple[Column, ...] = (
-    Column("concurrency", lambda row: str(row["concurrency"])),
-    Column("policy", lambda row: row["policy"]),
-    Column("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
-    Column("goodput", lambda row: f"{row['goodput_tokens_per_second']:.1f}"),
-    Column("TTFT p50", lambda row: f"{row['ttft_p50_seconds']:.2f}"),
-    Column("p95", lambda row: f"{row['ttft_p95_seconds']:.2f}"),
-    Column("p99", lambda row: f"{row['ttft_p99_seconds']:.2f}"),
-    Column("ITL p50", lambda row: f"{1000 * row['itl_p50_seconds']:.1f}"),
-    Column("p95", lambda row: f"{1000 * row['itl_p95_seconds']:.1f}"),
-    Column("p99", lambda row: f"{1000 * row['itl_p99_seconds']:.1f}"),
-    Column("budget", lambda row: f"{row['mean_budget']:.1f}"),
-    Column("tau", lambda row: f"{row['tau']:.2f}"),
-    Column("undrafted", lambda row: f"{100 * row['undrafted_share']:.0f} %"),
-    Column("cost error", lambda row: _share(row["cost_error"])),
-    Column("ECE", lambda row: _share(row["survival_error"])),
-    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
+    ("concurrency", lambda row: str(row["concurrency"])),
+    ("policy", lambda row: row["policy"]),
+    ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+    ("goodput", lambda row: f"{row['goodput_tokens_per_second']:.1f}"),
+    ("TTFT p50", lambda row: f"{row['ttft_p50_seconds']:.2f}"),
+    ("p95", lambda row: f"{row['ttft_p95_seconds']:.2f}"),
+    ("p99", lambda row: f"{row['ttft_p99_seconds']:.2f}"),
+    ("ITL p50", lambda row: f"{1000 * row['itl_p50_seconds']:.1f}"),
+    ("p95", lambda row: f"{1000 * row['itl_p95_seconds']:.1f}"),
+    ("p99", lambda row: f"{1000 * row['itl_p99_seconds']:.1f}"),
+    ("budget", lambda row: f"{row['mean_budget']:.1f}"),
+    ("tau", lambda row: f"{row['tau']:.2f}"),
+    ("undrafted", lambda row: f"{100 * row['undrafted_share']:.0f} %"),
+    ("cost error", lambda row: _share(row["cost_error"])),
+    ("ECE", lambda row: _share(row["survival_error"])),
+    ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
     "tokens/s: from when all clients were answered once until the first has nothing left to ask; goodput: those of "

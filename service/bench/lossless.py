@@ -52,8 +52,6 @@ class Way(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One combination."""
-
     temperature: float
     extras: Extras
     way: Way

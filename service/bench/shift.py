@@ -107,7 +107,6 @@ class Gain:
 
 
 def rows_of(policy: str, windows: Sequence[Played], stream: Stream) -> list[Row]:
-    """The windows as they are reported."""
     return [
         {
             "policy": policy,
@@ -219,7 +218,6 @@ def columns_table(corner: str, columns: Mapping[str, Mapping[str, object]], sect
 
 
 def learning_cells(counts: Counts) -> dict[str, object]:
-    """What learning did."""
     return {name.replace("_", ", "): counts[name] for name in _REPORTED[1:]}
 
 

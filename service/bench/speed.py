@@ -165,18 +165,18 @@ def run_speed(
 
 
 _COLUMNS: tuple[Column, ...] = (
-    Column("set", lambda row: row["set"]),
-    Column("T", lambda row: f"{row['temperature']:g}"),
-    Column("tokens", lambda row: f"{row['tokens']:,}"),
-    Column("plain", lambda row: f"{row['plain_tokens_per_second']:.1f}"),
-    Column("speculative", lambda row: f"{row['speculative_tokens_per_second']:.1f}"),
-    Column("speedup", lambda row: f"{row['speedup']:.2f}"),
-    Column("plain, decode", lambda row: f"{row['plain_decode_tokens_per_second']:.1f}"),
-    Column("speculative, decode", lambda row: f"{row['speculative_decode_tokens_per_second']:.1f}"),
-    Column("speedup, decode", lambda row: f"{row['decode_speedup']:.2f}"),
-    Column("tau", lambda row: f"{row['tau']:.2f}"),
-    Column("drafting", lambda row: f"{100 * row['draft_share']:.1f} %"),
-    Column("mismatched", lambda row: str(row["mismatched_tokens"])),
+    ("set", lambda row: row["set"]),
+    ("T", lambda row: f"{row['temperature']:g}"),
+    ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("plain", lambda row: f"{row['plain_tokens_per_second']:.1f}"),
+    ("speculative", lambda row: f"{row['speculative_tokens_per_second']:.1f}"),
+    ("speedup", lambda row: f"{row['speedup']:.2f}"),
+    ("plain, decode", lambda row: f"{row['plain_decode_tokens_per_second']:.1f}"),
+    ("speculative, decode", lambda row: f"{row['speculative_decode_tokens_per_second']:.1f}"),
+    ("speedup, decode", lambda row: f"{row['decode_speedup']:.2f}"),
+    ("tau", lambda row: f"{row['tau']:.2f}"),
+    ("drafting", lambda row: f"{100 * row['draft_share']:.1f} %"),
+    ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 
 
@@ -188,9 +188,9 @@ _CAPTION = (
 
 def _peer_columns(name: str) -> list[Column]:
     return [
-        Column(name, lambda row: f"{row['peers'][name]:.1f}"),
-        Column(f"plain / {name}", lambda row: f"{row['plain_tokens_per_second'] / row['peers'][name]:.2f}"),
-        Column(f"speculative / {name}", lambda row: f"{row['speculative_tokens_per_second'] / row['peers'][name]:.2f}"),
+        (name, lambda row: f"{row['peers'][name]:.1f}"),
+        (f"plain / {name}", lambda row: f"{row['plain_tokens_per_second'] / row['peers'][name]:.2f}"),
+        (f"speculative / {name}", lambda row: f"{row['speculative_tokens_per_second'] / row['peers'][name]:.2f}"),
     ]
 
 

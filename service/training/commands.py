@@ -90,7 +90,6 @@ def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def train_app() -> typer.Typer:
-    """`adaptree train`"""
     app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
     app.command("drafter")(with_fit_options(_drafter))
     app.command("regenerate")(_regenerate)
