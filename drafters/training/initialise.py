@@ -8,6 +8,7 @@ The drafter thus begins as an approximate target without most of its layers, not
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +35,10 @@ class TargetEnd:
     embedding: Tensor  # [vocab, hidden]
 
 
-@dataclass(frozen=True, slots=True)
-class Initialisation:
-    """How well the start was prepared."""
-
-    explained: float  # mean share of the variance of the copied layers' input that is predicted on positions apart
-    exact: bool  # the predicted feature is what the copied layers received; otherwise one from a layer near by
-    positions: int
-
-
 def initialise(
     model: SpecBlock, target: TargetEnd, examples: Sequence[Example], *, positions: int, generator: torch.Generator
-) -> Initialisation:
-    """Set all weights but the rank head's. `model` knows its vocabulary already. Raises TrainingError."""
+) -> dict[str, Any]:
+    """Set all weights but the rank head's, of a model that knows its vocabulary; how well. Raises TrainingError."""
     config = model.config
     if config.num_layers > len(target.layers):
         raise TrainingError(
@@ -66,7 +58,11 @@ def initialise(
         layer.condition_proj.weight.copy_((solution[:width] / deviation).T)
         explained = _fit_fuse(layer, samples, generator)
     received_from = len(target.layers) - 1 - config.num_layers
-    return Initialisation(explained, max(config.tap_layers) == received_from, samples.count)
+    return {
+        "explained": explained,  # mean share of the copied layers' input variance, predicted on positions apart
+        "exact": max(config.tap_layers) == received_from,  # else it is predicted from a layer near by
+        "positions": samples.count,
+    }
 
 
 class _Samples:

@@ -219,7 +219,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     say("copying the target's end and solving for its input")
     drawn = torch.Generator().manual_seed(plan.settings.seed)
     made = initialise(model, _end(loaded), examples, positions=_INITIAL_POSITIONS, generator=drawn)
-    return _Start(model, embed, optimizer, Position(), {"initialisation": asdict(made)})
+    return _Start(model, embed, optimizer, Position(), {"initialisation": made})
 
 
 def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:

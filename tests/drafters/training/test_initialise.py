@@ -78,8 +78,8 @@ def drawn() -> torch.Generator:
 def test_layers_norm_and_head_are_the_targets_own() -> None:
     model = drafter((2, 4, 5))
     made = initialise(model, end(), read_examples((2, 4, 5)), positions=500, generator=drawn())
-    assert made.exact
-    assert made.positions >= 500
+    assert made["exact"]
+    assert made["positions"] >= 500
     own = list(model.decoder.get_submodule("layers").children())
     for layer, source in zip(own, end().layers[-2:], strict=True):
         assert all(torch.equal(value, source.state_dict()[name]) for name, value in layer.state_dict().items())
@@ -99,7 +99,7 @@ def test_the_first_entry_of_a_block_is_the_predicted_feature() -> None:
         wanted.append(example.features[9:, -HIDDEN:])
     got, true = torch.cat(inputs).detach(), torch.cat(wanted)
     share = 1 - (got - true).square().mean(0) / (true - true.mean(0)).square().mean(0)
-    assert 0.3 < made.explained < float(share.mean()) < 1
+    assert 0.3 < made["explained"] < float(share.mean()) < 1
 
 
 def test_a_feature_that_is_linear_in_the_known_is_found() -> None:
@@ -112,7 +112,7 @@ def test_a_feature_that_is_linear_in_the_known_is_found() -> None:
         features = torch.cat([example.features[:, : 2 * HIDDEN], 300.0 * unit @ mix + 7.0], dim=-1)
         examples.append(Example(example.tokens, features, 10, example.top_ids, example.top_logprobs))
     made = initialise(model, end(), examples, positions=10_000, generator=drawn())
-    assert made.explained > 0.99
+    assert made["explained"] > 0.99
 
 
 def test_few_positions_get_more_penalty() -> None:
@@ -143,15 +143,15 @@ def test_other_depths_start_from_the_nearest_feature(
     taps: tuple[int, ...], changes: dict[str, int], exact: bool
 ) -> None:
     made = initialise(drafter(taps, **changes), end(), read_examples(taps), positions=10_000, generator=drawn())
-    assert made.exact is exact
-    assert made.explained > 0.2
+    assert made["exact"] is exact
+    assert made["explained"] > 0.2
 
 
 @pytest.mark.parametrize("changes", [{"shift": False}, {"broadcast": False}, {"normalise_features": False}])
 def test_ablated_drafters_start_too(changes: dict[str, bool]) -> None:
     examples = read_examples((2, 4, 5))
     made = initialise(drafter((2, 4, 5), **changes), end(), examples, positions=10_000, generator=drawn())
-    assert made.explained > 0.2
+    assert made["explained"] > 0.2
 
 
 def test_too_many_layers_and_no_texts_are_refused() -> None:
