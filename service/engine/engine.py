@@ -16,15 +16,7 @@ from torch import Tensor
 from drafters.protocol import Committed, Drafter
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import (
-    Learning,
-    StepClock,
-    charge,
-    finish_stats,
-    plain_seconds,
-    query_of,
-    step_stats,
-)
+from service.engine.accounting import Learning, StepClock, charge, finish_stats, plain_seconds, query_of, step_stats
 from service.engine.budget import BudgetPolicy
 from service.engine.commit import commit, lay_out, reads
 from service.engine.costs.model import CostTable
