@@ -159,7 +159,7 @@ def dead_processes(stream: Stream, times: int) -> None:
             if pid is not None:
                 threading.Timer(delay, os.kill, (pid, signal.SIGKILL)).start()
 
-        fault = _striking(stream, (TrainingProcess, "ask"), kill, skip=stream.rng.randrange(3), after=False)
+        fault = _striking(stream, (TrainingProcess, "_ask"), kill, skip=stream.rng.randrange(3), after=False)
         stream.survive("killed process", fault)
     assert process.num_started > times / 2, "it was never struck"
     assert stream.adaptive.worker.num_restarts == 0
