@@ -1,16 +1,19 @@
 """What a decoder layer computes beside products and attention, in the order in which transformers rounds.
-Legend: hidden = size of what is normed, rows = positions of one forward, dim = head_dim or the part of it that is
-rotated, places = slots of a layer's keys, then of its values; round: to the type of what comes in."""
+Legend: rows = positions of one forward, hidden = the model's width, dim = head_dim; round: to the type of what comes
+in."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm with a weight: y = w * round(x / sqrt(mean(x^2) + epsilon)).
-    # x [..., hidden] any float type, weight [hidden] -> like x"""
-    return weight * torch.rms_norm(x, weight.shape, None, epsilon)
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    """Adds `delta` to `hidden`, in place, and norms what is there then:
+    y = w * round(hidden / sqrt(mean(hidden^2) + epsilon)). # hidden, delta [rows, hidden], weight [hidden] -> like hidden
+    """
+    if delta is not None:
+        hidden += delta
+    return weight * torch.rms_norm(hidden, weight.shape, None, epsilon)
 
 
 def silu_mul(joined: Tensor) -> Tensor:
@@ -20,20 +23,31 @@ def silu_mul(joined: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding, halves against halves: y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2].
-    # query [1, query heads, rows, dim], key [1, kv_heads, rows, dim] in any layout; cos, sin [1, rows, dim] -> both"""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _rotated(query, cos, sin), _rotated(key, cos, sin)
-
-
-def store_kv(pool: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Keys and values of a forward's rows into one layer of a pool, rounded to its type.
-    # pool [places, kv_heads, dim]; places [2, rows] int64, of keys and of values;
-    keys, values [rows, kv_heads, dim] in any layout"""
-    pool.index_copy_(0, places.view(-1), torch.cat([keys, values]).to(pool.dtype))
+def rotary_store(
+    joined: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    pool: Tensor,
+    query_heads: int,
+    head_norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> Tensor:
+    """Splits the joined product of an attention, norms heads of queries and keys where there are weights for it, embeds
+    positions, halves against halves: y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2], and stores keys and
+    values in one layer of a pool.
+    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots, kv_heads,
+    dim]; head_norms: of queries and of keys, both [dim] -> queries [rows, query heads, dim]"""
+    kv_heads, dim = pool.shape[2:]
+    query, key, value = joined.view(joined.shape[0], -1, dim).split([query_heads, kv_heads, kv_heads], dim=1)
+    if head_norms is not None:
+        query, key = (add_rms_norm(x, None, w, epsilon) for x, w in zip((query, key), head_norms, strict=True))
+    pool[0].index_copy_(0, slots, _rotated(key, cos, sin).to(pool.dtype))
+    pool[1].index_copy_(0, slots, value.to(pool.dtype))
+    return _rotated(query, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """# x [rows, heads, dim], cos and sin [rows, dim]"""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]

@@ -1,19 +1,24 @@
-"""The one place where ops are bound to implementations: Triton kernels on CUDA devices, plain torch everywhere else.
+"""The one place where ops are bound to implementations: Triton kernels on CUDA devices, kernels compiled for the
+processor on CPUs, plain torch where there are none.
+
 Whoever is built for a device asks for its table once; nobody compares backend names in a step. Ops that are not in the
-table (noise for a drafter's candidates) are plain torch on every device."""
+table (noise for a drafter's candidates) are plain torch on every device.
+"""
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from kernels.accept import accept
 from kernels.commit_slots import commit_slots
+from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
-from kernels.layers import rms_norm, rotary, silu_mul, store_kv
+from kernels.layers import add_rms_norm, rotary_store, silu_mul
 from kernels.linear import plan_linear
 from kernels.rank_features import rank_features
 from kernels.sample import sample
@@ -26,10 +31,9 @@ class Ops:
     """One implementation of each op: the reference, which also says what the op does, or another of its type."""
 
     plan_linear = staticmethod(plan_linear)
-    rms_norm = staticmethod(rms_norm)
-    rotary = staticmethod(rotary)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
-    store_kv = staticmethod(store_kv)
     plan_attention = staticmethod(plan_attention)
     sample = staticmethod(sample)
     accept = staticmethod(accept)
@@ -53,10 +57,21 @@ def on(device: torch.device) -> Ops:
 
 @cache
 def _table(device_type: str) -> Ops:
-    return Ops(**{op: twin(op) for op in OPS}) if device_type == "cuda" else REFERENCE
+    if device_type == "cuda":
+        return Ops(**{op: twin(op, "triton") for op in OPS})
+    return REFERENCE if library.variant() is None else Ops(**{op: twin(op, "cpu") for op in OPS if has_twin(op, "cpu")})
 
 
-def twin(op: str) -> Callable[..., Any]:
-    """The device kernel, by name from the twin of its reference's module; Triton need not be installed before."""
-    module: str = getattr(REFERENCE, op).__module__.replace("kernels.", "kernels.triton.")
-    return getattr(import_module(module), op)  # type: ignore[no-any-return]
+def has_twin(op: str, kind: str) -> bool:
+    """Whether there is a kernel of that kind."""
+    return find_spec(_home(op, kind)) is not None
+
+
+def twin(op: str, kind: str) -> Callable[..., Any]:
+    """The kernel, by name from the twin of its reference's module; Triton need not be installed before."""
+    return getattr(import_module(_home(op, kind)), op)  # type: ignore[no-any-return]
+
+
+def _home(op: str, kind: str) -> str:
+    module: str = getattr(REFERENCE, op).__module__
+    return module.replace("kernels.", f"kernels.{kind}.")

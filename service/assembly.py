@@ -27,7 +27,7 @@ from service.engine.costs.model import Costs
 from service.engine.drafter_weights import dummy_drafter, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
-from service.engine.numerics import Numerics, rows_are_independent, settle
+from service.engine.numerics import Numerics, check
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
@@ -55,8 +55,7 @@ class Assembly:
     @property
     def fingerprint(self) -> str:
         """What makes two servers give equal text: weights, dtype and numerics, but no drafter."""
-        rows = f"{self.target.fewest_rows} {self.target.row_multiple}"
-        layout = f"{rows} {torch.get_num_threads()} {self.target.device.type}"
+        layout = f"{torch.get_num_threads()} {self.target.device.type}"
         parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -160,20 +159,18 @@ def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.Lea
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
-    """Settle how rows are padded and, where forwards are captured, check those too."""
+    """Whether rows depend on their company, in forwards as they will run."""
     logger.info("checking that rows do not depend on their company")
-    numerics = settle(target)
-    if not captures:
-        return numerics
-    with memory_for("captured forwards", "lower kv_cache"):
-        capture_forwards(
-            target,
-            capture_for(target.device),
-            max_sequences=limits.max_sequences,
-            max_nodes=limits.max_budget,
-            max_length=limits.max_model_len,
-        )
-    return numerics if rows_are_independent(target) else "tolerant"
+    if captures:
+        with memory_for("captured forwards", "lower kv_cache"):
+            capture_forwards(
+                target,
+                capture_for(target.device),
+                max_sequences=limits.max_sequences,
+                max_nodes=limits.max_budget,
+                max_length=limits.max_model_len,
+            )
+    return check(target)
 
 
 def _costs(
@@ -232,13 +229,12 @@ def _weights(
 def start_up_line(assembly: Assembly) -> str:
     """Model, device, dtype, slots and numerics in one line."""
     target = assembly.target
-    rows = f"rows padded to {target.fewest_rows}, then to multiples of {target.row_multiple}"
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
     steps = "captured" if target.is_captured else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
         f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "
-        f"numerics: {assembly.numerics} ({rows}), drafter {assembly.drafter_name}"
+        f"numerics: {assembly.numerics}, drafter {assembly.drafter_name}"
     )
 
 

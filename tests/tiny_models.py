@@ -3,8 +3,10 @@
 Random weights make a text that a single wrong key, position or mask changes at once. Knows nothing of engines.
 """
 
+import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +34,7 @@ _TEMPLATE = (
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -133,9 +135,14 @@ def _scramble_signs(model: PreTrainedModel, generator: torch.Generator) -> None:
     weight.copy_((weight + 1) * signs - 1 if centred_at_zero else weight * signs)
 
 
-@cache
 def loaded_tiny(family: str, seed: int = 0) -> LoadedModel:
-    """A tiny model as the server loads it; shared by tests, so nobody may change its weights."""
+    """A tiny model as the server loads it; a target may take it over."""
+    shared = _loaded_tiny(family, seed)
+    return replace(shared, model=copy.deepcopy(shared.model))
+
+
+@cache
+def _loaded_tiny(family: str, seed: int) -> LoadedModel:
     with TemporaryDirectory() as folder:
         return load(tiny_model(family, Path(folder), seed=seed))
 

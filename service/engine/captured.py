@@ -3,14 +3,14 @@
 Legend: sequences, rows = of a shape or of a step; length = positions of the slot table.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.tree import MAX_NODES, ROOT
+from drafters.tree import ROOT
 from kernels.graph_runner import BATCHES, Capture, GraphRunner
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import SlotTable
@@ -23,10 +23,11 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Shape(NamedTuple):
-    """How many sequences and rows a capture holds."""
+    """How many sequences and rows a capture holds, and nodes of each sequence."""
 
     sequences: int
     rows: int
+    nodes: int
 
 
 class PaddedRows(NamedTuple):
@@ -67,9 +68,9 @@ class PaddedRows(NamedTuple):
             zeros(shape.rows),
             zeros(lines, length) + unread_slot,
             zeros(lines),
-            zeros(lines, MAX_NODES),
-            zeros(lines, MAX_NODES),
-            zeros(lines, MAX_NODES, MAX_NODES).bool(),
+            zeros(lines, shape.nodes),
+            zeros(lines, shape.nodes),
+            zeros(lines, shape.nodes, shape.nodes).bool(),
         )
 
 
@@ -79,7 +80,7 @@ class CapturedForward:
     def __init__(self, target: Target, capture: Capture, shapes: Iterable[Shape], *, max_length: int) -> None:
         self._target = target
         largest_first = sorted(shapes, key=lambda shape: (shape.rows, shape.sequences), reverse=True)
-        largest = Shape(max(shape.sequences for shape in largest_first), largest_first[0].rows)
+        largest = Shape(max(shape.sequences for shape in largest_first), *largest_first[0][1:])
         self.most = largest
         self.max_length = max_length
         padded = [((*PaddedRows.padding(shape, max_length, target),), ()) for shape in largest_first]
@@ -101,6 +102,7 @@ class CapturedForward:
         """Whether a shape does."""
         sequences = rows.attention.table_rows.shape[0]
         fits = rows.num_rows <= self.most.rows and sequences <= self.most.sequences
+        fits = fits and rows.attention.node_slots.shape[1] <= self.most.nodes
         return fits and table.slots.shape[1] <= self.max_length
 
 
@@ -114,21 +116,18 @@ def _forward(
     return (output.logits,) if output.features is None else (output.logits, output.features)
 
 
-def shapes_for(
-    max_sequences: int, max_nodes: int, padded: Callable[[int], int], rows: Sequence[int] = ROWS
-) -> list[Shape]:
-    """The shapes of steps without prompts, fewest sequences first, then fewest rows. `padded` says how many rows a
-    forward of so many must have."""
+def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -> list[Shape]:
+    """The shapes of steps without prompts, fewest sequences first, then fewest rows."""
     batches = [*(count for count in BATCHES if count < max_sequences), max_sequences]
     return [
-        Shape(batch, count)
+        Shape(batch, count, max_nodes)
         for batch in batches
-        for count in sorted({padded(min(most, batch * (1 + max_nodes))) for most in rows if most >= batch})
+        for count in sorted({min(most, batch * (1 + max_nodes)) for most in rows if most >= batch})
     ]
 
 
 @torch.inference_mode()
 def capture_forwards(target: Target, capture: Capture, *, max_sequences: int, max_nodes: int, max_length: int) -> None:
-    """Let the target run the steps that decoding makes by captures. Its row multiple must be settled."""
-    shapes = shapes_for(max_sequences, max_nodes, lambda rows: rows + target.padding(rows))
+    """Let the target run the steps that decoding makes by captures."""
+    shapes = shapes_for(max_sequences, max_nodes)
     target.run_by(CapturedForward(target, capture, shapes, max_length=max_length))

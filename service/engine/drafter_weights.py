@@ -15,9 +15,10 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
-from service.engine import linear
+from kernels import ops
 from service.engine.dummy import seeded
-from service.engine.target import default_tap_layers
+from service.engine.linear import replace_linears, replanning
+from service.engine.modules import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
@@ -39,25 +40,24 @@ class Replaceable:
     """A drafter network whose weights may be replaced while it serves."""
 
     weights: TrainedWeights
-    first: Mapping[str, Tensor]  # by name, as they were before linear layers were packed
+    first: Mapping[str, Tensor]  # by name, as they were before linear layers were replaced
     prepare: Callable[[Mapping[str, Tensor]], Callable[[], None]]  # what it returns writes them
 
 
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
     """The drafter network on the target's device, in the target's dtype, and how other weights and their vocabulary
-    reach it, be its layers packed or not. Raises StartupError."""
+    reach it. Raises StartupError."""
     try:
         model = load_network(folder, loaded)
     except DrafterError as error:
         raise StartupError(str(error)) from error
     first = weights_of(model)
-    if linear.can_pack(loaded.model.dtype, loaded.model.device):
-        linear.replace_linears(model, linear.PackedLinear)
+    replace_linears(model, ops.on(loaded.model.device))
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    repack = linear.repacking(model)
+    replan = replanning(model)
 
     def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        write_layers, vocabulary = repack(weights), weights[VOCABULARY]
+        write_layers, vocabulary = replan(weights), weights[VOCABULARY]
 
         def write() -> None:
             write_layers()
@@ -74,7 +74,7 @@ def embed_with(table: Tensor) -> Embed:
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """The network alone, nothing of it packed. Raises DrafterError."""
+    """The network alone, nothing of it replaced. Raises DrafterError."""
     return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 

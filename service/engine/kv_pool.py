@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import ops
 from kernels.tree_attention import NULL_SLOT
 from service.errors import StartupError
 
@@ -41,8 +40,6 @@ class KVPool:
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()
-        self._store = ops.on(device).store_kv
-        self._places = self.storage.flatten(1, 2).unbind()  # per layer [2 * places, kv_heads, head_dim]
 
     def use(self, user: object, slots: range) -> bool:
         """Note who writes to these slots from now on; whether somebody else did, so that nothing is left there."""
@@ -72,13 +69,10 @@ class KVPool:
         """One layer's keys and values. # [2, places, kv_heads, head_dim]"""
         return self._layers[index]
 
-    def places(self, slots: Tensor) -> Tensor:
-        """Where keys and values of these slots stand in a layer, the same for every layer. # [rows] -> [2, rows]"""
-        return torch.stack([slots, slots + self.num_places])
-
-    def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows' keys and values. # places [2, rows]; keys, values [rows, kv_heads, head_dim]"""
-        self._store(self._places[index], places, keys, values)
+    def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows' keys and values. # slots [rows] int64; keys, values [rows, kv_heads, head_dim]"""
+        for kept, new in zip(self._layers[index], (keys, values), strict=True):
+            kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
 class SlotPool:

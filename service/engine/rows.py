@@ -5,14 +5,12 @@ All extend rows come first, sequence by sequence and by position; then all tree 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from drafters.tree import MAX_NODES, ROOT, DraftTree, ancestor_matrix
+from drafters.tree import ROOT, DraftTree, ancestor_matrix
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 
@@ -70,17 +68,12 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         [*range(len(completes)), *(place[line] for line in of_nodes)],
     )
     num_extend_rows = tokens.shape[0]
+    lines, numbers = sequence[num_extend_rows:], node[num_extend_rows:]
+    node_slots = slots.new_full((tree.batch, tree.width), NULL_SLOT)
     if tree.width:
-        lines, numbers = sequence[num_extend_rows:], node[num_extend_rows:]
         tokens = torch.cat([tokens, tree.tokens[lines, numbers]])
         positions = torch.cat([positions, extend_end[lines] + tree.depths[lines, numbers]])
-        missing = MAX_NODES - tree.width
-        node_slots = slots.new_full((tree.batch, MAX_NODES), NULL_SLOT)
         node_slots[lines, numbers] = slots[num_extend_rows:]
-        node_depths = pad(tree.depths, (0, missing))
-        ancestors = pad(ancestor_matrix(tree.parents), (0, missing, 0, missing))
-    else:
-        node_slots, node_depths, ancestors = _no_nodes(len(extends), slots.device)
     attention = AttentionRows(
         sequence=sequence,
         positions=positions,
@@ -88,8 +81,8 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         table_rows=table_rows,
         extend_end=extend_end,
         node_slots=node_slots,
-        node_depths=node_depths,
-        ancestors=ancestors,
+        node_depths=tree.depths,
+        ancestors=ancestor_matrix(tree.parents),
     )
     return ForwardRows(tokens, attention, slots, num_extend_rows, logit_rows, logit_sequence, completing)
 
@@ -98,15 +91,3 @@ def _on(device: torch.device, *columns: list[int]) -> tuple[Tensor, ...]:
     """All of it as int64, in one transfer."""
     together = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
     return torch.split(together, list(map(len, columns)))
-
-
-def _no_nodes(sequences: int, device: torch.device) -> list[Tensor]:
-    """Slots, depths and ancestors of plain steps, which are many: made once for every power of two of sequences."""
-    return [part[:sequences] for part in _no_nodes_of(1 << (sequences - 1).bit_length(), device)]
-
-
-@cache
-def _no_nodes_of(sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    depths = torch.zeros(sequences, MAX_NODES, dtype=torch.int64, device=device)
-    ancestors = torch.zeros(sequences, MAX_NODES, MAX_NODES, dtype=torch.bool, device=device)
-    return torch.full_like(depths, NULL_SLOT), depths, ancestors

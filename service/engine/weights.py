@@ -25,10 +25,9 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from service.engine import dummy, linear
-from service.engine.fused_ops import fuse_layers
+from service.engine import dummy
 from service.engine.kv_pool import KVShape
-from service.engine.target import ATTENTION_NAME
+from service.engine.modules import ATTENTION_NAME
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -85,13 +84,7 @@ def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devi
     table, head = _embedding_and_head(model)
     tied = head.data_ptr() == table.data_ptr()
     read_bytes = sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
-    if linear.can_pack(model.dtype, device):
-        logger.info("packed %d linear layers for bf16 on this CPU", linear.replace_linears(model, linear.PackedLinear))
-    elif device.type == "cuda":
-        logger.info("planned %d linear layers for this device", linear.replace_linears(model, linear.PlannedLinear))
-    fused = fuse_layers(model, device, model.dtype)
-    logger.info("fused %s", ", ".join(f"{count} {kind}" for kind, count in fused.items()))
-    # a CPU's layers have been packed into new memory: a head of its own would be held twice
+    # on a CPU products hold weights in a form of their own: a head that is not the table would be held twice
     kept_head = table if tied else None if device.type == "cpu" else head
     return LoadedModel(
         model=model,

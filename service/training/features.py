@@ -24,7 +24,7 @@ from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.target import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
+from service.engine.modules import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
 from service.errors import StartupError
 from service.logging import bar
 from service.prompts import source_of

@@ -32,7 +32,7 @@ from drafters.training.scores import Scores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_weights import embed_with
-from service.engine.target import decoder_layers
+from service.engine.modules import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say

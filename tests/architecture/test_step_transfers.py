@@ -19,9 +19,10 @@ TRAINING = ("training", "checkpoint.py")
 
 
 def in_the_step(path: Path) -> bool:
-    if module_name(path) in OUTSIDE_THE_STEP:
+    parts = path.relative_to(ROOT).parts
+    if module_name(path) in OUTSIDE_THE_STEP or parts[:2] == ("kernels", "cpu"):  # where the host computes itself
         return False
-    return not set(TRAINING) & set(path.relative_to(ROOT).parts)
+    return not set(TRAINING) & set(parts)
 
 
 STEP_MODULES = [path for path in modules("kernels", "drafters", "service/engine") if in_the_step(path)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kernels import ops
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import Ops
 from kernels.tree_attention import Attention
 
 _REFUSED = (
@@ -88,10 +88,12 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """While it lasts, references that read on the host stand for kernels."""
+    """While it lasts, what is compiled for this processor stands for kernels, as do references that read there."""
+    own = ops.on(torch.device("cpu"))
     table = Ops(
-        plan_attention=_kernel(lambda *args, **kwargs: _Attention(REFERENCE.plan_attention(*args, **kwargs))),
-        sample=_kernel(REFERENCE.sample),
+        plan_linear=lambda weight, bias: _kernel(own.plan_linear(weight, bias)),
+        plan_attention=_kernel(lambda *args, **kwargs: _Attention(own.plan_attention(*args, **kwargs))),
+        **{name: _kernel(getattr(own, name)) for name in ("add_rms_norm", "rotary_store", "silu_mul", "sample")},
     )
     before = ops._table
     ops._table = lambda device_type: table  # type: ignore[assignment]

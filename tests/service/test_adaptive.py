@@ -16,7 +16,6 @@ from drafters.specblock.checkpoint import DrafterError
 from service.assembly import Assembly, assemble
 from service.engine import drafter_weights
 from service.engine.budget import FixedBudget
-from service.engine.linear import can_pack
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
@@ -144,8 +143,6 @@ def test_a_drafter_from_a_folder_is_served_with_the_bits_it_has(assembly: Assemb
 
 
 def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) -> None:
-    if not can_pack(torch.bfloat16, torch.device("cpu")):
-        pytest.skip("this CPU has no bf16 arithmetic, so nothing is packed")
     assembly = assembled(tmp_path, drafter="specblock", dtype="bfloat16")
     folder = brought(assembly, tmp_path / "brought")
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:

@@ -22,8 +22,8 @@ import torch
 
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
+from kernels.cpu import library
 from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising
-from service.engine.linear import chosen_isa
 from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.target import Target
@@ -74,7 +74,6 @@ def costs_at_start(
         "model": model,  # fingerprint of the weights, and their type in memory
         "drafter": drafter,
         "threads": torch.get_num_threads(),
-        "rows": f"{target.fewest_rows} {target.row_multiple}",
         "sizes": f"{SEQUENCES} {CONTEXTS} {ROWS} {max_sequences} {max_model_len} {max_budget} {target.pool.num_slots}",
         "version": f"{version} {torch.__version__}",
         "format": _FORMAT,
@@ -248,7 +247,7 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
 
 def this_machine() -> str:
     """Processor, the instructions its products may use, and number of cores."""
-    return f"{processor_name()} {chosen_isa()} x {os.cpu_count()}"
+    return f"{processor_name()} {library.variant()} x {os.cpu_count()}"
 
 
 def processor_name() -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
-from tests.tiny_models import VOCAB_SIZE, loaded_tiny
+from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
 DRAFT_VOCAB = 64
 TAPS = (0, 1, 2)
@@ -18,7 +18,7 @@ TAPS = (0, 1, 2)
 @cache
 def target_config(family: str) -> dict[str, Any]:
     """transformers' description of a tiny target's decoder."""
-    described: dict[str, Any] = loaded_tiny(family).model.config.get_text_config().to_dict()
+    described: dict[str, Any] = stock_tiny(family).config.get_text_config().to_dict()
     return described
 
 

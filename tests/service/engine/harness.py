@@ -19,7 +19,6 @@ from tests.tiny_models import loaded_tiny
 
 torch.set_num_threads(1)
 
-ROW_MULTIPLE = 8  # what fp32 products need
 NUM_SLOTS = 2048
 LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
 
@@ -55,7 +54,7 @@ class Generated:
 
 def tiny_target(loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = ()) -> Target:
     pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
-    return Target(loaded.model, pool, row_multiple=ROW_MULTIPLE, tap_layers=tap_layers)
+    return Target(loaded.model, pool, tap_layers=tap_layers)
 
 
 def tiny_engine(

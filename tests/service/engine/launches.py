@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.readback import Readback
@@ -30,8 +31,10 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         results = [result.alias_info for result in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in results)
-        self.count += not (self._hushed or is_view or str(func).startswith(_FREE))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_empty = isinstance(result, Tensor) and not result.numel()
+        self.count += not (self._hushed or is_view or is_empty or str(func).startswith(_FREE))
+        return result
 
     def as_many(self, launches: int, compute: Callable[..., Result]) -> Callable[..., Result]:
         """The same computation, counted as so many."""

@@ -10,7 +10,7 @@ from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine, EngineLimits
-from service.engine.numerics import settle
+from service.engine.numerics import check
 from tests.service.engine.harness import LIMITS, alone, greedy, tiny_target, vocabulary_of
 from tests.tiny_models import loaded_tiny
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(("max_model_len", "num_slots"), [(16, 81), (64, 129), (300, 365), (1024, 1089), (1024, 5000)])
 def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) -> None:
     target = tiny_target(loaded_tiny("llama"), num_slots)
-    assert settle(target) == "exact"
+    assert check(target) == "exact"
     costs = measure_costs(target, max_sequences=2, max_model_len=max_model_len, max_budget=8)
     assert (costs.contexts < max_model_len).all()
     for context in (1, 100, 5000):

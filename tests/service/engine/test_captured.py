@@ -23,7 +23,8 @@ from tests.tiny_models import VOCAB_SIZE, loaded_tiny, random_prompts
 
 FAMILIES = ("llama", "qwen3", "gemma2")
 CONTEXT = 70
-SHAPES = [Shape(batch, rows) for batch, rows in product((1, 4), (8, 24, 64))]
+NODES = 20
+SHAPES = [Shape(batch, rows, NODES) for batch, rows in product((1, 4), (8, 24, 64))]
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +110,12 @@ def test_what_fits_no_shape_runs_as_it_is() -> None:
     assert not both.forward.holds(both.step([0], 1, seed=3)[2], longer)
 
 
-def test_shapes_hold_all_sequences_and_are_padded_as_forwards_are() -> None:
-    shapes = shapes_for(6, 3, lambda rows: -(-rows // 8) * 8)
+def test_shapes_hold_all_sequences_with_all_of_their_nodes() -> None:
+    shapes = shapes_for(6, 3)
     assert {shape.sequences for shape in shapes} == {1, 2, 4, 6}
-    assert [shape.rows for shape in shapes if shape.sequences == 1] == [8]
+    assert [shape.rows for shape in shapes if shape.sequences == 1] == [1, 2, 4]
     assert [shape.rows for shape in shapes if shape.sequences == 6] == [8, 16, 24]
+    assert {shape.nodes for shape in shapes} == {3}
 
 
 @pytest.mark.parametrize("lines", [[0], [1, 3, 2]])

@@ -19,12 +19,12 @@ from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
-from tests.drafters.specblock.parts import tiny_drafter
+from service.engine.weights import LoadedModel
+from tests.drafters.specblock.parts import target_config, tiny_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, Claimed, claims
 from tests.service.engine.harness import (
     LIMITS,
     NUM_SLOTS,
-    ROW_MULTIPLE,
     generate,
     greedy,
     request,
@@ -36,51 +36,53 @@ from tests.service.engine.harness import (
 from tests.tiny_models import loaded_tiny, random_prompts
 
 
-def engine_elsewhere(drafter: str, nodes: int, *, captured: bool) -> Engine:
+def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured: bool) -> Engine:
     """As `tiny_engine`, but everything except the weights is on the other device."""
-    loaded, capture = loaded_tiny("llama"), rerun if captured else None
+    capture = rerun if captured else None
     pool = KVPool(loaded.kv_shape, NUM_SLOTS, ELSEWHERE)
-    target = Target(loaded.model, pool, row_multiple=ROW_MULTIPLE, tap_layers=(0, 1, 2))
+    target = Target(loaded.model, pool, tap_layers=(0, 1, 2))
     target.device = ELSEWHERE
     limits = replace(LIMITS, max_sequences=2)
     if capture is not None:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
-    weights = weights_elsewhere(capture) if drafter == "specblock" else None
+    weights = weights_elsewhere(loaded, capture) if drafter == "specblock" else None
     drafts = build.make_drafter(drafter, target, limits, weights)
     return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
 
 
-def weights_elsewhere(capture: Capture | None) -> TrainedWeights:
+def weights_elsewhere(loaded: LoadedModel, capture: Capture | None) -> TrainedWeights:
     model = tiny_drafter(trained_length=64)
     model.d2t, model.t2d = model.d2t.to(ELSEWHERE), model.t2d.to(ELSEWHERE)
-    return TrainedWeights(model, embed_with(loaded_tiny("llama").parts.embedding), blocks=2, starts=2, capture=capture)
+    return TrainedWeights(model, embed_with(loaded.parts.embedding), blocks=2, starts=2, capture=capture)
 
 
-@pytest.fixture(autouse=True)
-def _references_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded_tiny("llama")  # weights are read here
+@pytest.fixture(name="loaded", autouse=True)
+def _references_there(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Weights are read and shapes are known before anything is elsewhere."""
+    target_config("llama")
     monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
     monkeypatch.setattr(readback, "clock_of", lambda device: perf_counter)
+    return loaded_tiny("llama")
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["as it is", "captured"])
 @pytest.mark.parametrize(("drafter", "nodes"), [("none", 0), ("lookup", 6), ("specblock", 6)])
-def test_the_text_is_the_same(drafter: str, nodes: int, captured: bool) -> None:
+def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, captured: bool) -> None:
     prompts = list(random_prompts(3, 30))
     asked = with_answers([request("a", prompts[0], greedy(8)), request("b", prompts[1], sampled(5, 8))])
     expected = generate(tiny_engine(drafter="none", policy=FixedBudget(0)), *asked)
     with claims():
-        engine = engine_elsewhere(drafter, nodes, captured=captured)
+        engine = engine_elsewhere(loaded, drafter, nodes, captured=captured)
         assert isinstance(engine.target.pool.storage, Claimed)
         found = generate(engine, *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
     assert (sum(one.accepted for one in found.values()) > 0) == (drafter == "lookup")
 
 
-def test_what_is_checked_and_measured_at_start_is_made_there() -> None:
+def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel) -> None:
     with claims():
-        target = engine_elsewhere("none", 2, captured=False).target
-        assert rows_are_independent(target, context=20, steps=3)
+        target = engine_elsewhere(loaded, "none", 2, captured=False).target
+        rows_are_independent(target, context=20, steps=3)  # of references it need not be true
         run_point(made_up_texts(target, lines=2, length=20), Point(2, 20, 7))
 
 

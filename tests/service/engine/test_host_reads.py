@@ -23,11 +23,12 @@ torch.set_num_threads(1)
 TOKENS = "service.engine.emit:read_tokens tolist"
 TREE_SIZES = "service.engine.drafting:build tolist"
 ON_THE_HOST = (
+    "kernels.cpu.",
     "kernels.tree_attention:",
     "kernels.sample:",
     "drafters.readback:",
 )
-"""References that read there, as the kernels that stand for them on a device do not; what has come a step late."""
+"""Kernels of a CPU and references read there, as those of a device do not; what has come a step late."""
 
 
 def waits_of_a_step(engine: Engine, params: SamplingParams) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ def test_bytes_of_a_slot() -> None:
 def test_written_rows_stand_in_their_slots_and_nowhere_else() -> None:
     pool = KVPool(SHAPE, 10, CPU)
     keys, values = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
-    pool.write(1, pool.places(torch.tensor([7, 2, 5])), keys, values)
+    pool.write(1, torch.tensor([7, 2, 5]), keys, values)
     assert torch.equal(pool.layer(1)[0, [7, 2, 5]], keys)
     assert torch.equal(pool.layer(1)[1, [7, 2, 5]], values)
     assert pool.storage.count_nonzero() == 2 * keys.numel()
@@ -30,7 +30,7 @@ def test_written_rows_stand_in_their_slots_and_nowhere_else() -> None:
 def test_values_are_stored_in_the_type_of_the_pool() -> None:
     pool = KVPool(SHAPE, 4, CPU)
     keys = torch.randn(1, 2, 4, dtype=torch.bfloat16)
-    pool.write(0, pool.places(torch.tensor([1])), keys, keys)
+    pool.write(0, torch.tensor([1]), keys, keys)
     assert torch.equal(pool.layer(0)[0, 1], keys[0].float())
 
 

@@ -1,12 +1,16 @@
 """The start-up check of numerics confirms what is exact and notices what is not; its forwards are the engine's."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
-from kernels.tree_attention import AttentionPlan
-from service.engine.numerics import ROW_MULTIPLES, Trial, rows_are_independent, settle
+from kernels import ops
+from kernels.linear import Product
+from kernels.tree_attention import Attention
+from service.engine.numerics import Trial, check, rows_are_independent
 from service.engine.rows import ExtendRows
 from tests.service.engine.harness import tiny_target
 from tests.service.engine.test_target import assert_close, stock_logits, tree_of
@@ -18,55 +22,47 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_models_are_exact(family: str) -> None:
     target = tiny_target(loaded_tiny(family))
-    assert settle(target) == "exact"
-    assert target.row_multiple in ROW_MULTIPLES
-    assert rows_are_independent(target)
+    assert check(target) == "exact"
 
 
-def test_another_text_is_exact_too_at_the_settled_multiple() -> None:
+def test_another_text_is_exact_too() -> None:
     target = tiny_target(loaded_tiny("llama"))
-    settle(target)
     for context in (20, 64, 128, 333):
         assert rows_are_independent(target, context=context, steps=10)
 
 
-@pytest.fixture
-def company_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention whose last bits depend on how many rows are in the forward."""
+def test_attention_that_depends_on_company_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Company:
+        """Attention whose last bits depend on how many rows are in the forward."""
 
-    true_attend = AttentionPlan.attend
+        def __init__(self, plan: Attention) -> None:
+            self._plan = plan
 
-    def attend(
-        plan: AttentionPlan,
-        query: Tensor,
-        pool: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        out = true_attend(plan, query, pool, scale=scale, window=window, softcap=softcap)
-        return out * (1 + 1e-6 * (query.shape[0] % 5))
+        def attend(self, query: Tensor, pool: Tensor, **how: Any) -> Tensor:
+            return self._plan.attend(query, pool, **how) * (1 + 1e-6 * (query.shape[0] % 5))
 
-    monkeypatch.setattr(AttentionPlan, "attend", attend)
+    table = ops.on(torch.device("cpu"))
+    true_plan = table.plan_attention
+    monkeypatch.setattr(table, "plan_attention", lambda *args, **sizes: Company(true_plan(*args, **sizes)))
+    assert check(tiny_target(loaded_tiny("llama"))) == "tolerant"
 
 
-@pytest.mark.usefixtures("company_matters")
-def test_attention_that_depends_on_company_is_noticed() -> None:
-    target = tiny_target(loaded_tiny("llama"))
-    assert settle(target) == "tolerant"
-    assert target.row_multiple == 1
+def test_products_that_depend_on_the_number_of_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = ops.on(torch.device("cpu"))
+    true_plan = table.plan_linear
+
+    def plan(weight: Tensor, bias: Tensor | None) -> Product:
+        product = true_plan(weight, bias)
+        return lambda x: product(x) * (1.0 if x.shape[0] % 8 else 1 + 1e-6)
+
+    monkeypatch.setattr(table, "plan_linear", plan)
+    assert check(tiny_target(loaded_tiny("llama"))) == "tolerant"
 
 
-def test_products_that_depend_on_the_number_of_rows_need_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head whose result changes below eight rows: the smallest multiple that helps is eight."""
-    loaded = loaded_tiny("llama")
-    head = loaded.model.get_output_embeddings()
-    plain = head.forward
-    monkeypatch.setattr(head, "forward", lambda x: plain(x) * (1.0 if x.shape[1] % 8 == 0 else 1 + 1e-6))
-    target = tiny_target(loaded)
-    assert settle(target) == "exact"
-    assert target.row_multiple == 8
+def test_references_alone_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is compiled: libraries sum in other orders for other numbers of rows."""
+    monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
+    assert check(tiny_target(loaded_tiny("llama"))) == "tolerant"
 
 
 def trial_of(lines: int = 2) -> Trial:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from drafters.tree import DraftTree
+from kernels import ops
 from kernels.tree_attention import NULL_SLOT
 from service.engine.commit import lay_out
-from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.kv_pool import KVPool, SlotPool, SlotTable
+from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, slot_attention
 from service.engine.rows import ExtendRows
-from service.engine.target import AttentionStep, Target, decoder_layers, default_tap_layers, slot_attention
+from service.engine.target import Target
 from service.errors import StartupError
 from tests.service.engine.harness import tiny_target
 from tests.tiny_models import EOS_ID, FAMILIES, VOCAB_SIZE, load, loaded_tiny, random_prompts, save_model, stock_tiny
@@ -23,7 +25,8 @@ from tests.tiny_models import EOS_ID, FAMILIES, VOCAB_SIZE, load, loaded_tiny, r
 torch.set_num_threads(1)
 
 TOLERANCE = 1e-4
-LENGTH = 150  # past the first tail, and several sliding windows long
+LENGTH = 150  # several sliding windows
+STANDARD = ("llama", "qwen2", "qwen3", "mistral")
 
 
 class Texts:
@@ -134,33 +137,30 @@ def test_slots_of_nobody_are_never_read(family: str) -> None:
     assert_close(found[2], stock_logits(family, [*text, 6])[-1])
 
 
-def test_padding_rows_change_nothing() -> None:
-    found = []
-    for multiple in (1, 8, 16):
-        texts = Texts(tiny_target(loaded_tiny("llama")))
-        texts.target.row_multiple = multiple
-        found.append(texts.extend(0, prompt(9, 21), 5))
-        assert texts.target.pool.storage[0, 0].flatten(1).any(1).sum() == 21
-    assert_close(found[1], found[0])
-    assert_close(found[2], found[0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_standard_families_run_as_a_list_of_ops(family: str) -> None:
+    """The others keep modules of their own, and with them what makes them special."""
+    target = tiny_target(loaded_tiny(family))
+    stack = decoder_layers(target.model)
+    assert (len(stack) == 0) == (family in STANDARD)
 
 
-@pytest.mark.parametrize(
-    ("multiple", "fewest", "rows", "padded"), [(1, 1, 1, 1), (8, 1, 1, 8), (1, 4, 1, 4), (2, 4, 5, 6), (8, 4, 9, 16)]
-)
-def test_forwards_are_padded_to_the_fewest_rows_and_to_the_multiple(
-    multiple: int, fewest: int, rows: int, padded: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = Texts(tiny_target(loaded_tiny("llama")))
-    texts.target.row_multiple, texts.target.fewest_rows = multiple, fewest
-    seen = []
-    hook = texts.target.model.get_decoder().register_forward_hook(
-        lambda module, args, output: seen.append(output.last_hidden_state.shape[1])
-    )
-    found = texts.run([ExtendRows(0, 0, prompt(4, rows), completes=True)])
-    hook.remove()
-    assert seen == [padded]
-    assert_close(found, stock_logits("llama", prompt(4, rows))[-1:])
+def test_a_standard_layer_that_is_used_in_another_way_keeps_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Granite's names are Llama's, but it scales what layers add."""
+    model = loaded_tiny("llama").model
+    attention = decoder_layers(model)[1].get_submodule("self_attn")
+    plain = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *args, **named: (plain(*args, **named)[0] * 0.9, None))
+    bound(model)
+    assert len(decoder_layers(model)) == 3
+
+
+def test_kernels_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = ops.on(torch.device("cpu"))
+    true = table.silu_mul
+    monkeypatch.setattr(table, "silu_mul", lambda joined: -true(joined))
+    with pytest.raises(StartupError, match="make install"):
+        tiny_target(loaded_tiny("llama"))
 
 
 @pytest.mark.parametrize(("layers", "taps"), [(2, (1, 1, 0)), (3, (2, 1, 0)), (30, (2, 15, 27)), (1, (0, 0, 0))])
@@ -203,24 +203,22 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     ("changes", "complaint"),
     [
         ({"alibi": 1}, "alibi"),
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask"),
-        ({"key": torch.zeros(1, 4, 3, 12)}, "heads by dimensions"),
-        ({"value": torch.zeros(1, 2, 3, 8)}, "heads by dimensions"),
+        ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "attention_mask"),
+        ({"key": torch.zeros(1, 4, 9, 12)}, "heads by dimensions"),
+        ({"value": torch.zeros(1, 2, 9, 8)}, "heads by dimensions"),
         ({"times": 2}, "not one plain attention each"),
         ({"times": 0}, "not one plain attention each"),
-        ({"position_ids": torch.zeros(1, 3), "use_cache": False}, ""),
+        ({"position_ids": torch.zeros(1, 9), "use_cache": False}, ""),
     ],
     ids=["argument", "mask", "key", "value", "twice", "never", "harmless"],
 )
 def test_attention_that_is_not_plain_is_refused(
     changes: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = Texts(tiny_target(loaded_tiny("llama")))
-    layer = attention_of(texts.target, 1)
-
-    padded = -(-3 // texts.target.row_multiple) * texts.target.row_multiple
-    arguments: dict[str, Any] = {"query": torch.zeros(1, 4, padded, 12), "attention_mask": None}
-    arguments |= {name: torch.zeros(1, 2, padded, 12) for name in ("key", "value")} | changes
+    model = loaded_tiny("llama").model
+    layer = decoder_layers(model)[1].get_submodule("self_attn")
+    arguments: dict[str, Any] = {"query": torch.zeros(1, 4, 9, 12), "attention_mask": None}
+    arguments |= {name: torch.zeros(1, 2, 9, 12) for name in ("key", "value")} | changes
     times = arguments.pop("times", 1)
 
     def attend(hidden_states: Tensor, tree_step: AttentionStep, **_: object) -> tuple[Tensor, None]:
@@ -230,15 +228,16 @@ def test_attention_that_is_not_plain_is_refused(
 
     monkeypatch.setattr(layer, "forward", attend)
     with pytest.raises(StartupError, match=complaint) if complaint else nullcontext():
-        texts.run([ExtendRows(0, 0, [4, 5, 6], completes=True)])
+        bound(model)
 
 
 def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = Texts(tiny_target(loaded_tiny("llama")))
-    monkeypatch.setattr(attention_of(texts.target, 0), "is_causal", False)
+    model = loaded_tiny("llama").model
+    monkeypatch.setattr(decoder_layers(model)[0].get_submodule("self_attn"), "is_causal", False)
     with pytest.raises(StartupError, match="two-way"):
-        texts.run([ExtendRows(0, 0, [4, 5], completes=True)])
+        bound(model)
 
 
-def attention_of(target: Target, layer: int) -> nn.Module:
-    return target.model.get_submodule(f"model.layers.{layer}.self_attn")
+def bound(model: PreTrainedModel) -> Target:
+    """As a target, which takes it over."""
+    return Target(model, KVPool(loaded_tiny("llama").kv_shape, 50, torch.device("cpu")))

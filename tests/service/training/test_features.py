@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.training.corpus import TOP, Shard
-from service.engine.target import decoder_layers
+from service.engine.modules import decoder_layers
 from service.errors import StartupError
 from service.training.features import SHARD_SEQUENCES, FeatureReader, write_shards
 from service.training.regenerate import Response

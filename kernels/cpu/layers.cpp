@@ -1,0 +1,134 @@
+// What a decoder layer computes beside products and attention, each op once per forward and layer. Sums are in one order
+// whatever rows are beside a row; what the references round on the way is rounded here too.
+#include <cmath>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
+
+// hidden += delta; y = weight * round(hidden / sqrt(mean(hidden^2) + epsilon))
+template <class T>
+void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
+    for (int64_t row = 0; row < rows; row++) {
+        T* mine = hidden + row * width;
+        float sums[LANES] = {};
+        for (int64_t i = 0; i < width; i++) {
+            if (delta) put(mine + i, to_float(mine[i]) + to_float(delta[row * width + i]));
+            float x = to_float(mine[i]);
+            sums[i % LANES] += x * x;
+        }
+        float total = 0;
+        for (float sum : sums) total += sum;
+        float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
+        for (int64_t i = 0; i < width; i++)
+            put(y + row * width + i, to_float(weight[i]) * rounded<T>(to_float(mine[i]) * scale));
+    }
+}
+
+// y = round(gate / (1 + exp(-gate))) * up, joined [rows, gate then up]
+template <class T>
+void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gates = joined + 2 * row * width, *ups = gates + width;
+        T* mine = y + row * width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            int count = int(width - i < LANES ? width - i : LANES);
+            Vec gate{}, up{};
+            if (count == LANES)
+                gate = load(gates + i), up = load(ups + i);
+            else
+                for (int j = 0; j < count; j++) gate[j] = to_float(gates[i + j]), up[j] = to_float(ups[i + j]);
+            Vec e = exp2_of((Vec)((IVec)gate | INT32_MIN) * 1.44269504f);  // exp(-|gate|)
+            Vec silu = gate * (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+            T middle[LANES];
+            store(middle, silu);
+            Vec product = load(middle) * up;
+            if (count == LANES)
+                store(mine + i, product);
+            else
+                store_part(mine + i, product, count);
+        }
+    }
+}
+
+template <class T>
+void norm_head(const T* x, const T* weight, float epsilon, int64_t dim, T* y) {
+    float total = 0;
+    for (int64_t i = 0; i < dim; i++) total += to_float(x[i]) * to_float(x[i]);
+    float scale = 1.0f / std::sqrt(total / float(dim) + epsilon);
+    for (int64_t i = 0; i < dim; i++) put(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+}
+
+// Norms heads of queries and keys where there are weights for it, and rotates them, halves against halves:
+// round(x cos) + round([-x_2; x_1] sin); keys and values go to their slots, queries to a table of their own.
+// joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, dim]
+template <class T>
+void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
+                  float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads, int64_t kv_heads,
+                  int64_t dim, int threads) {
+    const int64_t heads = query_heads + 2 * kv_heads, half = dim / 2;
+#pragma omp parallel for schedule(static) num_threads(rows * heads * dim > FEW ? threads : 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *c = cos + row * dim, *s = sin + row * dim;
+        T normed[MOST_DIM];
+        for (int64_t head = 0; head < heads; head++) {
+            const T* x = joined + (row * heads + head) * dim;
+            int64_t key = head - query_heads, value = key - kv_heads;
+            if (value >= 0) {
+                float* to = values + (slots[row] * kv_heads + value) * dim;
+                for (int64_t i = 0; i < dim; i++) to[i] = to_float(x[i]);
+                continue;
+            }
+            if (const T* weight = key >= 0 ? key_norm : query_norm) {
+                norm_head(x, weight, epsilon, dim, normed);
+                x = normed;
+            }
+            T turned[MOST_DIM];
+            for (int64_t i = 0; i < half; i++) {
+                float a = to_float(x[i]), b = to_float(x[i + half]);
+                float low = rounded<T>(a * to_float(c[i])) + rounded<T>(-b * to_float(s[i]));
+                float high = rounded<T>(b * to_float(c[i + half])) + rounded<T>(a * to_float(s[i + half]));
+                put(turned + i, low), put(turned + i + half, high);
+            }
+            if (key < 0)
+                memcpy(query + (row * query_heads + head) * dim, turned, size_t(dim) * sizeof(T));
+            else
+                for (int64_t i = 0; i < dim; i++) keys[(slots[row] * kv_heads + key) * dim + i] = to_float(turned[i]);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+void add_rms_norm_bf16(bf16* hidden, const bf16* delta, const bf16* weight, float epsilon, bf16* y, int64_t rows, int64_t width,
+                       int threads) {
+    add_rms_norm(hidden, delta, weight, epsilon, y, rows, width, threads);
+}
+void add_rms_norm_float(float* hidden, const float* delta, const float* weight, float epsilon, float* y, int64_t rows,
+                        int64_t width, int threads) {
+    add_rms_norm(hidden, delta, weight, epsilon, y, rows, width, threads);
+}
+void silu_mul_bf16(const bf16* joined, bf16* y, int64_t rows, int64_t width, int threads) {
+    silu_mul(joined, y, rows, width, threads);
+}
+void silu_mul_float(const float* joined, float* y, int64_t rows, int64_t width, int threads) {
+    silu_mul(joined, y, rows, width, threads);
+}
+void rotary_store_bf16(const bf16* joined, const bf16* cos, const bf16* sin, const int64_t* slots, const bf16* query_norm,
+                       const bf16* key_norm, float epsilon, bf16* query, float* keys, float* values, int64_t rows,
+                       int64_t query_heads, int64_t kv_heads, int64_t dim, int threads) {
+    rotary_store(joined, cos, sin, slots, query_norm, key_norm, epsilon, query, keys, values, rows, query_heads, kv_heads, dim,
+                 threads);
+}
+void rotary_store_float(const float* joined, const float* cos, const float* sin, const int64_t* slots,
+                        const float* query_norm, const float* key_norm, float epsilon, float* query, float* keys, float* values,
+                        int64_t rows, int64_t query_heads, int64_t kv_heads, int64_t dim, int threads) {
+    rotary_store(joined, cos, sin, slots, query_norm, key_norm, epsilon, query, keys, values, rows, query_heads, kv_heads, dim,
+                 threads);
+}
+}

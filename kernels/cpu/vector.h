@@ -1,0 +1,77 @@
+// Sixteen floats at a time, in the compiler's own vectors: one source for AVX2, AVX-512 and NEON.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;
+constexpr int MOST_DIM = 256;  // of a head
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t IVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline Vec splat(float x) { return Vec{} + x; }
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline void put(float* to, float x) { *to = x; }
+static inline void put(bf16* to, float x) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class T>
+static inline float rounded(float x) {
+    T value;
+    put(&value, x);
+    return to_float(value);
+}
+
+static inline Vec load(const float* from) { return *(const Vec*)from; }
+static inline Vec load(const bf16* from) {
+    typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    return (Vec)(__builtin_convertvector(*(const Half*)from, IVec) << 16);
+}
+
+static inline void store(float* to, Vec x) { *(Vec*)to = x; }
+static inline void store(bf16* to, Vec x) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    for (int i = 0; i < LANES; i++) put(to + i, x[i]);
+#endif
+}
+
+// The first `count` lanes of a row's end.
+template <class T>
+static inline void store_part(T* to, Vec x, int count) {
+    for (int i = 0; i < count; i++) put(to + i, x[i]);
+}
+
+// 2^x for x <= 0 by a polynomial of degree 6 on [-1/2, 1/2]; below -126 it is 0.
+static inline Vec exp2_of(Vec x) {
+    Vec whole = __builtin_convertvector(__builtin_convertvector(x - 0.5f, IVec), Vec);
+    Vec part = x - whole;
+    Vec y = splat(1.5353362e-4f);
+    y = y * part + 1.3398874e-3f;
+    y = y * part + 9.6184373e-3f;
+    y = y * part + 5.5503324e-2f;
+    y = y * part + 2.4022648e-1f;
+    y = y * part + 6.9314718e-1f;
+    y = y * part + 1.0f;
+    IVec power = (__builtin_convertvector(whole, IVec) + 127) << 23;
+    return (Vec)((IVec)(y * (Vec)power) & (IVec)(x > -126.0f));
+}

@@ -1,0 +1,97 @@
+"""A standard decoder layer (Llama's, with Qwen's biases or norms of heads where there are weights for them) as a short
+list of ops over flat rows: four products, four other calls, none of them a module's.
+
+Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.linear import Product
+from kernels.ops import Ops
+from kernels.tree_attention import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Where a forward's rows stand, for all layers."""
+
+    cos: Tensor  # [rows, dim]; this and sin: rotary embedding of the rows' positions
+    sin: Tensor
+    slots: Tensor  # [rows] int64, where keys and values go
+    attention: Attention
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one layer, ready for the ops of their device."""
+
+    ops: Ops
+    query_heads: int
+    epsilon: float
+    scale: float
+    window: int | None
+    input_norm: Tensor  # [hidden]
+    query_key_value: Product
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, both [dim]
+    output: Product
+    post_norm: Tensor  # [hidden]
+    gate_up: Product
+    down: Product
+
+    @staticmethod
+    def of(
+        weights: Mapping[str, Tensor], ops: Ops, *, query_heads: int, epsilon: float, scale: float, window: int | None
+    ) -> "DecoderLayer":
+        """From weights by the names that transformers gives them in a layer. Raises ValueError for other names."""
+        left = dict(weights)
+
+        def joined(part: str, *names: str) -> Product:
+            kinds = {
+                kind: [left.pop(f"{part}.{name}_proj.{kind}", None) for name in names] for kind in ("weight", "bias")
+            }
+            found = {kind: [value for value in values if value is not None] for kind, values in kinds.items()}
+            if len(found["weight"]) < len(names) or len(found["bias"]) not in (0, len(names)):
+                raise ValueError(f"{part}: weights of {', '.join(names)} are missing, or some of their biases")
+            return ops.plan_linear(torch.cat(found["weight"]), torch.cat(found["bias"]) if found["bias"] else None)
+
+        norms = [left.pop(f"self_attn.{name}_norm.weight", None) for name in "qk"]
+        try:
+            layer = DecoderLayer(
+                ops,
+                query_heads,
+                epsilon,
+                scale,
+                window,
+                input_norm=left.pop("input_layernorm.weight"),
+                query_key_value=joined("self_attn", *"qkv"),
+                head_norms=None if norms[0] is None or norms[1] is None else (norms[0], norms[1]),
+                output=joined("self_attn", "o"),
+                post_norm=left.pop("post_attention_layernorm.weight"),
+                gate_up=joined("mlp", "gate", "up"),
+                down=joined("mlp", "down"),
+            )
+        except KeyError as error:
+            raise ValueError(f"no weight is called {error.args[0]}") from error
+        if left or len([norm for norm in norms if norm is not None]) == 1:
+            raise ValueError(
+                f"there are weights that a standard layer has not: {', '.join(sorted(left)) or 'one norm'}"
+            )
+        return layer
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Adds `delta` to `hidden` in place, which is the layer's input then, and later what attention adds; what
+        feed-forward adds is the result. # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like hidden"""
+        ops, epsilon = self.ops, self.epsilon
+        x = ops.add_rms_norm(hidden, delta, self.input_norm, epsilon)
+        joined = self.query_key_value(x)
+        query = ops.rotary_store(
+            joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, epsilon
+        )
+        attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
+        delta = self.output(attended.flatten(1))
+        x = ops.add_rms_norm(hidden, delta, self.post_norm, epsilon)
+        return self.down(ops.silu_mul(self.gate_up(x)))

@@ -1,0 +1,203 @@
+"""The target's layers: our own short list of ops where it computes what the model's modules do, else these modules.
+
+Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.ops import REFERENCE, Ops
+from kernels.tree_attention import Attention, AttentionRows
+from service.engine.kv_pool import KVPool
+from service.engine.linear import replace_linears
+from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers
+from service.errors import StartupError
+
+_TRIAL_ROWS = 9  # of random tokens, by which modules and ops are compared
+
+logger = logging.getLogger(__name__)
+
+LogitRows = Tensor | slice
+Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool], tuple[Tensor, Tensor | None]]
+"""tokens, positions, attention, slots [rows], which rows get logits, pool -> logits [logits, vocab], outputs of the
+tapped layers [rows, taps * hidden] in the order in which they were asked for, or none"""
+
+
+class Decoder:
+    """All of a model as ops over flat rows; any part of it that is looked up is the model's own."""
+
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[DecoderLayer], ops: Ops, tap_layers: Sequence[int] = ()
+    ) -> None:
+        inner, head = model.get_decoder(), model.get_output_embeddings()
+        self._embedding: Tensor = inner.get_input_embeddings().weight
+        self._rotary: nn.Module = inner.get_submodule("rotary_emb")
+        self._layers, self._ops = layers, ops
+        self._norm = inner.get_submodule("norm").get_parameter("weight")
+        self._head = ops.plan_linear(head.weight, head.bias)
+        self._taps = tuple(tap_layers)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        slots: Tensor,
+        logit_rows: LogitRows,
+        pool: KVPool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Layers`."""
+        hidden = self.embedded(tokens)
+        places, delta, outputs = self.places(hidden, positions, slots, attention), None, dict[int, Tensor]()
+        for index, layer in enumerate(self._layers):
+            delta = layer(hidden, delta, places, pool.layer(index))
+            if index in self._taps:
+                outputs[index] = hidden + delta
+        features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
+        return self.logits(hidden, delta, logit_rows), features
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """# [rows] int64 -> [rows, hidden]"""
+        return functional.embedding(tokens, self._embedding)
+
+    def places(self, hidden: Tensor, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
+        """Of rows at these positions."""
+        cos, sin = self._rotary(hidden, positions[None])  # [1, rows, dim]
+        return RowPlaces(cos[0], sin[0], slots, attention)
+
+    def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
+        """Of some rows behind the last layer. # -> [logits, vocab]"""
+        states = self._ops.add_rms_norm(hidden, delta, self._norm, self._layers[-1].epsilon)
+        return self._head(states[rows])
+
+
+@torch.no_grad()
+def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequence[int]) -> Layers:
+    """Takes the model over: the weights of its linear layers move into products of their device. Writes to the pool.
+
+    Raises StartupError for a model that cannot run, or when the device's ops do not compute what the modules do."""
+    trial = _Trial.of(model, pool, REFERENCE)
+    forms, calls, expected = _recorded(model, trial)
+    difference = _difference(model, trial, forms, calls, expected)
+    if difference is not None:
+        count = replace_linears(model, ops)
+        logger.info("%s: the model's own modules run, %d linear layers of them planned", difference, count)
+        return ModuleLayers(model, tap_layers)
+    layers, stack = list[DecoderLayer](), decoder_layers(model)
+    for form in forms:
+        layers.append(_layer_of(stack[0], form, model, ops))
+        del stack[0]  # so that no weight is held twice for long
+    decoder = Decoder(model, layers, ops, tap_layers)
+    found, _ = decoder(*_Trial.of(model, pool, ops))
+    if not _agree(found, expected, expected):
+        raise StartupError("this device's kernels do not compute what plain torch does: run `make install` again")
+    return decoder
+
+
+class _Trial(NamedTuple):
+    """Arguments of `Layers`: the beginning of a text of random tokens."""
+
+    tokens: Tensor
+    positions: Tensor
+    attention: Attention
+    slots: Tensor
+    logit_rows: slice
+    pool: KVPool
+
+    @staticmethod
+    def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
+        count, device = min(_TRIAL_ROWS, pool.num_slots - 1), pool.storage.device
+        text = model.config.get_text_config()
+        tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
+        positions, slots = torch.arange(count, device=device), torch.arange(count, device=device) + 1
+        zeros = torch.zeros_like(positions)
+        no_nodes = zeros.new_zeros(1, 0)
+        rows = AttentionRows(
+            sequence=zeros,
+            positions=positions,
+            node=zeros - 1,
+            table_rows=zeros[:1],
+            extend_end=positions[-1:],
+            node_slots=no_nodes,
+            node_depths=no_nodes,
+            ancestors=no_nodes[..., None].bool(),
+        )
+        attention = ops.plan_attention(
+            rows, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
+        )
+        return _Trial(tokens, positions, attention, slots, slice(None), pool)
+
+
+class _Call(NamedTuple):
+    """What went into a layer and what came out of it."""
+
+    hidden: Tensor  # both [rows, hidden]
+    output: Tensor
+
+
+def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm], list[_Call], Tensor]:
+    """What the model's modules do: the attention of each layer, the layers themselves, and logits."""
+    calls = list[_Call]()
+
+    def record(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        whole = output if isinstance(output, Tensor) else output[0]
+        calls.append(_Call(args[0][0].clone(), whole[0].clone()))
+
+    hooks = [layer.register_forward_hook(record) for layer in decoder_layers(model)]
+    modules = ModuleLayers(model)
+    logits, _ = modules(*trial)
+    for hook in hooks:
+        hook.remove()
+    return modules.forms, calls, logits
+
+
+def _difference(
+    model: PreTrainedModel, trial: _Trial, forms: Sequence[AttentionForm], calls: Sequence[_Call], logits: Tensor
+) -> str | None:
+    """Where ops would compute something else than the modules did; None where they agree. Plain torch stands in for the
+    device's ops, so that weights are joined for one layer at a time."""
+    layers = decoder_layers(model)
+    try:
+        decoder = Decoder(model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE)
+        places = decoder.places(calls[0].hidden, trial.positions, trial.slots, trial.attention)
+        for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
+            hidden = call.hidden.clone()
+            delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))
+            if not _agree(hidden + delta, call.output, call.output - call.hidden):
+                return f"layer {index} is no standard one"
+        if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
+            return "tokens are not embedded by a table alone"
+        if not _agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
+            return "behind the last layer stands more than a norm and a head"
+    except (AttributeError, TypeError, ValueError) as error:  # there are other parts, or they ask for other arguments
+        return str(error)
+    return None
+
+
+def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, ops: Ops) -> DecoderLayer:
+    """Raises ValueError where it has other weights than a standard layer, or caps its scores."""
+    if form.softcap is not None:
+        raise ValueError("scores of attention are capped")
+    text = model.config.get_text_config()
+    return DecoderLayer.of(
+        dict(module.named_parameters()),
+        ops,
+        query_heads=text.num_attention_heads,
+        epsilon=float(text.rms_norm_eps),
+        scale=form.scale,
+        window=form.window,
+    )
+
+
+def _agree(found: Tensor, expected: Tensor, added: Tensor) -> bool:
+    """Whether half of the digits of what was added are equal, beside what rounding the whole may change."""
+    epsilon = torch.finfo(expected.dtype).eps
+    allowed = epsilon**0.5 * added.float().norm() + 2 * epsilon * expected.float().norm()
+    return bool((found.float() - expected.float()).norm() <= allowed)
