@@ -74,7 +74,8 @@ def _speed(
     max_tokens: AnswerTokens = 128,
     concurrency: Concurrency = 1,
     peer: Annotated[
-        Literal["transformers"] | None, typer.Option(help="Also measure Hugging Face generate on the same weights.")
+        Literal["transformers", "llama.cpp"] | None,
+        typer.Option(help="Also measure Hugging Face generate, or llama.cpp on the same GGUF file."),
     ] = None,
     seed: Seed = 0,
     out: Out = None,

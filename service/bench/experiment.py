@@ -15,7 +15,7 @@ from rich.table import Table
 
 from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
+from service.bench.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Run
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -60,11 +60,16 @@ def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
 
 
 def conclude(
-    assembly: Assembly, out: Path | None, rows: Sequence[object], summary: Mapping[str, object], *shown: RenderableType
+    assembly: Assembly,
+    out: Path | None,
+    rows: Sequence[object],
+    summary: Mapping[str, object],
+    *shown: RenderableType,
+    beside: Conditions | None = None,
 ) -> bool:
-    """Print what is to be shown and write the report; whether no token differed."""
+    """Print what is to be shown and write the report, with conditions `beside` ours; whether no token differed."""
     Console().print(*shown, sep="\n")
-    write_report(out, conditions_of(assembly), rows, summary)
+    write_report(out, {**conditions_of(assembly), **(beside or {})}, rows, summary)
     return summary.get("mismatched_tokens", 0) == 0
 
 

@@ -108,18 +108,27 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 def resolve(name: str, *, cache_dir: Path) -> str:
     """The folder or hub id to load `name` from; GGUF files become a cached safetensors folder."""
-    if name == EMBEDDED_NAME:
-        return str(unpack_gguf(_embedded_file(), cache_dir=cache_dir))
+    file = gguf_file(name)
+    if file is not None:
+        return str(unpack_gguf(file, cache_dir=cache_dir))
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise StartupError(f"model {name!r}: no such file")
-        return str(unpack_gguf(path, cache_dir=cache_dir))
     if path.is_dir():
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")):
         raise StartupError(f"model {name!r}: no such folder; give a hub id, a model folder or a .gguf file")
     return name
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file behind a name; None for folders and hub ids. Raises StartupError where it is not there."""
+    if name == EMBEDDED_NAME:
+        return _embedded_file()
+    path = Path(name).expanduser()
+    if path.suffix != ".gguf":
+        return None
+    if not path.is_file():
+        raise StartupError(f"model {name!r}: no such file")
+    return path
 
 
 def _embedded_file() -> Path:

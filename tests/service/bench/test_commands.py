@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 import pytest
 
@@ -63,9 +65,27 @@ def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:
     )
     assert code == 0, output
     assert "plain / transformers" in output
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2
-    assert all(row["peers"]["transformers"] > 0 for row in rows)
+    report = json.loads(out.read_text())
+    assert [set(row["peers"]) for row in report["rows"]] == [{"transformers"}] * 2
+    (shown,) = report["summary"]["over_peers"].items()
+    assert shown == (
+        "transformers",
+        {"plain": pytest.approx(mean(report, "plain")), "speculative": pytest.approx(mean(report, "speculative"))},
+    )
+
+
+def mean(report: dict[str, Any], ours: str) -> float:
+    """How many times as fast as the peer, over the sets."""
+    return geometric_mean(row[f"{ours}_tokens_per_second"] / row["peers"]["transformers"] for row in report["rows"])
+
+
+def test_a_peer_that_cannot_take_part_is_refused_before_loading(
+    prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: pytest.fail("it was loaded"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="pip install llama-cpp-python"):
+        run_command("bench", "speed", "--prompts", prompt_file, "--peer", "llama.cpp", "--device", "cpu")
 
 
 def wrong(

@@ -1,4 +1,4 @@
-"""The speed measurement: fair order, honest arithmetic, equal text, and a peer that does the same work."""
+"""The speed measurement: fair order, honest arithmetic and equal text."""
 
 import itertools
 from dataclasses import replace
@@ -17,8 +17,8 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.speed import TransformersPeer, contestants_of, measure_set, summary_of
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.bench.peers import TransformersPeer
+from service.bench.speed import contestants_of, measure_set, summary_of
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.test_load import STEP
@@ -58,7 +58,8 @@ def test_everybody_is_first_equally_often(count: int) -> None:
 @pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (1.0, 2)])
 def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: float, concurrency: int) -> None:
     measure = Measure(temperature, 24, concurrency, seed=3)
-    contestants = contestants_of(replace(assembly, costs=None), "transformers")  # a fixed budget
+    peer = TransformersPeer(assembly)
+    contestants = contestants_of(replace(assembly, costs=None), {"transformers": peer})  # a fixed budget
     warm_up(contestants, PROMPTS.prompts[0], measure)
     done: list[int] = []
     row = measure_set(PROMPTS, contestants, measure, done.append)
@@ -70,12 +71,17 @@ def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: floa
     assert 0 <= row["draft_share"] < 1
     assert row["speedup"] == row["speculative_tokens_per_second"] / row["plain_tokens_per_second"]
     assert list(row["peers"]) == ["transformers"]
-    assert row["peers"]["transformers"] > 0
+    assert row["over_peers"] == {
+        "transformers": {
+            name: row[f"{name}_tokens_per_second"] / row["peers"]["transformers"] for name in ("plain", "speculative")
+        }
+    }
 
 
 def row_of(temperature: float, speedup: float, tokens_per_verify: float) -> Row:
     figures = {"tokens": 50, "tau": tokens_per_verify, "draft_share": 0.25, "mismatched_tokens": 1}
-    return {"temperature": temperature, "speedup": speedup, **figures}
+    over_peers = {"other": {"plain": 2.0, "speculative": 2.0 * speedup}}
+    return {"temperature": temperature, "speedup": speedup, "over_peers": over_peers, **figures}
 
 
 def test_the_summary_holds_means_by_temperature() -> None:
@@ -93,6 +99,7 @@ def test_the_summary_holds_means_by_temperature() -> None:
         "tau": 2.5,
         "draft_share": 0.25,
         "mismatched_tokens": 2,
+        "over_peers": {"other": {"plain": pytest.approx(2.0), "speculative": pytest.approx(4.0)}},
     }
     assert (warm["temperature"], warm["speedup"], warm["tau"]) == (1.0, 0.5, 1.0)
     assert summary == {
@@ -103,26 +110,5 @@ def test_the_summary_holds_means_by_temperature() -> None:
         "tau": 2.0,
         "draft_share": 0.25,
         "mismatched_tokens": 3,
+        "over_peers": {"other": {"plain": pytest.approx(2.0), "speculative": pytest.approx(2 * 2.0 ** (1 / 3))}},
     }
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_peer_writes_the_same_greedy_text(assembly: Assembly, count: int) -> None:
-    requests = [
-        GenerationRequest(
-            request_id=str(index), prompt=prompt, sampling=SamplingParams(seed=0, max_tokens=20, temperature=0)
-        )
-        for index, prompt in enumerate(varied_prompts()[:count])
-    ]
-    ours, _, peer = (answer(requests).answers for answer in contestants_of(assembly, "transformers").values())
-    assert [answer.token_ids for answer in peer] == [answer.token_ids for answer in ours]
-
-
-def test_the_peer_samples_when_asked_and_never_stops_early(assembly: Assembly) -> None:
-    peer = TransformersPeer(assembly)
-    params = SamplingParams(seed=1, max_tokens=200, temperature=1.5, ignore_eos=True)
-    request = GenerationRequest(request_id="a", prompt=[1, 2, 3], sampling=params)
-    first, second = (peer([request]).answers[0].token_ids for _ in range(2))
-    assert first == second
-    assert len(first) == 200
-    assert len(set(first)) > 50

@@ -1,0 +1,167 @@
+"""Other engines that answer the same prompts with the same weights, each as good as it comes."""
+
+import importlib.metadata
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from service.assembly import Assembly, device_of
+from service.bench.conditions import Conditions
+from service.bench.driver import Answer, Run
+from service.config import ServiceConfig
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.weights import EMBEDDED_NAME, gguf_file, resolve
+from service.errors import StartupError
+
+PeerName = Literal["transformers", "llama.cpp"]
+
+
+class Peer(Protocol):
+    """A contestant that is not ours: each answer gets exactly as many tokens as it may have at most."""
+
+    conditions: Conditions
+    """What its speed depends on beside what ours does."""
+
+    @staticmethod
+    def refuse(config: ServiceConfig, concurrency: int) -> None:
+        """Raise StartupError, before anything is loaded, where the peer could not do the same work."""
+
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
+
+
+class TransformersPeer:
+    """Hugging Face `generate` with everything as it comes: stock model code, stock attention, its own cache."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.conditions: Conditions = {}
+        config = assembly.config
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(config.model_source, cache_dir=config.state_dir / "cache"),
+            revision=config.revision or "main",
+            dtype=assembly.loaded.model.dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        self._model = model.eval().requires_grad_(False).to(assembly.target.device)
+        # Its own defaults (sampling, end of text) would win over anything left unset in a call.
+        self._model.generation_config = GenerationConfig(pad_token_id=0)
+
+    @staticmethod
+    def refuse(config: ServiceConfig, concurrency: int) -> None:
+        """It does all that ours does."""
+
+    @torch.inference_mode()
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
+        """Answer all requests in one batch."""
+        start, params = time.perf_counter(), requests[0].sampling
+        prompts = [torch.tensor(request.prompt, device=self._model.device) for request in requests]
+        tokens = pad_sequence(prompts, batch_first=True, padding_side="left")  # [batch, length]
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+        torch.manual_seed(params.seed)
+        sampled = {"do_sample": True, "temperature": params.temperature, "top_k": 0, "top_p": 1.0}
+        how = sampled if params.temperature else {"do_sample": False}
+        config = GenerationConfig(max_new_tokens=params.max_tokens, pad_token_id=0, **how)
+        output = self._model.generate(tokens, attention_mask=mask, generation_config=config)
+        assert isinstance(output, Tensor)
+        return _run(output[:, tokens.shape[1] :].tolist(), start)
+
+
+class LlamaCppPeer:
+    """llama.cpp on the GGUF file itself, whose weights stay packed, with as many threads and its own f16 cache."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        import llama_cpp
+
+        threads, file = torch.get_num_threads(), _gguf_of(assembly.config)
+        self._library = llama_cpp
+        self._llama = llama_cpp.Llama(
+            str(file),
+            n_ctx=assembly.limits.max_model_len,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=0,
+            verbose=False,
+        )
+        self.conditions: Conditions = {
+            "llama_cpp_python": importlib.metadata.version("llama_cpp_python"),
+            "llama_cpp_system_info": llama_cpp.llama_print_system_info().decode().strip(),
+            "llama_cpp_threads": threads,
+            "llama_cpp_weights": file.name,
+        }
+
+    @staticmethod
+    def refuse(config: ServiceConfig, concurrency: int) -> None:
+        """It needs its package, a GGUF file and a CPU, and answers one request at a time."""
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise StartupError("--peer llama.cpp needs a package that is not here: pip install llama-cpp-python")
+        if concurrency > 1:
+            raise StartupError("--peer llama.cpp answers one request at a time: give --concurrency 1")
+        if device_of(config.device).type != "cpu":
+            raise StartupError("--peer llama.cpp runs on the CPU: give --device cpu, so that ours does so too")
+        _gguf_of(config)
+
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
+        """Answer the only request, of which nothing is in the cache yet."""
+        (request,), start = requests, time.perf_counter()
+        return _run([self._answer(request.prompt, request.sampling)], start)
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """Below the package's own loop, which copies all logits to Python for each token."""
+        library, context = self._library, self._llama.ctx
+        library.llama_memory_clear(library.llama_get_memory(context), False)
+        sampler, answer = self._sampler(params), list[int]()
+        for first in range(0, len(prompt), self._llama.n_batch):
+            self._decode(prompt[first : first + self._llama.n_batch])
+        while True:
+            answer.append(library.llama_sampler_sample(sampler, context, -1))
+            if len(answer) == params.max_tokens:
+                library.llama_sampler_free(sampler)
+                return answer
+            self._decode(answer[-1:])
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        """Put the tokens behind those in the cache, and leave the last one's logits."""
+        array = (self._library.llama_token * len(tokens))(*tokens)
+        if self._library.llama_decode(self._llama.ctx, self._library.llama_batch_get_one(array, len(tokens))):
+            raise RuntimeError("llama.cpp could not decode")
+
+    def _sampler(self, params: SamplingParams) -> Any:
+        """The likeliest token, or one drawn from the whole distribution at the request's temperature."""
+        library = self._library
+        chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
+        if params.temperature:
+            library.llama_sampler_chain_add(chain, library.llama_sampler_init_temp(params.temperature))
+            library.llama_sampler_chain_add(chain, library.llama_sampler_init_dist(params.seed))
+        else:
+            library.llama_sampler_chain_add(chain, library.llama_sampler_init_greedy())
+        return chain
+
+
+PEERS: Mapping[PeerName, type[TransformersPeer] | type[LlamaCppPeer]] = {
+    "transformers": TransformersPeer,
+    "llama.cpp": LlamaCppPeer,
+}
+
+
+def _gguf_of(config: ServiceConfig) -> Path:
+    """The file that is served. Raises StartupError where the model is something else."""
+    file = gguf_file(config.model_source)
+    if file is None or config.load_format == "dummy":
+        raise StartupError(
+            f"--peer llama.cpp reads GGUF files, but the model is {config.model}: "
+            f"give --model FILE.gguf or --model {EMBEDDED_NAME}"
+        )
+    return file
+
+
+def _run(answers: Sequence[Sequence[int]], start: float) -> Run:
+    """Answers finished now. # answers [request][token], start seconds of the performance counter"""
+    seconds = time.perf_counter() - start
+    return Run(tuple(Answer(tuple(answer), "", "length") for answer in answers), (), seconds)
