@@ -77,6 +77,7 @@ def _speed(
         Literal["transformers", "llama.cpp"] | None,
         typer.Option(help="Also measure Hugging Face generate, or llama.cpp on the same GGUF file."),
     ] = None,
+    anatomy: Annotated[bool, typer.Option("--anatomy", help="Also time the parts of a step, on a CPU.")] = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
@@ -85,7 +86,8 @@ def _speed(
     from service.bench.speed import run_speed
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    return run_speed(loaded.config, [*prompts, *(more_prompts or [])], measures, limit=limit, peer=peer, out=out)
+    files = [*prompts, *(more_prompts or [])]
+    return run_speed(loaded.config, files, measures, limit=limit, peer=peer, anatomy=anatomy, out=out)
 
 
 def _load(

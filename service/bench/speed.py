@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from service.assembly import Assembly
+from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops, watched
 from service.bench.driver import generate
 from service.bench.experiment import (
     PLAIN,
@@ -37,10 +39,14 @@ from service.config import ServiceConfig
 from service.prompts import PromptSet
 
 
-def contestants_of(assembly: Assembly, peers: Mapping[str, Contestant] | None = None) -> dict[str, Contestant]:
-    """Plain decoding, the configured speculation, and other engines, all on the same weights."""
-    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
-    return {**{name: partial(generate, engine) for name, engine in engines.items()}, **(peers or {})}
+def contestants_of(
+    assembly: Assembly, peers: Mapping[str, Contestant] | None = None, clock: Clock | None = None
+) -> dict[str, Contestant]:
+    """Plain decoding, the configured speculation, and other engines, all on the same weights; ours perhaps timed."""
+    drafter = None if clock is None else clock.timed_drafter(assembly.drafter())
+    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine(drafter)}
+    answering = partial(partial, generate) if clock is None else partial(watched, clock)
+    return {**{name: answering(engine) for name, engine in engines.items()}, **(peers or {})}
 
 
 def measure_set(
@@ -79,6 +85,10 @@ def measure_set(
         "over_peers": {
             name: {ours: speeds[ours] / speed for ours in (PLAIN, SPECULATIVE)} for name, speed in peers.items()
         },
+        "milliseconds": {
+            PLAIN: milliseconds([step for run in plain for step in run.steps]),
+            SPECULATIVE: milliseconds([step for step in steps if step.stats.drafts]),
+        },
     }
 
 
@@ -115,25 +125,36 @@ def run_speed(
     *,
     limit: int | None,
     peer: PeerName | None,
+    anatomy: bool,
     out: Path | None,
 ) -> bool:
     """Measure all files and report; whether plain and speculative text were the same."""
     kinds = {peer: PEERS[peer]} if peer else {}
     for kind in kinds.values():
         kind.refuse(config, measures[0].concurrency)
-    assembly = prepare(config, out)
-    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-    peers: dict[str, Peer] = {name: kind(assembly) for name, kind in kinds.items()}
-    contestants = contestants_of(assembly, peers)
+    with ExitStack() as stack:
+        clock = stack.enter_context(timed_ops(config)) if anatomy else None
+        assembly = prepare(config, out)
+        sets = read_sets(assembly, files, limit, measures[0].max_tokens)
+        peers: dict[str, Peer] = {name: kind(assembly) for name, kind in kinds.items()}
+        rows = _measured(sets, contestants_of(assembly, peers, clock), measures)
+    summary = summary_of(rows)
+    beside = {key: value for found in peers.values() for key, value in found.conditions.items()}
+    tables = [_table(rows, summary), *([_anatomy_table(rows)] if anatomy else [])]
+    return conclude(assembly, out, rows, summary, *tables, beside=beside)
+
+
+def _measured(
+    sets: Sequence[PromptSet], contestants: Mapping[str, Contestant], measures: Sequence[Measure]
+) -> list[Row]:
+    """One row for each set at each temperature."""
     warm_up(contestants, sets[0].prompts[0], measures[0])
     rows = []
     with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
         for measure, prompts in product(measures, sets):
             advance(0, f"{prompts.name}, T = {measure.temperature:g}")
             rows.append(measure_set(prompts, contestants, measure, advance))
-    summary = summary_of(rows)
-    beside = {key: value for found in peers.values() for key, value in found.conditions.items()}
-    return conclude(assembly, out, rows, summary, _table(rows, summary), beside=beside)
+    return rows
 
 
 _COLUMNS: tuple[Column, ...] = (
@@ -152,6 +173,7 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
+_STEP_OF = {PLAIN: "plain", SPECULATIVE: "drafted"}
 _CAPTION = (
     "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
     "mean: over sets, those of ratios of speeds geometric"
@@ -179,4 +201,14 @@ def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
         table.add_row(
             *("mean", f"{means['temperature']:g}", f"{means['tokens']:,}"), *speeds, *quality, *chain(*ratios)
         )
+    return table
+
+
+def _anatomy_table(rows: Sequence[Row]) -> Table:
+    """What a step of each kind takes, part by part."""
+    table = Table("set", "T", "step", *PARTS, "together", caption="milliseconds of a mean step that reads no prompt")
+    for row, (kind, step) in product(rows, _STEP_OF.items()):
+        parts = row["milliseconds"][kind].values()
+        figures = (f"{value:.2f}" for value in (*parts, sum(parts)))
+        table.add_row(row["set"], f"{row['temperature']:g}", step, *figures)
     return table
