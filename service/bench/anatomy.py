@@ -19,6 +19,7 @@ from service.bench.experiment import Contestant
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
+from service.engine.sampler import EAGER_SAMPLER
 from service.errors import StartupError
 
 PRODUCTS, ATTENTION, LAYER, CHOICE, DRAFTING, REST = PARTS = (
@@ -26,7 +27,7 @@ PRODUCTS, ATTENTION, LAYER, CHOICE, DRAFTING, REST = PARTS = (
 )
 _PART_OF: Mapping[str, str] = {
     **dict.fromkeys(("add_rms_norm", "rotary_store", "silu_mul"), LAYER),
-    **dict.fromkeys(("sample", "accept", "commit_slots"), CHOICE),
+    **dict.fromkeys(("accept", "commit_slots"), CHOICE),
 }
 _DRAFTING_CALLS = ("start", "grow", "read", "commit", "finish")
 
@@ -34,7 +35,8 @@ _DRAFTING_CALLS = ("start", "grow", "read", "commit", "finish")
 class Clock:
     """Seconds by part; what is called within a timed call belongs to that one's part."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._seconds = defaultdict[str, float](float)
         self._is_running = False
 
@@ -42,11 +44,11 @@ class Clock:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 return call(*args, **kwargs)
-            self._is_running, start = True, time.perf_counter()
+            self._is_running, start = True, self._now()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._seconds[part] += time.perf_counter() - start
+                self._seconds[part] += self._now() - start
                 self._is_running = False
 
         return run
@@ -74,22 +76,31 @@ def timed_ops(config: ServiceConfig) -> Iterator[Clock]:
     if device_of(config.device).type != "cpu":
         raise StartupError("--anatomy times calls, which a GPU only queues: give --device cpu")
     clock, table = Clock(), ops.on(torch.device("cpu"))
-    before, plan_linear, plan_attention = dict(vars(table)), table.plan_linear, table.plan_attention
+    plan_linear, plan_attention = table.plan_linear, clock.timed(ATTENTION, table.plan_attention)
 
     def timed_attention(*args: Any, **kwargs: Any) -> Attention:
-        plan = clock.timed(ATTENTION, plan_attention)(*args, **kwargs)
-        return _TimedAttention(clock.timed(ATTENTION, plan.attend))
+        return _TimedAttention(clock.timed(ATTENTION, plan_attention(*args, **kwargs).attend))
 
-    vars(table).update(
-        plan_linear=lambda weight, bias: clock.timed(PRODUCTS, plan_linear(weight, bias)),
-        plan_attention=timed_attention,
-        **{name: clock.timed(part, getattr(table, name)) for name, part in _PART_OF.items()},
-    )
-    try:
+    planned = {
+        "plan_linear": lambda weight, bias: clock.timed(PRODUCTS, plan_linear(weight, bias)),
+        "plan_attention": timed_attention,
+    }
+    called = {name: clock.timed(part, getattr(table, name)) for name, part in _PART_OF.items()}
+    choosing = {name: clock.timed(CHOICE, getattr(EAGER_SAMPLER, name)) for name in ("likeliest", "sample")}
+    with _replaced(table, {**planned, **called}), _replaced(EAGER_SAMPLER, choosing):
         yield clock
+
+
+@contextmanager
+def _replaced(holder: object, attributes: Mapping[str, object]) -> Iterator[None]:
+    """Give an object attributes of its own for a while."""
+    before = dict(vars(holder))
+    vars(holder).update(attributes)
+    try:
+        yield
     finally:
-        vars(table).clear()
-        vars(table).update(before)
+        vars(holder).clear()
+        vars(holder).update(before)
 
 
 def watched(clock: Clock, engine: Engine) -> Contestant:

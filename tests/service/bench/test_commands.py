@@ -79,6 +79,17 @@ def mean(report: dict[str, Any], ours: str) -> float:
     return geometric_mean(row[f"{ours}_tokens_per_second"] / row["peers"]["transformers"] for row in report["rows"])
 
 
+def test_speed_shows_the_parts_of_a_step(prompt_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, output = run_command(
+        "bench", "speed", "--prompts", prompt_file, "--anatomy", "--device", "cpu", "--max-tokens", 8, "--out", out
+    )
+    assert code == 0, output
+    assert "norms, rotary, gates" in output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["milliseconds"]["plain"]["rest"] > 0
+
+
 def test_a_peer_that_cannot_take_part_is_refused_before_loading(
     prompt_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
