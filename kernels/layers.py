@@ -39,7 +39,7 @@ def rotary_store(
     # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots, kv_heads,
     dim]; head_norms: of queries and of keys, both [dim] -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
-    query, key, value = joined.view(joined.shape[0], -1, dim).split([query_heads, kv_heads, kv_heads], dim=1)
+    query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:
         query, key = (add_rms_norm(x, None, w, epsilon) for x, w in zip((query, key), head_norms, strict=True))
     pool[0].index_copy_(0, slots, _rotated(key, cos, sin).to(pool.dtype))

@@ -8,23 +8,28 @@ namespace {
 
 constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
 
-// hidden += delta; y = weight * round(hidden / sqrt(mean(hidden^2) + epsilon))
+// y = weight * round(x / sqrt(mean(x^2) + epsilon)), of one row or one head
+template <class T>
+void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
+    float sums[LANES] = {}, total = 0;
+    for (int64_t i = 0; i < width; i++) {
+        float value = to_float(x[i]);
+        sums[i % LANES] += value * value;
+    }
+    for (float sum : sums) total += sum;
+    float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
+    for (int64_t i = 0; i < width; i++) put(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+}
+
+// hidden += delta; y = the norm of hidden
 template <class T>
 void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
     for (int64_t row = 0; row < rows; row++) {
         T* mine = hidden + row * width;
-        float sums[LANES] = {};
-        for (int64_t i = 0; i < width; i++) {
-            if (delta) put(mine + i, to_float(mine[i]) + to_float(delta[row * width + i]));
-            float x = to_float(mine[i]);
-            sums[i % LANES] += x * x;
-        }
-        float total = 0;
-        for (float sum : sums) total += sum;
-        float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
-        for (int64_t i = 0; i < width; i++)
-            put(y + row * width + i, to_float(weight[i]) * rounded<T>(to_float(mine[i]) * scale));
+        if (delta)
+            for (int64_t i = 0; i < width; i++) put(mine + i, to_float(mine[i]) + to_float(delta[row * width + i]));
+        norm(mine, weight, epsilon, width, y + row * width);
     }
 }
 
@@ -55,14 +60,6 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
     }
 }
 
-template <class T>
-void norm_head(const T* x, const T* weight, float epsilon, int64_t dim, T* y) {
-    float total = 0;
-    for (int64_t i = 0; i < dim; i++) total += to_float(x[i]) * to_float(x[i]);
-    float scale = 1.0f / std::sqrt(total / float(dim) + epsilon);
-    for (int64_t i = 0; i < dim; i++) put(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
-}
-
 // Norms heads of queries and keys where there are weights for it, and rotates them, halves against halves:
 // round(x cos) + round([-x_2; x_1] sin); keys and values go to their slots, queries to a table of their own.
 // joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, dim]
@@ -84,7 +81,7 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
                 continue;
             }
             if (const T* weight = key >= 0 ? key_norm : query_norm) {
-                norm_head(x, weight, epsilon, dim, normed);
+                norm(x, weight, epsilon, dim, normed);
                 x = normed;
             }
             T turned[MOST_DIM];

@@ -112,11 +112,15 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
         store(line(i), weight);
     }
 
+    float end[LANES];  // of a line that fills no whole number of vectors
     auto value = [&](const float* from, int v) {
-        if ((v + 1) * LANES <= dim) return load(from + v * LANES);
-        Vec part{};
-        for (int i = 0; v * LANES + i < dim; i++) part[i] = from[v * LANES + i];
-        return part;
+        const float* at = from + v * LANES;
+        if (v == VECTORS - 1 && VECTORS * LANES > dim) {
+            memset(end, 0, sizeof(end)), memcpy(end, at, size_t(dim - v * LANES) * sizeof(float));
+            at = end;
+        }
+        asm("" : "+r"(at));  // or products move into the branches above, where no addition is left to fuse them with
+        return load(at);
     };
     for (int lane = 0; lane < count; lane += AT_ONCE) {
         Vec sums[AT_ONCE][VECTORS] = {};

@@ -8,19 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.exact_rows import exact_row_multiple
-from kernels.tree_attention import (
-    MAX_DEPTH,
-    MAX_NODES,
-    NULL_SLOT,
-    SPAN,
-    WIDTH,
-    Attention,
-    AttentionRows,
-    plan_attention,
-)
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT, Attention, AttentionRows
 
 LONGEST = 1024
+Plan = Callable[..., Attention]
 
 
 @dataclass(frozen=True)
@@ -84,21 +75,18 @@ class Part:
 def attend(
     parts: Sequence[Part],
     heads: Heads,
+    plan_with: Plan,
     *,
     window: int | None = None,
     softcap: float | None = None,
     seed: int = 0,
-    multiples: int = 1,
-    longest: int = LONGEST,
-    plan_with: Callable[..., Attention] = plan_attention,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     query_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Run a step in scrambled slots, with everything else in the pool NaN and extend rows before nodes.
 
-    Members are padded to so many times the multiple that is exact here. Keys and values are kept as `dtype`, queries
-    are asked and answered as `query_dtype`.
+    Keys and values are kept as `dtype`, queries are asked and answered as `query_dtype`.
     Returns per part [rows, query heads, dim] float32.
     """
     lengths = [part.stacked("keys").shape[0] for part in parts]
@@ -109,15 +97,13 @@ def attend(
     pool[:, NULL_SLOT] = 0
     for part, own in zip(parts, places, strict=True):
         pool[0, own], pool[1, own] = part.stacked("keys").to(dtype), part.stacked("values").to(dtype)
-    rows, table, order = _layout(parts, places, longest)
+    rows, table, order = _layout(parts, places)
     queries = torch.cat([part.stacked("queries")[part.start :] for part in parts])
     plan = plan_with(
         AttentionRows(*(getattr(rows, name).to(device) for name in AttentionRows.__slots__)),
         table.to(device),
-        num_slots=num_slots,
         query_heads=heads.query,
         kv_heads=heads.kv,
-        member_multiple=multiples * exact_row_multiple(WIDTH, heads.dim, pool.device),
     )
     out = torch.empty_like(queries)
     ordered = queries[order].to(query_dtype).to(device)
@@ -127,12 +113,12 @@ def attend(
     return list(out.split([length - part.start for length, part in zip(lengths, parts, strict=True)]))
 
 
-def _layout(parts: Sequence[Part], places: Sequence[Tensor], longest: int) -> tuple[AttentionRows, Tensor, Tensor]:
+def _layout(parts: Sequence[Part], places: Sequence[Tensor]) -> tuple[AttentionRows, Tensor, Tensor]:
     """What the kernel is told of the parts' rows, the slot table, and which row of the parts comes when."""
     lines = random.Random(len(parts)).sample(range(len(parts) + 2), len(parts))
-    table = torch.full((len(parts) + 2, longest), NULL_SLOT)
+    table = torch.full((len(parts) + 2, max([LONGEST, *(part.end for part in parts)])), NULL_SLOT)
     sequence, positions, node = [], [], []
-    width = max(MAX_NODES, *(len(part.parents) for part in parts))
+    width = max(len(part.parents) for part in parts)
     node_slots, node_depths = torch.zeros(2, len(parts), width, dtype=torch.int64)
     ancestors = torch.zeros(len(parts), width, width, dtype=torch.bool)
     for idx, (part, own) in enumerate(zip(parts, places, strict=True)):
@@ -190,9 +176,8 @@ def random_parents(rng: random.Random, count: int) -> list[int]:
 
 
 def random_part(rng: random.Random, heads: Heads) -> Part:
-    """A decoding sequence with a tree, or a prompt chunk, with a context that often ends at a border of the layout."""
-    near_border = rng.choice([WIDTH, SPAN, WIDTH + MAX_DEPTH, 2 * WIDTH, SPAN + MAX_DEPTH]) + rng.randrange(-2, 3)
-    start = rng.choice([0, rng.randrange(1, 700), near_border])
+    """A decoding sequence with a tree, or a prompt chunk."""
+    start = rng.choice([0, rng.randrange(1, 40), rng.randrange(40, 700)])
     chunk = rng.choice([1, 1, 1, rng.randrange(2, 60), 200])
     count = rng.choice([0, 1, 5, 23, MAX_NODES]) if chunk == 1 else 0
     text = Vectors.draw(start + chunk, heads, rng.randrange(1 << 30))

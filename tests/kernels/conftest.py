@@ -1,11 +1,50 @@
-"""Where device kernels run: interpreted, on a machine without a device, or compiled on one (`pytest -m gpu`)."""
+"""Where kernels run: those of a device interpreted, on a machine without one, or compiled on one (`pytest -m gpu`);
+those of a CPU in every build that the processor can run."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
+from kernels import ops
+from kernels.cpu import library
+from kernels.ops import REFERENCE, Ops
 from tests.kernels.interpreter import complete
+
+ABLE = torch.cpu.get_capabilities()
+BUILDS = [
+    name
+    for name, needs in library.VARIANTS.items()
+    if find_spec(f"kernels.cpu.{name}") is not None and all(ABLE.get(need, False) for need in needs)
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=BUILDS)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
+    """The ops of a CPU in one build."""
+    yield from _of_build(str(request.param), monkeypatch)
+
+
+@pytest.fixture(params=["reference", *BUILDS])
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
+    """The ops of a CPU, compiled or not."""
+    if request.param == "reference":
+        yield REFERENCE
+    else:
+        yield from _of_build(str(request.param), monkeypatch)
+
+
+def _of_build(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
+    monkeypatch.setattr(library, "variant", lambda: name)
+    for found in (library.function, ops._table):
+        found.cache_clear()
+    yield ops.on(CPU)
+    for found in (library.function, ops._table):
+        found.cache_clear()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,7 +9,7 @@ import torch
 from drafters.tree import MAX_NODES, DraftTree
 from kernels.tree_attention import NULL_SLOT
 from service.engine.rows import ExtendRows, ForwardRows, flatten
-from tests.kernels.test_tree_attention import random_parents
+from tests.kernels.attention_parts import random_parents
 
 torch.set_num_threads(1)
 

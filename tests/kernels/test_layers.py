@@ -1,0 +1,135 @@
+"""Ops of a decoder layer: references against transformers, compiled ones against references."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from kernels.ops import REFERENCE, Ops
+from tests.kernels.layer_parts import gate_bounds, norm_bounds, rotary_parts, within
+
+torch.set_num_threads(1)
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (1, 64), (3, 100), (7, 576), (300, 48), (2, 4097)]
+
+
+def _rows(shape: tuple[int, int], dtype: torch.dtype, spread: float = 3.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * spread).to(dtype)
+
+
+def _weight(width: int, dtype: torch.dtype) -> Tensor:
+    return (torch.rand(width, generator=torch.Generator().manual_seed(width)) * 3 - 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_round_as_transformers_does(dtype: torch.dtype) -> None:
+    hidden, joined = _rows((5, 72), dtype), _rows((5, 200), dtype)
+    norm = LlamaRMSNorm(72, 1e-5).to(dtype)
+    norm.weight.data = _weight(72, dtype)
+    torch.testing.assert_close(
+        REFERENCE.add_rms_norm(hidden.clone(), None, norm.weight, 1e-5), norm(hidden), atol=0, rtol=_last_bit(dtype)
+    )
+    gate, up = joined.chunk(2, dim=-1)
+    assert torch.equal(REFERENCE.silu_mul(joined), functional.silu(gate) * up)
+    parts = rotary_parts(5, (4, 2), 24, dtype)
+    heads = parts["joined"].view(1, 5, 8, 24).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], parts["cos"][None], parts["sin"][None])
+    assert torch.equal(
+        REFERENCE.rotary_store(**parts, query_heads=4, head_norms=None, epsilon=0.0), query[0].transpose(0, 1)
+    )
+    assert torch.equal(parts["pool"][0, parts["slots"]], key[0].transpose(0, 1).float())
+    assert torch.equal(parts["pool"][1, parts["slots"]], heads[0, 6:].transpose(0, 1).float())
+
+
+def _last_bit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_added_and_normed(shape: tuple[int, int], dtype: torch.dtype, added: bool, on_cpu: Ops) -> None:
+    hidden, delta, weight = _rows(shape, dtype), _rows((*shape,), dtype, 0.7).flip(0), _weight(shape[1], dtype)
+    expected = hidden + delta if added else hidden.clone()
+    found = on_cpu.add_rms_norm(hidden, delta if added else None, weight, 1e-5)
+    assert torch.equal(hidden, expected)
+    assert within(found, norm_bounds(expected, weight, 1e-5))
+
+
+def test_epsilon_counts(on_cpu: Ops) -> None:
+    x, weight = torch.full((2, 16), 1e-3), torch.ones(16)
+    torch.testing.assert_close(on_cpu.add_rms_norm(x, None, weight, 1e-6), torch.full_like(x, 0.5**0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (1, 96), (5, 2 * 1536), (300, 34), (3, 2 * 1025)])
+def test_gates(shape: tuple[int, int], dtype: torch.dtype, on_cpu: Ops) -> None:
+    joined = _rows(shape, dtype, 6.0)
+    assert within(on_cpu.silu_mul(joined), gate_bounds(joined))
+
+
+def test_large_gates_are_open_or_shut(on_cpu: Ops) -> None:
+    opened, shut, nothing = on_cpu.silu_mul(torch.tensor([500.0, -500.0, 0.0, 3.0, 3.0, 3.0])).tolist()
+    assert (opened, nothing) == (1500.0, 0.0)
+    assert -1e-30 < shut <= 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (5, 256), (33, 24), (2, 6)])
+def test_rows_are_rotated_and_stored(
+    rows: int, dim: int, heads: tuple[int, int], dtype: torch.dtype, compiled: Ops
+) -> None:
+    """In bf16 each product is rounded; in float32 one of two may be fused with the sum: the last bit of the largest."""
+    given, expected = (rotary_parts(rows, heads, dim, dtype) for _ in range(2))
+    found = compiled.rotary_store(**given, query_heads=heads[0], head_norms=None, epsilon=0.0)
+    query = REFERENCE.rotary_store(**expected, query_heads=heads[0], head_norms=None, epsilon=0.0)
+    atol = 0.0 if dtype == torch.bfloat16 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, query, atol=atol, rtol=0)
+    torch.testing.assert_close(given["pool"], expected["pool"], atol=atol, rtol=0)
+    assert torch.equal(given["pool"][1], expected["pool"][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 24, 128])
+def test_heads_are_normed_before_they_are_rotated(dim: int, dtype: torch.dtype, compiled: Ops) -> None:
+    """As by the norm of rows: the same bits, from the same sum."""
+    given, normed = (rotary_parts(7, (4, 2), dim, dtype) for _ in range(2))
+    weights = (_weight(dim, dtype), _weight(dim + 1, dtype)[1:].clone())
+    heads = normed["joined"].view(7, 8, dim)
+    for part, weight in zip((slice(4), slice(4, 6)), weights, strict=True):
+        flat = heads[:, part].reshape(-1, dim)
+        heads[:, part] = compiled.add_rms_norm(flat, None, weight, 1e-5).view(7, -1, dim)
+    found = compiled.rotary_store(**given, query_heads=4, head_norms=weights, epsilon=1e-5)
+    assert torch.equal(found, compiled.rotary_store(**normed, query_heads=4, head_norms=None, epsilon=0.0))
+    assert torch.equal(given["pool"], normed["pool"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [30, 576])
+def test_a_row_does_not_depend_on_its_company(width: int, dtype: torch.dtype, compiled: Ops) -> None:
+    x, weight, delta = _rows((130, width), dtype), _weight(width, dtype), _rows((130, width), dtype).flip(0)
+    gates = compiled.silu_mul(x)
+    norms = compiled.add_rms_norm(x.clone(), delta, weight, 1e-5)
+    parts = rotary_parts(130, (3, 1), 24, dtype)
+    turned = compiled.rotary_store(**parts, query_heads=3, head_norms=(weight[:24], weight[:24]), epsilon=1e-5)
+    for row in range(130):
+        one = slice(row, row + 1)
+        assert torch.equal(compiled.silu_mul(x[one]), gates[one])
+        assert torch.equal(compiled.add_rms_norm(x[one].clone(), delta[one], weight, 1e-5), norms[one])
+        alone = {name: value[one] for name, value in parts.items() if name != "pool"} | {"pool": parts["pool"].clone()}
+        again = compiled.rotary_store(**alone, query_heads=3, head_norms=(weight[:24], weight[:24]), epsilon=1e-5)
+        assert torch.equal(again, turned[one])
+        assert torch.equal(alone["pool"], parts["pool"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(dtype: torch.dtype, on_cpu: Ops) -> None:
+    assert on_cpu.add_rms_norm(torch.zeros(0, 8, dtype=dtype), None, torch.ones(8, dtype=dtype), 1e-5).shape == (0, 8)
+    assert on_cpu.silu_mul(torch.zeros(0, 8, dtype=dtype)).shape == (0, 4)
+    parts = rotary_parts(0, (4, 2), 8, dtype)
+    before = parts["pool"].clone()
+    assert on_cpu.rotary_store(**parts, query_heads=4, head_norms=None, epsilon=0.0).shape == (0, 4, 8)
+    assert torch.equal(parts["pool"], before)
