@@ -4,22 +4,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ARGS ?=
 # Most tests keep to one thread; a file's tests stay together, for they share what takes long to build.
 TWO_AT_A_TIME := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL: # programs first: what is installed is compiled with one of them
 .PHONY: help install system serve test test-long check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) system ## create .venv with everything in it, and install what the tests run beside it
+install: system $(STAMP) ## create .venv with everything in it, and install what the tests run beside it
 
-system: ## install the programs that the tests run: Prometheus, Redis, Chromium
+system: ## install the programs that the tests run: Prometheus, Redis, Chromium, and a compiler
+	@command -v g++ >/dev/null || rm -f $(STAMP) # what was installed without a compiler is installed again
 	@tests/install-programs
 
-$(STAMP): pyproject.toml constraints.txt
+# Compiles the kernels too, where there is a compiler.
+$(STAMP): pyproject.toml setup.py constraints.txt $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
 		|| { echo "$(PYTHON) is not Python 3.11 or 3.12; name one: make install PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
@@ -34,10 +38,10 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9000"
 	@$(BIN)/adaptree serve $(ARGS)
 
-test: $(STAMP) system ## the tests that take minutes at most
+test: system $(STAMP) ## the tests that take minutes at most
 	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not gpu" $(ARGS)
 
-test-long: $(STAMP) system ## the same and the slow ones
+test-long: system $(STAMP) ## the same and the slow ones
 	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" $(ARGS)
 
 check: $(STAMP) ## format, lint, types, architecture
@@ -56,6 +60,6 @@ bench: $(STAMP) ## say how to measure
 	@echo "all options:"
 	@echo "  $(BIN)/adaptree bench --help"
 
-clean: ## remove caches and build output; the environment stays
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove caches and build output; the packages stay
+	rm -rf build *.egg-info kernels/cpu/*.so $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find service adaptation drafters kernels benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +

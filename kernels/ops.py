@@ -24,7 +24,7 @@ from kernels.rank_features import rank_features
 from kernels.sample import sample
 from kernels.tree_attention import plan_attention
 
-__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "on", "twin"]
+__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
 
 class Ops:
@@ -53,6 +53,11 @@ OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))
 def on(device: torch.device) -> Ops:
     """The ops for tensors on this device."""
     return _table(device.type)
+
+
+def kernel_set(device: torch.device) -> str:
+    """Which kernels `on` this device run, in a word: triton, a build for the processor, or torch."""
+    return "triton" if device.type == "cuda" else library.variant() or "torch"
 
 
 @cache

@@ -15,6 +15,7 @@ from adaptation.config import Tuning
 from drafters.protocol import Drafter
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.tree import MAX_NODES
+from kernels import ops
 from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
@@ -54,8 +55,8 @@ class Assembly:
 
     @property
     def fingerprint(self) -> str:
-        """What makes two servers give equal text: weights, dtype and numerics, but no drafter."""
-        layout = f"{torch.get_num_threads()} {self.target.device.type}"
+        """What makes two servers give equal text: weights, dtype, numerics and kernels, but no drafter."""
+        layout = f"{torch.get_num_threads()} {ops.kernel_set(self.target.device)}"
         parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
@@ -227,23 +228,30 @@ def _weights(
 
 
 def start_up_line(assembly: Assembly) -> str:
-    """Model, device, dtype, slots and numerics in one line."""
+    """Model, device, dtype, slots, numerics and kernels in one line."""
     target = assembly.target
     dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
+    kernels = ops.kernel_set(target.device)
+    if kernels == "torch":
+        kernels += " (none compiled for this processor: install g++ and run `make install`)"
     steps = "captured" if target.is_captured else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
         f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "
-        f"numerics: {assembly.numerics}, drafter {assembly.drafter_name}"
+        f"numerics: {assembly.numerics}, kernels: {kernels}, drafter {assembly.drafter_name}"
     )
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name, or the best there is. Raises StartupError for a GPU that is not there."""
+    """The device of that name, or the best there is. Raises StartupError for one that is not there, or its kernels."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type != "cuda":
+        try:
+            ops.kernel_set(device)
+        except ImportError as error:
+            raise StartupError(str(error)) from error
         return device
     index = device.index or 0
     if index >= torch.cuda.device_count():

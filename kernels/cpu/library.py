@@ -3,6 +3,7 @@
 import ctypes
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ class Layer(ctypes.Structure):
 
 @cache
 def variant() -> str | None:
-    """The build that runs here; None where none was built, or none fits."""
+    """The build that runs here; None where none was built, or none fits. Raises ImportError when it is stale."""
     able = torch.cpu.get_capabilities()
     for name, needs in VARIANTS.items():
-        if find_spec(f"{__package__}.{name}") is not None and all(able.get(need, False) for need in needs):
+        built = _path(name)
+        if built is not None and all(able.get(need, False) for need in needs):
+            _check_fresh(built)
             return name
     return None
 
@@ -56,6 +59,18 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @cache
 def _load(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(_path(name)))
+
+
+def _path(name: str) -> Path | None:
+    """Where the build of that name lies, if it was built."""
     spec = find_spec(f"{__package__}.{name}")
-    assert spec is not None and spec.origin is not None
-    return ctypes.CDLL(spec.origin)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _check_fresh(built: Path) -> None:
+    """In a checkout the sources lie beside what was built from them, and may have changed since. Raises ImportError."""
+    sources = (*built.parent.glob("*.cpp"), *built.parent.glob("*.h"))
+    newer = [path.name for path in sources if path.stat().st_mtime > built.stat().st_mtime]
+    if newer:
+        raise ImportError(f"{built.name} is older than {', '.join(sorted(newer))}: compile it anew by `make install`")

@@ -96,6 +96,7 @@ def test_the_start_up_line_says_what_matters(assembly: Assembly, folder: Path) -
         str(assembly.engine().slots.capacity),
         "context 200",
         "numerics: exact",
+        "kernels: ",
         "drafter lookup",
     ):
         assert part in line

@@ -1,0 +1,32 @@
+"""Compiles kernels/cpu, once per kind of processor; everything else about the package stands in pyproject.toml."""
+
+import platform
+from glob import glob
+
+from setuptools import Extension, setup
+
+# No debug information, which Python's own flags ask for.
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+VARIANTS = {
+    "x86_64": {
+        "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"],
+        "avx2": ["-march=x86-64-v3"],
+    },
+    "aarch64": {"neon": ["-march=armv8.2-a"]},
+}
+
+setup(
+    ext_modules=[
+        # No modules of Python: kernels/cpu/library.py loads them by their C interface.
+        Extension(
+            f"kernels.cpu.{variant}",
+            sources=sorted(glob("kernels/cpu/*.cpp")),
+            depends=sorted(glob("kernels/cpu/*.h")),
+            language="c++",
+            extra_compile_args=[*FLAGS, *flags],
+            extra_link_args=["-fopenmp"],
+            optional=True,  # without a compiler the torch reference serves
+        )
+        for variant, flags in VARIANTS.get(platform.machine(), {}).items()
+    ]
+)

@@ -1,0 +1,85 @@
+"""Which build of the compiled kernels runs: the best that was built and fits the processor, and only a fresh one."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.cpu import library
+
+CPU = torch.device("cpu")
+AVX2 = {"avx2": True, "fma3": True}
+AVX512 = AVX2 | {"avx512_bf16": True, "avx512_dq": True, "avx512_vl": True}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> Iterator[None]:
+    library.variant.cache_clear()
+    yield
+    library.variant.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where builds lie, with one source; empty of builds."""
+    (tmp_path / "linear.cpp").touch()
+    monkeypatch.setattr(library, "_path", lambda name: path if (path := tmp_path / f"{name}.so").exists() else None)
+    return tmp_path
+
+
+def build(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / f"{name}.so").touch()
+
+
+def able(monkeypatch: pytest.MonkeyPatch, **abilities: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
+
+
+@pytest.mark.parametrize(
+    ("built", "abilities", "expected"),
+    [
+        (("avx512bf16", "avx2"), AVX512, "avx512bf16"),
+        (("avx512bf16", "avx2"), AVX2, "avx2"),
+        (("avx2",), AVX512, "avx2"),
+        (("avx512bf16", "avx2"), {"sse4_2": True}, "torch"),
+        (("avx512bf16",), AVX2, "torch"),
+        (("neon",), {"neon": True}, "neon"),
+        ((), AVX512, "torch"),
+    ],
+)
+def test_the_best_build_that_fits_runs(
+    built: tuple[str, ...],
+    abilities: dict[str, bool],
+    expected: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build(folder, *built)
+    able(monkeypatch, **abilities)
+    assert ops.kernel_set(CPU) == expected
+
+
+def test_a_build_older_than_a_source_is_refused_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(folder, "avx2")
+    able(monkeypatch, **AVX2)
+    assert library.variant() == "avx2"
+    library.variant.cache_clear()
+    (folder / "vector.h").touch()
+    os.utime(folder / "avx2.so", (1, 1))
+    with pytest.raises(ImportError, match=r"avx2.so is older than linear.cpp, vector.h: .*`make install`"):
+        library.variant()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what Linux tells of a process")
+def test_the_compiled_kernels_run_on_the_threads_of_torch() -> None:
+    """A second OpenMP runtime would bring as many threads again."""
+    found = library.variant()
+    assert found is not None, "no kernels are compiled: install g++ and run `make install`"
+    library._load(found)
+    loaded = set(re.findall(r"\S*/lib[gi]?omp\S*", Path("/proc/self/maps").read_text()))
+    assert len(loaded) == 1
