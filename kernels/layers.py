@@ -8,9 +8,8 @@ from torch.nn import functional
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Adds `delta` to `hidden`, in place, and norms what is there then:
-    y = w * round(hidden / sqrt(mean(hidden^2) + epsilon)). # hidden, delta [rows, hidden], weight [hidden] -> like hidden
-    """
+    """Adds `delta` to `hidden`, in place, and norms what is there then: y = w * round(h / sqrt(mean(h^2) + epsilon)).
+    # hidden, delta [rows, hidden], weight [hidden] -> like hidden"""
     if delta is not None:
         hidden += delta
     return weight * torch.rms_norm(hidden, weight.shape, None, epsilon)
@@ -36,8 +35,8 @@ def rotary_store(
     """Splits the joined product of an attention, norms heads of queries and keys where there are weights for it, embeds
     positions, halves against halves: y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2], and stores keys and
     values in one layer of a pool.
-    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots, kv_heads,
-    dim]; head_norms: of queries and of keys, both [dim] -> queries [rows, query heads, dim]"""
+    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64;
+    # pool [2, slots, kv_heads, dim]; head_norms of queries and of keys, [dim] each -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
     query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:

@@ -46,12 +46,14 @@ def _walk(
     parent = tl.load(parents + line * nodes + node, mask=exists, other=-2)
     wanted = tl.load(target_tokens + line * (nodes + 1))
     here, place, walked = -1, tl.arange(0, MOST), tl.full([MOST], -1, tl.int64)
-    for level in range(0, depth):
+    level = 0
+    while level < depth:
         child = tl.min(tl.where(exists & (parent == here) & (token == wanted), node, NODES), 0)
         found = child < NODES
         walked = tl.where((place == level) & found, child, walked)
         here = tl.where(found, child, here)
         wanted = tl.load(target_tokens + line * (nodes + 1) + 1 + here)
+        level = tl.where(found, level + 1, depth)
     tl.store(path + line * depth + place, walked, mask=place < depth)
     tl.store(num_accepted + line, tl.sum((walked >= 0).to(tl.int64), 0))
     tl.store(bonus + line, wanted)

@@ -17,7 +17,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
     width = weight.shape[0]
     out = hidden.new_empty(hidden.shape)
     if hidden.numel():
-        assert hidden.is_contiguous() and (delta is None or delta.is_contiguous()), "rows stand side by side"
+        assert all(x is None or x.is_contiguous() for x in (hidden, delta)), "rows stand side by side"
         _add_norm[(hidden.numel() // width,)](
             hidden, hidden if delta is None else delta, weight, out, epsilon,
             ADDS=delta is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), enable_fp_fusion=True,
@@ -92,9 +92,9 @@ def rotary_store(
     query_norm, key_norm = head_norms or (joined, joined)
     if rows:
         _rotate_store[(rows, query_heads + 2 * kv_heads)](
-            joined.contiguous(), cos.contiguous(), sin.contiguous(), slots, pool[0], pool[1], query, query_norm, key_norm,
-            epsilon, NORMS=head_norms is not None, QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HALF=dim // 2,
-            BLOCK=triton.next_power_of_2(dim // 2), enable_fp_fusion=False,
+            joined.contiguous(), cos.contiguous(), sin.contiguous(), slots, pool[0], pool[1], query,
+            query_norm, key_norm, epsilon, NORMS=head_norms is not None, QUERY_HEADS=query_heads, KV_HEADS=kv_heads,
+            HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), enable_fp_fusion=False,
         )  # fmt: skip
     return query
 

@@ -1,11 +1,12 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Tree attention on a device: the sums of `kernels/tree_attention.py`, with the layout derived from positions there.
+"""Tree attention on a device: the sums of `kernels/tree_attention.py`, in an order that follows from positions.
 
 A *tile* holds query heads of a few rows of one sequence, whatever they are: a root, tree nodes, a piece of a prompt.
 
-- The prefix of a row, the keys before its boundary b(p), is summed by tensor cores in chunks of 64 keys, and chunks
-  in splits of 512 keys, both aligned at multiples of their size; the splits are added up in order.
+- The prefix of a row, the keys before its boundary b(p) = max(0, p - MAX_DEPTH), is committed whatever the tree. It
+  is summed by tensor cores in chunks of 64 keys, and chunks in splits of 512 keys, both aligned at multiples of their
+  size; the splits are added up in order.
 - The tail, the keys from b(p) on and the nodes of the row's path, is summed strictly in column order, one fused
   multiply-add per key, so that the gaps between a path's nodes leave no trace.
 
@@ -23,14 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tree_attention import LOG2_E, MASKED, MAX_DEPTH, SPAN, AttentionRows
+from kernels.tree_attention import LOG2_E, MAX_DEPTH, AttentionRows
 
 _CHUNK = tl.constexpr(64)  # keys per product of the prefix: three stages of 128 dimensions fit into 100 KB
 _SPLIT = tl.constexpr(512)  # keys that one program sums: long contexts are spread over the device
 _COLUMNS = tl.constexpr(32)  # keys per product of the tail, whose sums do not depend on it
 _MAX_DEPTH = tl.constexpr(MAX_DEPTH)
-_SPAN = tl.constexpr(SPAN)
-_MASKED = tl.constexpr(MASKED)
+_MASKED = tl.constexpr(-1e30)  # score of what is not seen; finite, so that padding has no NaN
 
 _FEWEST = 16  # smallest side of a product in Triton
 _PARTIAL_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class TilePlan:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As the reference's `tree_attention`; padding rows get zeros."""
+        """As the reference's `attend`; rows that no tile holds get zeros."""
         # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> as query
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
@@ -105,15 +105,10 @@ def plan_attention(
     rows: AttentionRows,
     slot_table: Tensor,
     *,
-    num_slots: int,
     query_heads: int,
     kv_heads: int,
-    member_multiple: int,
-    padding: int = 0,
 ) -> TilePlan:
-    """Lay out one forward without asking the device anything.
-    As the reference's `plan_attention`; the size of the pool, the multiple that makes products exact and padding rows
-    are of no concern here. Rows may stand in any order."""
+    """As the reference's `plan_attention`, without asking the device anything. Rows may stand in any order."""
     group = query_heads // kv_heads
     return TilePlan(rows, slot_table, _tile_rows(rows, _members_of(group) // group))
 
@@ -195,7 +190,7 @@ def _prefix_kernel(
     tl.store(sums + (at * MEMBERS + member)[:, None] * DIM + dim[None, :], mixed, mask=dim[None, :] < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _tail_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -284,7 +279,7 @@ def _members(
     place = tl.arange(0, MEMBERS) // GROUP
     row = tl.load(tile_rows + tile * rows + place, mask=place < rows, other=-1)
     position = tl.load(positions + row, mask=row >= 0, other=0)
-    boundary = tl.maximum(position - _MAX_DEPTH, 0) // _SPAN * _SPAN
+    boundary = tl.maximum(position - _MAX_DEPTH, 0)
     return row, position, boundary, tl.maximum(position - window + 1, 0)
 
 

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.ops import OPS, Ops, twin
 from kernels.sample import Filters
+from kernels.tree_attention import MAX_NODES
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -30,7 +31,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-DEVICE = Ops(**{op: twin(op) for op in OPS})
+DEVICE = Ops(**{op: twin(op, "triton") for op in OPS})
 _OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
 _RESERVED = ("grid", "warmup", *_OPTIONS)
 
@@ -90,14 +91,14 @@ def launch_everything(dtype: torch.dtype) -> None:
     """Every kernel on small inputs of the shapes' own kind; results are whatever memory holds."""
     heads = Heads(2, 4, 128)
     text, nodes = Vectors.draw(40, heads, 1), Vectors.draw(2, heads, 2)
-    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, plan_with=DEVICE.plan_attention, dtype=dtype, query_dtype=dtype)
+    attend([Part(text, 39, 40, nodes, [-1, 0])], heads, DEVICE.plan_attention, dtype=dtype, query_dtype=dtype)
     _launch_layer(dtype)
     logits, zeros = torch.randn(2, 3000).to(dtype), torch.zeros(2, dtype=torch.int64)
     for filters in (None, Filters(zeros.float(), zeros, zeros.double())):
         DEVICE.sample(logits, zeros, zeros, zeros.float(), filters)
     DEVICE.rank_features(logits)
-    tree = torch.zeros(2, 64, dtype=torch.int64)
-    accepted = DEVICE.accept(tree, tree - 1, zeros, torch.zeros(2, 65, dtype=torch.int64))
+    tree = torch.zeros(2, MAX_NODES, dtype=torch.int64)
+    accepted = DEVICE.accept(tree, tree - 1, zeros, torch.zeros(2, MAX_NODES + 1, dtype=torch.int64))
     DEVICE.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
     states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
     DEVICE.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
@@ -105,16 +106,16 @@ def launch_everything(dtype: torch.dtype) -> None:
 
 def _launch_layer(dtype: torch.dtype) -> None:
     """What a decoder layer asks for beside attention, in the sizes of an 8B model."""
-    hidden, joined = torch.randn(1, 4, 4096).to(dtype), torch.randn(1, 4, 2 * 14336).to(dtype)
-    weight = torch.zeros(4096, 4096, dtype=dtype)
+    hidden, weight = torch.randn(4, 4096).to(dtype), torch.zeros(4096, 4096, dtype=dtype)
     for number in (1, 32, 64, 128, 256, 2048):
         DEVICE.plan_linear(weight, None)(torch.zeros(number, 4096, dtype=dtype))
-    DEVICE.rms_norm(hidden, hidden[0, 0], 1e-5)
-    DEVICE.silu_mul(joined)
-    query, key = hidden.view(1, 4, 32, 128).transpose(1, 2), hidden[..., :1024].view(1, 4, 8, 128).transpose(1, 2)
-    DEVICE.rotary(query, key, hidden[..., :128], hidden[..., :128])
-    rows = key.transpose(1, 2)[0]
-    DEVICE.store_kv(torch.zeros(10, 8, 128, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64), rows, rows)
+    for delta in (None, hidden):
+        DEVICE.add_rms_norm(hidden, delta, hidden[0], 1e-5)
+    DEVICE.silu_mul(torch.randn(4, 2 * 14336).to(dtype))
+    joined, angles = torch.randn(4, 48 * 128).to(dtype), hidden[:, :128].contiguous()
+    pool, slots = torch.zeros(2, 10, 8, 128, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    for norms in (None, (angles[0], angles[0])):
+        DEVICE.rotary_store(joined, angles, angles, slots, pool, 32, norms, 1e-5)
 
 
 def main(architecture: int) -> None:

@@ -14,7 +14,7 @@ from kernels.tree_attention import NULL_SLOT
 from kernels.triton import commit_slots as on_device
 from tests.kernels.random_walks import Tree, batch_of
 
-LENGTH = 60
+LENGTH = 90
 Commit = Callable[..., CommittedSlots]
 
 
@@ -24,7 +24,7 @@ def commit_slots(request: pytest.FixtureRequest) -> Commit:
     return chosen
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 5), (8, 24), (64, 3), (2, 64)])
+@pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 5), (8, 24), (64, 3), (2, 64), (3, 256)])
 def test_accepted_slots_are_kept_and_the_others_freed(batch: int, most: int, commit_slots: Commit, device: str) -> None:
     rng = random.Random(batch + most)
     trees = [Tree.draw(rng, most), *(Tree.draw(rng, rng.randrange(most + 1)) for _ in range(batch - 1))]

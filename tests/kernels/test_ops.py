@@ -1,13 +1,15 @@
-"""The table of ops: each has a device kernel that is called as its reference is."""
+"""The table of ops: kernels are called as their references are."""
 
 from inspect import signature
 
 import pytest
 
-from kernels.ops import OPS, REFERENCE, twin
+from kernels.ops import OPS, REFERENCE, has_twin, twin
+
+TWINS = [*((op, "triton") for op in OPS), *((op, "cpu") for op in OPS if has_twin(op, "cpu"))]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_device_kernel_is_called_as_its_reference(op: str) -> None:
-    found, expected = signature(twin(op)).parameters, signature(getattr(REFERENCE, op)).parameters
+@pytest.mark.parametrize(("op", "kind"), TWINS)
+def test_a_kernel_is_called_as_its_reference(op: str, kind: str) -> None:
+    found, expected = signature(twin(op, kind)).parameters, signature(getattr(REFERENCE, op)).parameters
     assert list(found.values()) == list(expected.values())

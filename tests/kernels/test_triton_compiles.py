@@ -20,10 +20,9 @@ KERNELS = {
     "_walk",
     "_commit",
     "_dense_gradient",
-    "_norm",
+    "_add_norm",
     "_gate",
-    "_rotate",
-    "_store",
+    "_rotate_store",
 }
 SMALLEST_SHARED = 99 * 1024  # bytes a program may have on the smallest of these devices
 MOST_SPILLED = 32  # bytes of a thread

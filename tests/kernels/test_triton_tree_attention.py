@@ -5,17 +5,14 @@ Interpreted, sizes are small; the same tests on a device, and those marked slow,
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT, AttentionRows
+from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend, naive, random_parents, tree_around
-
-run = partial(attend, plan_with=plan_attention)
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 5e-3)}  # atol, rtol; bf16: of weights in the prefix
 SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(1, 5, 64), Heads(1, 8, 16), Heads(1, 20, 16)]
@@ -57,10 +54,9 @@ def check(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    longest: int = 1024,
 ) -> None:
     parts = [rounded(part, dtype) for part in parts]
-    outputs = run(parts, heads, window=window, softcap=softcap, longest=longest, device=device, dtype=dtype)
+    outputs = attend(parts, heads, plan_attention, window=window, softcap=softcap, device=device, dtype=dtype)
     atol, rtol = TOLERANCES[dtype]
     for part, output in zip(parts, outputs, strict=True):
         torch.testing.assert_close(output, naive(part, heads, window, softcap), atol=atol, rtol=rtol)
@@ -74,7 +70,7 @@ def test_equals_plain_attention(heads: Heads, dtype: torch.dtype, device: str) -
     check(parts, heads, device, dtype)
 
 
-@pytest.mark.parametrize("count", [1, 17, MAX_NODES, 256])
+@pytest.mark.parametrize("count", [0, 1, 17, 33, MAX_NODES])
 def test_trees_of_any_size(count: int, device: str) -> None:
     heads = Heads(1, 1, 8)
     check([decoding(random.Random(count), heads, 70, count)], heads, device)
@@ -87,7 +83,7 @@ def test_windows_and_caps(window: int, softcap: float | None, device: str) -> No
     check(parts, heads, device, window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("context", [48, 63, 64, 65, 112, 128, 512, 560, 576, 577, 1008])
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 66, 128, 129, 512, 576, 577, 1008])
 def test_contexts_at_borders(context: int, device: str) -> None:
     heads = Heads(1, 1, 8)
     check([decoding(random.Random(context), heads, context, 5)], heads, device)
@@ -102,7 +98,7 @@ def test_many_sequences(batch: int, device: str) -> None:
 @pytest.mark.parametrize("context", [4096, 32_768])
 def test_long_contexts(context: int, device: str) -> None:
     heads = Heads(1, 2, 8)
-    check([decoding(random.Random(1), heads, context - MAX_DEPTH, 2)], heads, device, longest=context)
+    check([decoding(random.Random(1), heads, context, 2)], heads, device)
 
 
 @pytest.mark.slow
@@ -127,36 +123,41 @@ def test_a_path_in_a_tree_in_company_gives_the_bits_of_single_rows(
 ) -> None:
     rng = random.Random(end)
     text = Vectors.draw(end + MAX_DEPTH, heads, seed=end)
-    places = [*range(end - 1, end + MAX_DEPTH)]
-    alone = torch.cat([run([Part(text, p, p + 1)], heads, window=window, device=device)[0] for p in places])
+    depths = [0, 1, 2, *rng.sample(range(3, MAX_DEPTH), 4), MAX_DEPTH]
+    ends = [end + depth for depth in depths]
+    alone = [attend([Part(text, p - 1, p)], heads, plan_attention, window=window, device=device)[0] for p in ends]
     part, nodes = tree_around(text, end, heads, rng)
     company = [decoding(rng, heads, 50, 7), chunk(rng, heads, 90, 6)]
-    outputs = run([company[0], part, company[1]], heads, window=window, seed=end, device=device)
-    assert torch.equal(outputs[1][[0, *(1 + node for node in nodes)]], alone)
+    parts = [company[0], part, company[1]]
+    outputs = attend(parts, heads, plan_attention, window=window, seed=end, device=device)
+    path = [0, *(1 + node for node in nodes)]
+    assert torch.equal(outputs[1][[path[depth] for depth in depths]], torch.cat(alone))
 
 
 def test_a_chunk_of_any_size_gives_the_bits_of_single_rows(device: str) -> None:
     heads = Heads(1, 3, 16)
     text = Vectors.draw(150, heads, seed=1)
-    (whole,) = run([Part(text, 0, 150)], heads, device=device)
+    (whole,) = attend([Part(text, 0, 150)], heads, plan_attention, device=device)
     for start, size in ((0, 7), (60, 29), (143, 7), (149, 1)):
-        (output,) = run([Part(text, start, start + size)], heads, seed=start, device=device)
+        (output,) = attend([Part(text, start, start + size)], heads, plan_attention, seed=start, device=device)
         assert torch.equal(output, whole[start : start + size])
 
 
 def test_few_tiles_at_a_time_are_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, rng = Heads(1, 4, 16), random.Random(5)
     parts = [decoding(rng, heads, 200, 12), decoding(rng, heads, 90, 5)]
-    whole = run(parts, heads, device=device)
+    whole = attend(parts, heads, plan_attention, device=device)
     monkeypatch.setattr("kernels.triton.tree_attention._PARTIAL_BYTES", 1)
-    assert all(torch.equal(a, b) for a, b in zip(run(parts, heads, device=device), whole, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(attend(parts, heads, plan_attention, device=device), whole, strict=True)
+    )
 
 
 def test_results_have_the_type_of_the_queries(device: str) -> None:
     heads, rng = Heads(2, 2, 16), random.Random(3)
     parts = [rounded(decoding(rng, heads, context, count), torch.bfloat16) for context, count in ((90, 5), (600, 0))]
-    whole = run(parts, heads, device=device, dtype=torch.bfloat16)
-    halves = run(parts, heads, device=device, dtype=torch.bfloat16, query_dtype=torch.bfloat16)
+    whole = attend(parts, heads, plan_attention, device=device, dtype=torch.bfloat16)
+    halves = attend(parts, heads, plan_attention, device=device, dtype=torch.bfloat16, query_dtype=torch.bfloat16)
     for precise, half in zip(whole, halves, strict=True):
         assert torch.equal(half, precise.bfloat16().float())
 
@@ -165,12 +166,12 @@ def test_rows_may_stand_in_any_order_and_more_than_once(device: str) -> None:
     """A recorded shape is filled up with copies of its first row, behind the nodes."""
     heads = Heads(1, 2, 16)
     part = decoding(random.Random(2), heads, 70, 6)
-    (expected,) = run([part], heads, device=device)
+    (expected,) = attend([part], heads, plan_attention, device=device)
 
     def shuffled(rows: AttentionRows, slot_table: Tensor, **sizes: int) -> "_Reordered":
         return _Reordered(rows, slot_table, sizes)
 
-    (output,) = attend([part], heads, plan_with=shuffled, device=device)
+    (output,) = attend([part], heads, shuffled, device=device)
     assert torch.equal(output, expected)
 
 
@@ -193,20 +194,6 @@ class _Reordered:
         return out
 
 
-def test_padding_rows_are_zero(device: str) -> None:
-    heads = Heads(1, 1, 8)
-    rows = AttentionRows(
-        sequence=torch.tensor([0], device=device),
-        positions=torch.tensor([0], device=device),
-        node=torch.tensor([-1], device=device),
-        table_rows=torch.tensor([0], device=device),
-        extend_end=torch.tensor([0], device=device),
-        node_slots=torch.full((1, MAX_NODES), NULL_SLOT, device=device),
-        node_depths=torch.zeros(1, MAX_NODES, dtype=torch.int64, device=device),
-        ancestors=torch.zeros(1, MAX_NODES, MAX_NODES, dtype=torch.bool, device=device),
-    )
-    table = torch.ones(1, 10, dtype=torch.int64, device=device)
-    plan = plan_attention(rows, table, num_slots=2, query_heads=1, kv_heads=1, member_multiple=1, padding=3)
-    pool = torch.ones(2, 2, 1, 8, device=device)
-    out = plan.attend(torch.ones(4, heads.query, heads.dim, device=device), pool, scale=1.0)
-    assert torch.equal(out, torch.tensor([1.0, 0, 0, 0], device=device)[:, None, None].expand(4, 1, 8))
+def test_the_deepest_path(device: str) -> None:
+    heads, parents = Heads(1, 1, 8), [-1, *range(MAX_DEPTH - 1)]
+    check([Part(Vectors.draw(90, heads, 1), 89, 90, Vectors.draw(MAX_DEPTH, heads, 2), parents)], heads, device)
