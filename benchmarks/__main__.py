@@ -8,7 +8,19 @@ from collections.abc import Callable
 
 import typer
 
-from benchmarks import ablation, anatomy, calibration, gpu_kernels, neighbours, observing, poison, prefill, prefix, tree
+from benchmarks import (
+    ablation,
+    anatomy,
+    calibration,
+    gpu_kernels,
+    neighbours,
+    observing,
+    poison,
+    prefill,
+    prefix,
+    tree,
+    weight_types,
+)
 from service.bench.commands import command
 from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
@@ -25,6 +37,7 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "prefill": prefill.run,
     "prefix": prefix.run,
     "tree": tree.run,
+    "weight-types": weight_types.run,
 }
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -14,10 +14,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from kernels import ops
-from kernels.exact_rows import exact_row_multiple
 from kernels.graph_runner import capture_for
 from kernels.linear import Product
-from kernels.tree_attention import WIDTH
 from service.bench.commands import Out
 from service.bench.conditions import conditions_of, refuse_unwritable, write_report
 from service.bench.gpu import figures_table, forget
@@ -74,10 +72,8 @@ def _ours(layer: _Layer, device: torch.device) -> Callable[[], object]:
     planned = ops.on(device).plan_attention(
         layer.rows.attention,
         layer.table.slots,
-        num_slots=layer.pool.shape[1],
         query_heads=layer.queries.shape[1],
         kv_heads=heads,
-        member_multiple=exact_row_multiple(WIDTH, head_dim, device),
     )
     return partial(planned.attend, layer.queries, layer.pool, scale=head_dim**-0.5)
 

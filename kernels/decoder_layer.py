@@ -84,8 +84,7 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Adds `delta` to `hidden` in place, which is the layer's input then, and later what attention adds; what
-        feed-forward adds is the result.
-        # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like hidden"""
+        feed-forward adds is the result. # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
         ops, epsilon = self.ops, self.epsilon
         x = ops.add_rms_norm(hidden, delta, self.input_norm, epsilon)
         joined = self.query_key_value(x)

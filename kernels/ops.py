@@ -19,7 +19,7 @@ from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
 from kernels.layers import add_rms_norm, rotary_store, silu_mul
-from kernels.linear import plan_linear
+from kernels.linear import plan_linear, plan_linear_int8
 from kernels.rank_features import rank_features
 from kernels.sample import sample
 from kernels.tree_attention import plan_attention
@@ -31,6 +31,7 @@ class Ops:
     """One implementation of each op: the reference, which also says what the op does, or another of its type."""
 
     plan_linear = staticmethod(plan_linear)
+    plan_linear_int8 = staticmethod(plan_linear_int8)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
@@ -44,6 +45,10 @@ class Ops:
     def __init__(self, **others: Callable[..., Any]) -> None:
         """`others` take the places of references."""
         vars(self).update(others)
+
+    def in_8_bits(self) -> "Ops":
+        """The same, whose linear layers keep 8 bits of their weights."""
+        return Ops(**{**vars(self), "plan_linear": self.plan_linear_int8})
 
 
 REFERENCE = Ops()

@@ -57,7 +57,7 @@ class Assembly:
     def fingerprint(self) -> str:
         """What makes two servers give equal text: weights, dtype, numerics and kernels, but no drafter."""
         layout = f"{torch.get_num_threads()} {ops.kernel_set(self.target.device)}"
-        parts = f"{self.loaded.fingerprint} {self.loaded.model.dtype} {self.numerics} {layout}"
+        parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
     def drafter(
@@ -115,14 +115,22 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
 
 def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
     """The configured model, in the configured type unless another one is given. Raises StartupError."""
+    if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
+        raise StartupError(
+            f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
+        )
+    in_8_bits = dtype is None and config.load_dtype == "int8"
     if dtype is None:
-        dtype = build.default_dtype(device) if config.load_dtype == "auto" else getattr(torch, config.load_dtype)
+        named = config.load_dtype not in ("auto", "int8")
+        dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
         if config.load_format == "dummy":
             logger.warning("random weights: the text means nothing, and results are costs only")
-            return random_model(config.model, dtype=dtype, device=device)
-        cache = config.state_dir / "cache"
-        return load_model(config.model_source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+            loaded = random_model(config.model, dtype=dtype, device=device)
+        else:
+            cache, source = config.state_dir / "cache", config.model_source
+            loaded = load_model(source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+    return replace(loaded, in_8_bits=in_8_bits)
 
 
 def _target(
@@ -190,7 +198,7 @@ def _costs(
             target,
             drafter,
             folder=config.state_dir / "costs",
-            model=f"{loaded.fingerprint} {loaded.model.dtype}",
+            model=f"{loaded.fingerprint} {loaded.dtype_name}",
             drafter=f"{drafter_name} {weights.blocks if weights else 1}",
             version=__version__,
             max_sequences=limits.max_sequences,
@@ -230,15 +238,15 @@ def _weights(
 def start_up_line(assembly: Assembly) -> str:
     """Model, device, dtype, slots, numerics and kernels in one line."""
     target = assembly.target
-    dtype = str(assembly.loaded.model.dtype).removeprefix("torch.")
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
         kernels += " (none compiled for this processor: install g++ and run `make install`)"
     steps = "captured" if target.is_captured else "not captured"
     return (
-        f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, dtype {dtype}, "
-        f"slots {target.pool.num_slots - 1}, context {assembly.limits.max_model_len}, steps {steps}, "
-        f"numerics: {assembly.numerics}, kernels: {kernels}, drafter {assembly.drafter_name}"
+        f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, "
+        f"dtype {assembly.loaded.dtype_name}, slots {target.pool.num_slots - 1}, "
+        f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
+        f"drafter {assembly.drafter_name}"
     )
 
 

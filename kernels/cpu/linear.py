@@ -1,4 +1,5 @@
-"""The compiled twin of `kernels.linear`: weights are packed once, in blocks that a product reads front to back."""
+"""The compiled twins of `kernels.linear` and `kernels.linear_int8`: weights are packed once, in tiles of outputs that a
+product reads front to back."""
 
 from ctypes import c_int, c_int64
 
@@ -8,22 +9,19 @@ from torch.nn import functional
 
 from kernels.cpu.library import address, function
 
-_COLUMNS = 32  # outputs of a block, as in linear.cpp
+_OUTPUTS = 32  # of a tile, as in the sources
 
 
 class PackedLinear:
     """A product with one layer's packed weights."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._missing = weight.shape[1] % 2  # columns are taken in pairs
-        whole = functional.pad(weight.detach(), (0, self._missing)).contiguous()
-        self._out, self._width = whole.shape
+    def __init__(self, kernel: str, packed: Tensor, weight: Tensor, bias: Tensor | None, missing: int = 0) -> None:
+        """`missing` columns of zeros stand behind those of the weight. # weight [out, in]"""
+        self._call, self._packed, self._missing = function(kernel, weight.dtype), packed, missing
+        self._out, self._width = weight.shape[0], weight.shape[1] + missing
+        self._bias = None if bias is None else functional.pad(bias.detach().float(), (0, -self._out % _OUTPUTS))
+        self._weights = address(packed), address(self._bias)
         self._sizes = c_int64(self._width), c_int64(self._out)
-        self._blocks = whole.new_empty(-(-self._out // _COLUMNS) * _COLUMNS * self._width)
-        function("pack", weight.dtype)(address(whole), address(self._blocks), *self._sizes)
-        self._bias = None if bias is None else functional.pad(bias.detach().float(), (0, -self._out % _COLUMNS))
-        self._call = function("linear", weight.dtype)
-        self._weights = address(self._blocks), address(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = functional.pad(x, (0, self._missing)) if self._missing else x.contiguous()
@@ -35,4 +33,19 @@ class PackedLinear:
 
 def plan_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """As the reference; rows of any number have the bits they have alone."""
-    return PackedLinear(weight, bias)
+    missing = weight.shape[1] % 2  # columns are taken in pairs
+    whole = functional.pad(weight.detach(), (0, missing)).contiguous()
+    out, width = whole.shape
+    packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * width)
+    function("pack", weight.dtype)(address(whole), address(packed), c_int64(width), c_int64(out))
+    return PackedLinear("linear", packed, weight, bias, missing)
+
+
+def plan_linear_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """As the reference; rows of any number have the bits they have alone."""
+    whole, sizes = weight.detach().contiguous(), (c_int64(weight.shape[1]), c_int64(weight.shape[0]))
+    num_bytes = function("packed_int8_bytes")
+    num_bytes.restype = c_int64
+    packed = torch.empty(num_bytes(*sizes), dtype=torch.uint8)
+    function("pack_int8", weight.dtype)(address(whole), address(packed), *sizes)
+    return PackedLinear("linear_int8", packed, weight, bias)

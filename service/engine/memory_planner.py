@@ -96,7 +96,7 @@ def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: t
     """A target whose pool holds one prompt chunk, to measure with; it gets its own by `give_room`."""
     with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
         pool = KVPool(loaded.kv_shape, _trial_rows(limits) + 1, loaded.model.device)
-        return Target(loaded.model, pool, tap_layers=tap_layers)
+        return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
 def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:

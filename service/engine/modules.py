@@ -54,7 +54,7 @@ class ModuleLayers:
         logit_rows: Tensor | slice,
         pool: KVPool,
     ) -> tuple[Tensor, Tensor | None]:
-        """tokens, positions, slots [rows] -> logits of `logit_rows`, outputs of the tapped layers [rows, taps * hidden]"""
+        """As `service.engine.decoder.Layers`."""
         step = AttentionStep(attention, pool, slots, None if self.forms else self.forms)
         output = self._model(
             input_ids=tokens[None],

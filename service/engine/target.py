@@ -34,14 +34,16 @@ Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
 class Target:
     """A loaded model bound to its key/value pool; it takes the model's weights over."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, *, tap_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, *, tap_layers: Sequence[int] = (), in_8_bits: bool = False
+    ) -> None:
         self.model = model
         self.pool = pool
         self.device = model.device
         text = model.config.get_text_config()
         self.query_heads: int = text.num_attention_heads
         self.vocab_size: int = text.vocab_size
-        table = ops.on(self.device)
+        table = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self._plan_attention = table.plan_attention
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once

@@ -50,6 +50,12 @@ class LoadedModel:
     parts: TargetParts
     kv_shape: KVShape
     read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
+    in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
+
+    @property
+    def dtype_name(self) -> str:
+        """How weights are held."""
+        return "int8" if self.in_8_bits else str(self.model.dtype).removeprefix("torch.")
 
 
 def load_model(

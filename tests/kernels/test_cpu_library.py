@@ -13,7 +13,7 @@ from kernels.cpu import library
 
 CPU = torch.device("cpu")
 AVX2 = {"avx2": True, "fma3": True}
-AVX512 = AVX2 | {"avx512_bf16": True, "avx512_dq": True, "avx512_vl": True}
+AVX512 = AVX2 | {"avx512_bf16": True, "avx512_dq": True, "avx512_vnni": True}
 
 
 @pytest.fixture(autouse=True)
