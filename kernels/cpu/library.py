@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VARIANTS = {"avx512bf16": ("avx512_bf16", "avx512_dq", "avx512_vl"), "avx2": ("avx2", "fma3"), "neon": ("neon",)}
+VARIANTS = {"avx512bf16": ("avx512_bf16", "avx512_vnni", "avx512_dq"), "avx2": ("avx2", "fma3"), "neon": ("neon",)}
 """Builds of the same source, best first, and what a processor must be able to do for each."""
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
 """Types that there are kernels for, as they stand in the names of functions."""
+
+
+_KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
 class Rows(ctypes.Structure):
@@ -45,16 +48,24 @@ def variant() -> str | None:
 
 
 @cache
-def function(name: str, dtype: torch.dtype | None = None) -> Any:
-    """The C function of that name for tensors of that type; tensors are handed over as addresses."""
+def function(name: str, kinds: str, dtype: torch.dtype | None = None) -> Any:
+    """The C function of that name for tensors of that type, and what it takes: p address, n int64, i int, f float."""
     found = variant()
     assert found is not None, "no kernels are compiled for this processor"
-    return getattr(_load(found), name if dtype is None else f"{name}_{NAMES[dtype]}")
+    called = getattr(_load(found), name if dtype is None else f"{name}_{NAMES[dtype]}")
+    called.argtypes = [_KINDS[kind] for kind in kinds]
+    return called
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
+def address(tensor: Tensor | None) -> int | None:
     """Of its first element, which the others must follow without gaps."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    return None if tensor is None else tensor.data_ptr()
+
+
+def halves(pool: Tensor) -> tuple[int, int]:
+    """Addresses of a layer's keys and values. # pool [2, slots, kv_heads, head_dim] float32"""
+    keys = pool.data_ptr()
+    return keys, keys + pool.stride(0) * pool.itemsize
 
 
 @cache

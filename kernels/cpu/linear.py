@@ -1,7 +1,7 @@
 """The compiled twins of `kernels.linear` and `kernels.linear_int8`: weights are packed once, in tiles of outputs that a
 product reads front to back."""
 
-from ctypes import c_int, c_int64
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -17,17 +17,17 @@ class PackedLinear:
 
     def __init__(self, kernel: str, packed: Tensor, weight: Tensor, bias: Tensor | None, missing: int = 0) -> None:
         """`missing` columns of zeros stand behind those of the weight. # weight [out, in]"""
-        self._call, self._packed, self._missing = function(kernel, weight.dtype), packed, missing
+        self._call, self._packed, self._missing = function(kernel, "ppppnnni", weight.dtype), packed, missing
         self._out, self._width = weight.shape[0], weight.shape[1] + missing
         self._bias = None if bias is None else functional.pad(bias.detach().float(), (0, -self._out % _OUTPUTS))
         self._weights = address(packed), address(self._bias)
-        self._sizes = c_int64(self._width), c_int64(self._out)
+        self._sizes = self._width, self._out
 
     def __call__(self, x: Tensor) -> Tensor:
         x = functional.pad(x, (0, self._missing)) if self._missing else x.contiguous()
         y = x.new_empty(*x.shape[:-1], self._out)
-        rows = c_int64(x.numel() // self._width)
-        self._call(address(x), *self._weights, address(y), rows, *self._sizes, c_int(torch.get_num_threads()))
+        rows = x.numel() // self._width
+        self._call(x.data_ptr(), *self._weights, y.data_ptr(), rows, *self._sizes, torch.get_num_threads())
         return y
 
 
@@ -37,15 +37,15 @@ def plan_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     whole = functional.pad(weight.detach(), (0, missing)).contiguous()
     out, width = whole.shape
     packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * width)
-    function("pack", weight.dtype)(address(whole), address(packed), c_int64(width), c_int64(out))
+    function("pack", "ppnn", weight.dtype)(address(whole), address(packed), width, out)
     return PackedLinear("linear", packed, weight, bias, missing)
 
 
 def plan_linear_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """As the reference; rows of any number have the bits they have alone."""
-    whole, sizes = weight.detach().contiguous(), (c_int64(weight.shape[1]), c_int64(weight.shape[0]))
-    num_bytes = function("packed_int8_bytes")
+    whole, sizes = weight.detach().contiguous(), (weight.shape[1], weight.shape[0])
+    num_bytes = function("packed_int8_bytes", "nn")
     num_bytes.restype = c_int64
     packed = torch.empty(num_bytes(*sizes), dtype=torch.uint8)
-    function("pack_int8", weight.dtype)(address(whole), address(packed), *sizes)
+    function("pack_int8", "ppnn", weight.dtype)(address(whole), address(packed), *sizes)
     return PackedLinear("linear_int8", packed, weight, bias)

@@ -1,13 +1,13 @@
 """The compiled twin of `kernels.tree_attention`: a row's keys are a range of its text's slots, then its path's."""
 
-from ctypes import byref, c_int, c_int64
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.library import Layer, Rows, address, function
+from kernels.cpu.library import Layer, Rows, address, function, halves
 from kernels.tree_attention import LOG2_E, Attention, AttentionRows
 
 _LANES = 16  # queries that are computed side by side, as in vector.h
@@ -28,27 +28,18 @@ class CompiledAttention:
         """As `Attention.attend`; the pool must be float32."""
         queries = query.contiguous()
         out = torch.empty_like(queries)
-        keys, values = pool.unbind()
-        layer = Layer(
-            address(keys),
-            address(values),
-            query.shape[1],
-            pool.shape[2],
-            query.shape[2],
-            window or 0,
-            scale * LOG2_E,
-            (softcap or 0.0) * LOG2_E,
-        )
-        function("attend", query.dtype)(
+        sizes = query.shape[1], pool.shape[2], query.shape[2], window or 0
+        layer = Layer(*halves(pool), *sizes, scale * LOG2_E, (softcap or 0.0) * LOG2_E)
+        function("attend", "pppnpnppi", query.dtype)(
             byref(layer),
             byref(self.rows),
-            address(self.groups),
-            c_int64(self.groups.shape[0]),
-            address(self.slot_table),
-            c_int64(self.slot_table.shape[1]),
-            address(queries),
-            address(out),
-            c_int(torch.get_num_threads()),
+            self.groups.data_ptr(),
+            self.groups.shape[0],
+            self.slot_table.data_ptr(),
+            self.slot_table.shape[1],
+            queries.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
         )
         return out
 
