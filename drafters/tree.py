@@ -14,9 +14,6 @@ from torch.nn.functional import pad
 from kernels.tree_attention import MAX_DEPTH as MAX_DEPTH
 from kernels.tree_attention import MAX_NODES as MAX_NODES
 
-DOUBLINGS = (MAX_DEPTH - 1).bit_length()
-"""Jumps to the parent's parent that reach the root from any node."""
-
 NO_HASH = 0
 """Of what is no node: a path has it with probability of 2^-64."""
 
@@ -65,7 +62,7 @@ class DraftTree(NamedTuple):
     def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
         """Trees without padding whose nodes all survive. # tokens, parents [batch, nodes] int64"""
         depths = torch.ones_like(parents)
-        for _ in range(MAX_DEPTH):
+        for _ in range(min(parents.shape[1], MAX_DEPTH)):
             depths = torch.where(parents < 0, 1, depths.gather(1, parents.clamp(min=0)) + 1)
         num_nodes = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
         return DraftTree(tokens, parents, depths, torch.ones_like(tokens, dtype=torch.float32), num_nodes)
@@ -105,7 +102,7 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     # The root becomes the last row, its own parent and nobody's ancestor, so that every jump is defined.
     jump = torch.cat([torch.where(parents < 0, nodes, parents), root], dim=1)  # [batch, nodes + 1]
     above = torch.eye(nodes + 1, nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    for _ in range(DOUBLINGS):
+    for _ in range(_doublings(nodes)):
         above = above | above.gather(1, jump[:, :, None].expand(-1, -1, nodes))
         jump = jump.gather(1, jump)
     return above[:, :nodes]
@@ -140,9 +137,14 @@ def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tens
     which changes nothing; parents [batch, nodes] -> like parents"""
     nodes = parents.shape[1]
     jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
-    for _ in range(DOUBLINGS):
+    for _ in range(_doublings(nodes)):
         values, jump = combine(values, values.gather(1, jump)), jump.gather(1, jump)
     return values[:, :nodes]
+
+
+def _doublings(nodes: int) -> int:
+    """Jumps to the parent's parent that reach the root from any of so many nodes."""
+    return max(0, min(nodes, MAX_DEPTH) - 1).bit_length()
 
 
 def node_hashes(tree: Candidates) -> Tensor:

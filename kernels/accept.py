@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.tree_attention import MAX_DEPTH
 
@@ -22,13 +23,15 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Te
     """Walks each tree from its root while a child carries the target's token; of equal siblings the first counts.
     `parents` is -1 below the root; `target_tokens[:, 0]` follows the root and `[:, 1 + i]` follows node i."""
     # tokens, parents [batch, nodes] int64; num_nodes [batch] int64; target_tokens [batch, nodes + 1] int64
-    batch, nodes = tokens.shape
-    next_slot = _next_slots(tokens, parents, num_nodes, target_tokens)
-    slots = [torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)]
-    for _ in range(min(nodes, MAX_DEPTH)):
-        slots.append(next_slot.gather(1, slots[-1]))
-    path = torch.cat(slots, 1)  # [batch, 1 + depth]
-    path = path.masked_fill_(path > nodes, 0)
+    nodes = tokens.shape[1]
+    jump = _next_slots(tokens, parents, num_nodes, target_tokens)
+    depth = min(nodes, MAX_DEPTH)
+    path = functional.pad(jump[:, :1], (1, 0))  # the root and what follows it
+    while path.shape[1] <= depth:  # as many slots again: each follows one of these by as many steps
+        jump = jump.gather(1, jump)
+        path = torch.cat([path, jump.gather(1, path)], 1)
+    path = path[:, : 1 + depth]
+    path = path.masked_fill(path > nodes, 0)
     # a parent stands before its children, so the last slot of a path is its largest
     bonus = target_tokens.gather(1, path.amax(1, keepdim=True)).squeeze(1)
     path = path[:, 1:] - 1

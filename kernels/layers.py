@@ -36,7 +36,8 @@ def rotary_store(
     positions, halves against halves: y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2], and stores keys and
     values in one layer of a pool.
     # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64;
-    # pool [2, slots, kv_heads, dim]; head_norms of queries and of keys, [dim] each -> queries [rows, query heads, dim]"""
+    # pool [2, slots, kv_heads, dim]; head_norms of queries and of keys, both [dim] -> queries [rows, query heads, dim]
+    """
     kv_heads, dim = pool.shape[2:]
     query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:

@@ -21,7 +21,7 @@ from kernels.gumbel import gumbel_noise, gumbel_noise_of
 from kernels.layers import add_rms_norm, rotary_store, silu_mul
 from kernels.linear import plan_linear, plan_linear_int8
 from kernels.rank_features import rank_features
-from kernels.sample import sample
+from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "kernel_set", "on", "twin"]
@@ -36,6 +36,7 @@ class Ops:
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
     plan_attention = staticmethod(plan_attention)
+    choose_likeliest = staticmethod(choose_likeliest)
     sample = staticmethod(sample)
     accept = staticmethod(accept)
     commit_slots = staticmethod(commit_slots)

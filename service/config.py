@@ -180,7 +180,7 @@ class ServiceConfig(BaseModel):
         gt=0,
         allow_inf_nan=False,
     )
-    max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=64)
+    max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=256)
     host: str = _setting(
         "127.0.0.1",
         "Address to listen on. 0.0.0.0 answers the whole network: set api_keys first.",

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.calibration import HitTable
-from drafters.lookup.matching import CONTEXT, NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
-from drafters.tree import MAX_DEPTH, ROOT, prefix_hashes
+from drafters.lookup.matching import CONTEXT, NUM_STRENGTHS, PREDICTED, REACH, SEPARATOR, Matches
+from drafters.tree import ROOT, prefix_hashes
 
 # A match weighs twice as much for each equal token, and 0.8 times for each match before it.
 _RANK_FACTOR = 0.8
@@ -61,7 +61,7 @@ class Merger:
 
     def __init__(self, max_matches: int, *, device: torch.device | str) -> None:
         self._order = torch.arange(max_matches, device=device)
-        self._row_above = torch.arange(MAX_DEPTH - 1, device=device)[:, None] * max_matches
+        self._row_above = torch.arange(REACH - 1, device=device)[:, None] * max_matches
         self._strength_weights = _strength_weights().to(device)
         # One column of weights to fill in, one that counts.
         self._rank_weights = torch.stack([_RANK_FACTOR**self._order, torch.ones(max_matches, device=device)], dim=1)
@@ -102,7 +102,7 @@ class LookupCalibration(HitTable):
         self._share_edges = torch.tensor(_SHARE_EDGES, device=device)
         self._vote_edges = torch.tensor(_VOTE_EDGES, device=device)
         self._strength_part = _strength_part().to(device)
-        self._depth_part = _bucket_of(MAX_DEPTH, _DEPTH_EDGES)[:, None].to(device)
+        self._depth_part = _bucket_of(REACH, _DEPTH_EDGES)[:, None].to(device)
 
     def buckets(self, matches: Matches, tree: MergedTree, temperatures: Tensor) -> Tensor:
         """Flat bucket of each node. # temperatures [batch] -> [batch, depth, matches] int64"""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from drafters.calibration import MIN_SURVIVAL
 from drafters.lookup.calibration import ABSENT, LookupCalibration, Merger
-from drafters.lookup.matching import PREDICTED, SEPARATOR, History, Matcher
+from drafters.lookup.matching import PREDICTED, REACH, SEPARATOR, History, Matcher
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, renumbered
+from drafters.tree import ROOT, Candidates, DraftTree, renumbered
 
 _MAX_MATCHES = 12
 _SURE = 3
@@ -30,12 +30,12 @@ class LookupDrafter(Drafter):
         self._matcher = Matcher(self._history, _MAX_MATCHES, device=device)
         self._merger = Merger(_MAX_MATCHES, device=device)
         self._calibration = LookupCalibration(device=device)
-        self._ranks = torch.arange(min(sizes.max_nodes, MAX_DEPTH * _MAX_MATCHES), device=device)
-        self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
+        self._ranks = torch.arange(min(sizes.max_nodes, REACH * _MAX_MATCHES), device=device)
+        self._ahead = torch.arange(REACH + 1, device=device)[:, None]
         self._depth_of = (self._ahead[:-1] + 1).expand(-1, _MAX_MATCHES).flatten()
         fields = {
-            "tokens": Field((MAX_DEPTH + 1, _MAX_MATCHES), SEPARATOR),
-            "buckets": Field((MAX_DEPTH, _MAX_MATCHES), ABSENT, forgotten=True),
+            "tokens": Field((REACH + 1, _MAX_MATCHES), SEPARATOR),
+            "buckets": Field((REACH, _MAX_MATCHES), ABSENT, forgotten=True),
             "strengths": Field((_MAX_MATCHES,), 0, forgotten=True),
         }
         self._proposals = ProposalLog(sizes, fields)
@@ -76,13 +76,14 @@ class LookupDrafter(Drafter):
 
     def _learn(self, committed: Committed) -> None:
         rows = committed.rows
-        depth = committed.tokens.shape[1]
+        tokens = committed.tokens[:, : REACH + 1]  # another drafter's tree may have been accepted further
+        depth = tokens.shape[1]
         known = self._ahead[:depth] < committed.counts[:, None, None]  # [batch, depth + 1, 1]
         # Where both are padding they are equal, but nothing is known there.
-        came_true = (self._proposals["tokens"][rows, :depth] == committed.tokens[:, :, None]).cumprod(1).bool()
+        came_true = (self._proposals["tokens"][rows, :depth] == tokens[:, :, None]).cumprod(1).bool()
         predicted = came_true & known & (self._proposals["strengths"][rows] >= PREDICTED)[:, None]
         self._predicted[rows] += predicted.any(2).sum(1)
-        came_true, known = came_true[:, :MAX_DEPTH], known[:, :MAX_DEPTH]
+        came_true, known = came_true[:, :REACH], known[:, :REACH]
         tried = known.expand_as(came_true).clone()
         tried[:, 1:] &= came_true[:, :-1]
         self._calibration.observe(self._proposals["buckets"][rows, : tried.shape[1]], came_true & tried, tried)

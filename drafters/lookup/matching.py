@@ -7,7 +7,7 @@ The client's predicted answer is laid out before the text:
 
 The prediction follows a copy of the prompt's end, as the real answer will: finding where its beginning belongs is
 then ordinary matching.
-Legend: batch; sequences = rows of the table; width = columns of the table; matches; depth = MAX_DEPTH.
+Legend: batch; sequences = rows of the table; width = columns of the table; matches; depth = REACH.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,10 @@ from torch import Tensor
 
 from drafters.protocol import DraftContext
 from drafters.tree import MAX_DEPTH
+
+REACH = 48
+"""Tokens that a match is continued: a copy as long as the default budget of nodes. Of 48 instead of 16 a look-up takes
+0.44 ms instead of 0.41 (one row, one thread)."""
 
 CONTEXT = 16
 """Tokens that a match is followed back, and sentinels before each text, so that looking back needs no bounds check."""
@@ -113,7 +117,7 @@ class Matcher:
         self._history = history
         self._max_matches = max_matches
         self._back = torch.arange(CONTEXT, device=device)
-        self._ahead = torch.arange(MAX_DEPTH + 1, device=device)[:, None]
+        self._ahead = torch.arange(REACH + 1, device=device)[:, None]
         self._columns = torch.arange(CONTEXT, history.width, device=device)
         self._latest_first = self._columns.float()
 

@@ -24,7 +24,7 @@ from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.tree_attention import NULL_SLOT
 
 NOWHERE = -1
-COUNTS = (4, WAITING)
+COUNTS = (4, 16, WAITING)
 WIDTHS = (128, 256, 512)
 """Waiting entries and positions of the window that are captured."""
 

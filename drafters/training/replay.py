@@ -104,7 +104,7 @@ def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *,
     for row in rows.tolist():
         last = examples[row].prompt - 1
         drafter.read(Read(row, 0, tokens[row, 1 : last + 1], slots[row, :last], features[row, :last]))
-    reach = torch.arange(MAX_DEPTH + 1, device=device)
+    reach = torch.arange(min(max_nodes, MAX_DEPTH) + 1, device=device)
     tree, done = DraftTree.empty(len(rows), device), Replayed()  # no tree drafts the first token of a response
     while len(rows):
         at = roots[rows]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
-from kernels.sample import OFF, Choice, Filters, choose_likeliest
+from kernels.sample import OFF, Choice, Filters
 
 
 class Sampler:
@@ -21,7 +21,7 @@ class Sampler:
     ) -> None:
         """`counts` are the numbers of rows to capture; what is chosen for more than are asked for nobody reads."""
         lines = [] if logits is None else [logits[:count] for count in sorted(counts, reverse=True)]
-        self._likeliest = GraphRunner(choose_likeliest, capture, (((), (line,)) for line in lines))
+        self._likeliest = GraphRunner(_choose_likeliest, capture, (((), (line,)) for line in lines))
         self._plain, self._filtered = (
             GraphRunner(_sample, capture, [(_padding(line, filtered=filtered), (line,)) for line in lines])
             for filtered in (False, True)
@@ -37,6 +37,10 @@ class Sampler:
         """Each row's token by position-keyed noise of what filters leave, as `kernels.ops`' `sample`."""
         runner = self._plain if filters is None else self._filtered
         return _own(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
+
+
+def _choose_likeliest(logits: Tensor) -> Choice:
+    return ops.on(logits.device).choose_likeliest(logits)
 
 
 def _sample(

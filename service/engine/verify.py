@@ -85,7 +85,7 @@ def _sampling_rows(
         sequence_idx=sequence,
         positions=positions + 1,
         num_generated=generated[sequence] + depth,
-        path_tokens=path_tokens(tree.tokens, ancestors, MAX_DEPTH)[sequence, place],
+        path_tokens=path_tokens(tree.tokens, ancestors, min(tree.width, MAX_DEPTH))[sequence, place],
     )
 
 

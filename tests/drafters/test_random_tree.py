@@ -78,4 +78,4 @@ def test_the_same_seed_draws_the_same_trees() -> None:
 def test_shapes_vary_from_bush_to_chain() -> None:
     depths = torch.cat([drafter(0.5, seed=s).grow(ROWS, NOISE).depths.amax(1) for s in range(100)])
     assert depths.min() <= 2
-    assert depths.max() == 16
+    assert depths.max() > 16

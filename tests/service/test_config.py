@@ -136,7 +136,7 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
 
 
 def test_all_impossible_values_are_told_at_once() -> None:
-    lines = refusal({"port": "x", "max_budget": "65"}, {"ADAPTREE_DRAFTER": "magic"}).splitlines()
+    lines = refusal({"port": "x", "max_budget": "257"}, {"ADAPTREE_DRAFTER": "magic"}).splitlines()
     assert [line.split(" = ")[0] for line in lines] == ["drafter", "max_budget", "port"]
 
 
@@ -158,7 +158,7 @@ def test_all_impossible_values_are_told_at_once() -> None:
         ("budget_policy", "free"),
         ("budget_pace_seconds", "0"),
         ("budget_pace_seconds", "inf"),
-        ("max_budget", "65"),
+        ("max_budget", "257"),
         ("port", "65536"),
         ("max_output_tokens", "0"),
         ("drain_seconds", "-1"),

@@ -5,16 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.lookup.calibration import ABSENT, LookupCalibration, MergedTree, Merger
-from drafters.lookup.matching import NUM_STRENGTHS, PREDICTED, SEPARATOR, Matches
-from drafters.tree import MAX_DEPTH, ROOT
+from drafters.lookup.matching import NUM_STRENGTHS, PREDICTED, REACH, SEPARATOR, Matches
+from drafters.tree import ROOT
 
 MATCHES = 6
 
 matches = st.tuples(
     st.lists(
-        st.lists(st.integers(0, 1), max_size=4).map(
-            lambda tokens: tokens + [SEPARATOR] * (MAX_DEPTH + 1 - len(tokens))
-        ),
+        st.lists(st.integers(0, 1), max_size=4).map(lambda tokens: tokens + [SEPARATOR] * (REACH + 1 - len(tokens))),
         min_size=MATCHES,
         max_size=MATCHES,
     ),
@@ -41,8 +39,8 @@ def test_merging_agrees_with_comparing_beginnings(case: tuple[list[list[int]], l
 
 def prior(strength: int, share: float, votes: int, temperature: float = 0.0) -> torch.Tensor:
     """Prior rates along a chain with this evidence. # [depth]"""
-    matches = Matches(torch.zeros(1, 1), torch.tensor([[strength]]), torch.zeros(1, MAX_DEPTH, 1))
-    nodes = torch.ones(1, MAX_DEPTH, 1)
+    matches = Matches(torch.zeros(1, 1), torch.tensor([[strength]]), torch.zeros(1, REACH, 1))
+    nodes = torch.ones(1, REACH, 1)
     tree = MergedTree(nodes.long(), nodes == 0, nodes.long(), nodes * share, nodes * votes)
     calibration = LookupCalibration(device="cpu")
     buckets = calibration.buckets(matches, tree, torch.tensor([temperature]))

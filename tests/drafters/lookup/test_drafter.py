@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.lookup.drafter import LookupDrafter
+from drafters.lookup.matching import REACH
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, VerifyResult, select_nodes
+from drafters.tree import ROOT, Candidates, DraftTree, VerifyResult, select_nodes
 from tests.drafters.trees import assert_valid_tree, path_to
 
 PROMPT = list(range(100, 120))
@@ -74,10 +75,10 @@ def test_one_token_of_text_is_enough_to_start() -> None:
     assert grow(lookup, [0]).num_nodes.tolist() == [0]
 
 
-def test_a_period_is_continued_as_deep_as_a_tree_may_be() -> None:
+def test_a_period_is_continued_as_far_as_copies_go() -> None:
     lookup = drafter()
     lookup.start([DraftContext(0, [9, *[1, 2, 3] * 8])])
-    assert likeliest_chain(grow(lookup, [0])) == ([1, 2, 3] * 6)[:MAX_DEPTH]
+    assert likeliest_chain(grow(lookup, [0])) == ([1, 2, 3] * REACH)[:REACH]
 
 
 def test_two_continuations_become_two_branches_the_more_frequent_first() -> None:
@@ -105,7 +106,7 @@ def test_a_prediction_is_proposed_before_any_token_was_generated() -> None:
     lookup = drafter()
     answer = list(range(500, 540))
     lookup.start([DraftContext(0, PROMPT, answer)])
-    assert likeliest_chain(grow(lookup, [0])) == answer[:MAX_DEPTH]
+    assert likeliest_chain(grow(lookup, [0])) == answer[:REACH]
 
 
 def test_a_prediction_outlives_edits_insertions_and_deletions() -> None:
@@ -114,7 +115,7 @@ def test_a_prediction_outlives_edits_insertions_and_deletions() -> None:
     lookup = drafter()
     lookup.start([DraftContext(0, PROMPT, answer)])
     steps = replay(lookup, 0, changed)
-    assert steps <= len(changed) // MAX_DEPTH + 3 * 3 + 1
+    assert steps <= len(changed) // REACH + 3 * 3 + 1
     # Three tokens were never predicted; after each of the three changes one more may go by until the place is found.
     assert len(changed) - 6 <= lookup.finish([0])[0] <= len(changed) - 3
 
@@ -153,7 +154,7 @@ def test_a_rejoined_sequence_goes_on_in_its_prediction() -> None:
     lookup = drafter()
     answer = [*range(500, 520), *range(540, 560)]
     lookup.start([DraftContext(0, [*PROMPT, *answer[:10]], answer, num_generated=10)])
-    assert likeliest_chain(grow(lookup, [0])) == answer[10 : 10 + MAX_DEPTH]
+    assert likeliest_chain(grow(lookup, [0])) == answer[10 : 10 + REACH]
 
 
 def test_a_row_used_again_has_forgotten_the_old_text() -> None:

@@ -1,0 +1,29 @@
+"""The compiled twin of `kernels.sample`, as far as no noise is drawn."""
+
+from ctypes import c_int, c_int64
+
+import torch
+from torch import Tensor
+
+from kernels import sample as reference
+from kernels.cpu.library import address, function
+from kernels.sample import Choice, Filters
+
+
+def choose_likeliest(scores: Tensor) -> Choice:
+    """As the reference."""
+    scores, (rows, vocab) = scores.contiguous(), scores.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    bad_rows = torch.empty(rows, dtype=torch.bool)
+    sizes, threads = (c_int64(rows), c_int64(vocab)), c_int(torch.get_num_threads())
+    function("choose_likeliest", scores.dtype)(address(scores), *sizes, address(tokens), address(bad_rows), threads)
+    return Choice(tokens, bad_rows)
+
+
+def sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
+) -> Choice:
+    """As the reference."""
+    if (temperatures > 0).any():
+        return reference.sample(logits, seeds, positions, temperatures, filters)
+    return choose_likeliest(logits)
