@@ -140,9 +140,9 @@ def measure_variants(
     few = [replace(prompts, prompts=prompts.prompts[:observe]) for prompts in sets]
     rows = []
     for variant in met:
-        with observed(assembly, DRAFTER, variant.weights, coupled=variant.coupled) as (drafter, recorder):
-            engine = assembly.engine(drafter, policy)
-            steps = [step for prompts in few for step in observe_set(engine, recorder, prompts, measure)]
+        drafter, recorder = observed(assembly, DRAFTER, variant.weights, coupled=variant.coupled)
+        engine = assembly.engine(drafter, policy)
+        steps = [step for prompts in few for step in observe_set(engine, recorder, prompts, measure)]
         alpha = anatomy_of(steps, depth=_ALPHAS, source=DRAFTER).alpha
         rows.append(_row(variant, runs[variant.name], runs[PLAIN], measure, alpha))
     return rows
@@ -163,7 +163,7 @@ def _compared(assembly: Assembly, ablation: str, folder: Path | None) -> Iterato
 
 def _weights(assembly: Assembly, folder: Path) -> TrainedWeights:
     assert assembly.weights is not None
-    expected = assembly.weights.model.config.tap_layers
+    expected = assembly.weights.network.config.tap_layers
     try:
         taps = read_config(folder).tap_layers
     except DrafterError as error:

@@ -318,7 +318,7 @@ def judged(assembly: Assembly, steps: Sequence[StepRecord]) -> Anatomy:
 
 def alpha_depth(weights: TrainedWeights | None) -> int:
     """M * K, the deepest that blocks reach one after the other."""
-    return weights.blocks * weights.model.config.block_size if weights else _DEPTH_WITHOUT_BLOCKS
+    return weights.blocks * weights.network.config.block_size if weights else _DEPTH_WITHOUT_BLOCKS
 
 
 def run(
@@ -339,8 +339,8 @@ def run(
     by_temperature: dict[str, list[StepRecord]] = {}
     rows: list[dict[str, object]] = []
     total = len(measures) * sum(len(chosen.prompts) for chosen in sets)
-    watching = observed(assembly, assembly.drafter_name, assembly.weights)
-    with counted(total, "observing") as advance, watching as (drafter, recorder):
+    drafter, recorder = observed(assembly, assembly.drafter_name, assembly.weights)
+    with counted(total, "observing") as advance:
         engine = assembly.engine(drafter=drafter)
         for measure, chosen in product(measures, sets):
             mine = observe_set(engine, recorder, chosen, measure, advance)

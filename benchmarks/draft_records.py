@@ -1,20 +1,20 @@
 """Drafters under observation: what each source proposed in every step, and how the text went on."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.gating import DrafterGate
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.specblock.heads import Proposal, TreeNoise, propose
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import Embed
+from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from service.assembly import Assembly
 from service.engine import build
@@ -161,35 +161,38 @@ class _Forward:
     picked: Tensor  # [batch, starts] int64, tokens at the starts, meaningless for a tree's first forward
 
 
-class BlockWatch:
-    """Watches a network from `embed` and hooks, until `close`; `collect` belongs after each tree."""
+class BlockWatch(ServingNetwork):
+    """A network with the weights of another that notes what it computes; `collect` belongs after each tree."""
 
-    def __init__(self, model: SpecBlock, embed: Embed) -> None:
-        self._model = model
+    def __init__(self, network: ServingNetwork, embed: Embed) -> None:
+        vars(self).update(vars(network))
         self._embed = embed
         self._forwards: list[_Forward] = []
         self._contexts = self._picked = torch.empty(0)
-        self._hooks = [
-            model.input_layer.condition_norm.register_forward_pre_hook(self._note_contexts),
-            model.lm_head.register_forward_pre_hook(self._note_states),
-        ]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embedding; the drafter under watch must be given this one."""
         self._picked = tokens
         return self._embed(tokens)
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def blocks(self, context: Tensor, embedded: Tensor) -> Tensor:
+        self._contexts = context
+        return super().blocks(context, embedded)
+
+    def head(self, states: Tensor) -> Tensor:
+        batch, starts = states.shape[:2]
+        newest = slice(-batch * starts, None)
+        contexts, picked = (values[newest].unflatten(0, (batch, starts)) for values in (self._contexts, self._picked))
+        self._forwards.append(_Forward(states, contexts, picked))
+        return super().head(states)
 
     @torch.inference_mode()
     def collect(self, noise: Noise) -> list[list[BlockRecord]]:
         """The blocks of the tree just grown, for each sequence of the batch."""
         forwards, self._forwards = self._forwards, []
         batch = noise.seeds.shape[0]
-        size = self._model.config.block_size
-        tree_noise = TreeNoise.of(noise, len(forwards) * size, self._model.d2t)
+        size = self.config.block_size
+        tree_noise = TreeNoise.of(noise, len(forwards) * size, self.d2t)
         starts: list[list[TokenPath]] = [[()] for _ in range(batch)]
         blocks: list[list[BlockRecord]] = [[] for _ in range(batch)]
         for number, forward in enumerate(forwards):
@@ -197,20 +200,14 @@ class BlockWatch:
                 starts = _starts(forwards[number - 1], forward, blocks, starts)
             found = _blocks(number, self._proposal(forward, starts, tree_noise), starts)
             blocks = [[*before, *new] for before, new in zip(blocks, found, strict=True)]
-        self._forwards = []  # asking the heads again has set off the hooks
+        self._forwards = []  # asking the heads again has been noted too
         return blocks
 
     def _proposal(self, forward: _Forward, starts: list[list[TokenPath]], noise: TreeNoise) -> Proposal:
         device = forward.states.device
         origin = torch.tensor([[len(path) for path in line] for line in starts], device=device)
         ahead = torch.arange(forward.states.shape[2], device=device)
-        return propose(self._model, forward.states, origin[..., None] + 1 + ahead, noise)
-
-    def _note_contexts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._contexts = args[0]
-
-    def _note_states(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._forwards.append(_Forward(args[0], self._contexts, self._picked))
+        return propose(self, forward.states, origin[..., None] + 1 + ahead, noise)
 
 
 def _starts(
@@ -249,25 +246,20 @@ def _blocks(number: int, proposal: Proposal, starts: list[list[TokenPath]]) -> l
 _SOURCES = {MERGED: ("lookup", "specblock")}
 
 
-@contextmanager
 def observed(
     assembly: Assembly, name: str, weights: TrainedWeights | None = None, *, coupled: bool = True
-) -> Iterator[tuple[Drafter, Recorder]]:
-    """The drafter of that name and what records it, until the context ends."""
+) -> tuple[Drafter, Recorder]:
+    """The drafter of that name and what records it."""
     recorder = Recorder()
-    watch = BlockWatch(weights.model, weights.embed) if weights and name in TRAINED else None
-    seen = replace(weights, embed=watch.embed) if weights and watch else weights
-    try:
-        sources = []
-        for source in _SOURCES.get(name, (name,)):
-            sources.append(build.make_drafter(source, assembly.target, assembly.limits, seen))
-            recorder.listen_to_source(source, sources[-1], watch if source in TRAINED else None)
-        whole = _joined(assembly, sources)
-        recorder.listen(whole)
-        yield (whole if coupled else without_noise(whole)), recorder
-    finally:
-        if watch:
-            watch.close()
+    watch = BlockWatch(weights.network, weights.embed) if weights and name in TRAINED else None
+    seen = replace(weights, network=watch, embed=watch.embed) if weights and watch else weights
+    sources = []
+    for source in _SOURCES.get(name, (name,)):
+        sources.append(build.make_drafter(source, assembly.target, assembly.limits, seen))
+        recorder.listen_to_source(source, sources[-1], watch if source in TRAINED else None)
+    whole = _joined(assembly, sources)
+    recorder.listen(whole)
+    return (whole if coupled else without_noise(whole)), recorder
 
 
 def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:

@@ -83,9 +83,9 @@ def tokens_of(assembly: Assembly, prompt: str, *, raw: bool) -> list[int]:
 def answered(assembly: Assembly, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Answer, list[StepRecord]]:
     """The answer and its steps. Raises StartupError for a prompt that leaves no room."""
     refuse_too_long([prompt], sampling.max_tokens, assembly.limits.max_model_len, "--prompt")
-    with observed(assembly, assembly.drafter_name, assembly.weights) as (drafter, recorder):
-        request = GenerationRequest(request_id="prompt", prompt=prompt, sampling=sampling)
-        return generate(assembly.engine(drafter=drafter), [request]).answers[0], recorder.take()
+    drafter, recorder = observed(assembly, assembly.drafter_name, assembly.weights)
+    request = GenerationRequest(request_id="prompt", prompt=prompt, sampling=sampling)
+    return generate(assembly.engine(drafter=drafter), [request]).answers[0], recorder.take()
 
 
 def chosen_steps(steps: Sequence[StepRecord], *, first: int | None, count: int) -> list[int]:

@@ -85,13 +85,15 @@ class DecoderLayer:
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Adds `delta` to `hidden` in place, which is the layer's input then, and later what attention adds; what
         feed-forward adds is the result. # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
-        ops, epsilon = self.ops, self.epsilon
-        x = ops.add_rms_norm(hidden, delta, self.input_norm, epsilon)
-        joined = self.query_key_value(x)
-        query = ops.rotary_store(
-            joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, epsilon
-        )
+        query = self.store(hidden, delta, places, pool)
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.output(attended.flatten(1))
-        x = ops.add_rms_norm(hidden, delta, self.post_norm, epsilon)
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        x = self.ops.add_rms_norm(hidden, delta, self.post_norm, self.epsilon)
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+    def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """The layer's beginning: keys and values go to the pool. # -> queries [rows, query heads, dim]"""
+        joined = self.query_key_value(self.ops.add_rms_norm(hidden, delta, self.input_norm, self.epsilon))
+        return self.ops.rotary_store(
+            joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, self.epsilon
+        )

@@ -137,7 +137,7 @@ def _target(
     config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None, *, captures: bool
 ) -> Target:
     """The target with its pool; on a GPU what everything else will need there is set aside first."""
-    network, device = weights.model if weights else None, loaded.model.device
+    network, device = weights.network if weights else None, loaded.model.device
     target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":

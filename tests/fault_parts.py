@@ -20,12 +20,11 @@ from adaptation.policy import Arm
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
-from drafters.specblock.checkpoint import weights_of
 from service.assembly import Assembly
 from service.bench.driver import generate
 from service.engine.requests import GenerationRequest
 from service.learning.adaptive import Adaptive
-from tests.adaptation.drafts import same
+from tests.drafters.specblock.parts import serves
 from tests.practised import Practised, greedy_requests
 from tests.service.learning_parts import learning, texts
 
@@ -171,7 +170,7 @@ class Stream:
         adaptive = self.adaptive
         adaptive.engine.assert_conserved()
         assert adaptive.status().version == adaptive.learner.weights.version
-        assert same(weights_of(adaptive.network), adaptive.learner.weights._served.weights)
+        assert serves(adaptive.network, adaptive.learner.weights._served.weights)
         print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:

@@ -15,31 +15,31 @@ from drafters.protocol import DraftingSizes, Noise
 from drafters.specblock.calibration import RankCalibration
 from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.model import Embed
+from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
-from drafters.specblock.serving import BlockForward, Reach, Window
+from drafters.specblock.serving import BlockForward
+from drafters.specblock.serving import Nodes as Live
 from drafters.tree import DraftTree, merge_trees
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
-from kernels.tree_attention import NULL_SLOT
 
 NOWHERE = -1
 COUNTS = (4, 16, WAITING)
-WIDTHS = (128, 256, 512)
-"""Waiting entries and positions of the window that are captured."""
+"""Waiting entries that are captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
     """A trained drafter network, the target's embedding it reads tokens with, and how its trees grow."""
 
-    model: SpecBlock
+    network: ServingNetwork
     embed: Embed
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks begun at once after the first forward
     policy: str = "best_first"  # of POLICIES
     recorder: BlockRecorder | None = None  # of what may be learnt
-    version: Callable[[], int] = lambda: 0  # of the weights that `model` holds now
+    version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
     capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
 
 
@@ -47,7 +47,6 @@ class Sizes(NamedTuple):
     """What the host knows of a batch of trees before they grow."""
 
     waiting: int  # most entries that wait for any of its sequences
-    width: int  # positions that the attention window holds
     warm: bool  # whether any of its temperatures may be above 0
 
 
@@ -65,7 +64,6 @@ class Ground(NamedTuple):
 
     keys: Keys
     anchored: Tensor  # [batch] bool; a text whose last token alone is still to be read has no anchor
-    window: Window
     noise: TreeNoise
 
 
@@ -84,8 +82,7 @@ class Further(NamedTuple):
 
     picked: Picked
     states: Tensor  # [batch, starts, block, hidden]
-    reach: Reach
-    live: tuple[Tensor, ...]  # as of `BlockForward`
+    live: Live
 
 
 class Block(NamedTuple):
@@ -98,30 +95,32 @@ class Block(NamedTuple):
 class Blocks:
     """Grows blocks from committed entries, makes one tree of them, and learns what became of it: `begin`, `follow` (one
     for each further block), `tree` and `take_in` are runners of the functions below, eager or captured in a few shapes,
-    whose batches are padded with rows of nobody's and whose waiting entries and windows with what nobody sees."""
+    whose batches are padded with rows of nobody's and whose waiting entries with what nobody sees."""
 
-    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights, *, window: int) -> None:
-        """`window` is the widest there is."""
-        self._weights, self._model = weights, weights.model
-        config = weights.model.config
+    def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
+        self._weights, self._network = weights, weights.network
+        config = weights.network.config
         self._policy = POLICIES[weights.policy]
         self._max_nodes = sizes.max_nodes
-        self.pool = EntryPool(weights.model, sizes.num_slots, sizes.device)
-        self.state = EntryState(sizes, len(config.tap_layers) * config.hidden_size, weights.model.dtype)
+        further = (weights.blocks - 1) * weights.starts * config.block_size
+        live = config.block_size - config.entries + further
+        self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)
+        width = len(config.tap_layers) * config.hidden_size
+        self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
+        self._forward = BlockForward(weights.network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture = weights.capture
         batches = batches_up_to(sizes.max_sequences) if capture else []
         padding = self.state.padding(sizes.max_sequences)
         self.take_in = GraphRunner(self._take_in, capture, ((leading(padding, batch), ()) for batch in batches))
-        widths = [window, *(width for width in reversed(WIDTHS) if width < window)]
         nobody = padding[0]
         none = torch.zeros_like(nobody)
         keys = Keys(nobody, none, none.float(), none)
-        shapes = product(batches, widths, (True, False), reversed(COUNTS))
+        shapes = product(batches, (True, False), reversed(COUNTS))
         self.begin = GraphRunner(
             self._begin,
             capture,
-            (((leading(keys, batch), Sizes(count, width, warm)), ()) for batch, width, warm, count in shapes),
+            (((leading(keys, batch), Sizes(count, warm)), ()) for batch, warm, count in shapes),
         )
         # How many entries wait changes nothing in the shapes of what follows.
         grown: list[tuple[Ground, tuple[Block, ...]]] = [
@@ -132,42 +131,37 @@ class Blocks:
             runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
             grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
-        by_batch = grown[:: 2 * len(widths)]  # a tree depends on neither width nor warmth
+        by_batch = grown[::2]  # a tree does not depend on warmth
         numbers = range(weights.blocks, 0, -1)
         trees = (((), of_tree(ground, blocks[:number])) for number, (ground, blocks) in product(numbers, by_batch))
         self.tree = GraphRunner(self._tree, capture, trees)
 
-    def ingest(self, rows: Tensor, waiting: Waiting, width: int) -> None:
+    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run entries without drafting."""
         self.pool.hold(waiting.slots)
-        self._forward(self._window(rows, width)).ingest(waiting)
+        self._forward.ingest(rows, waiting)
 
     def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
         anchored = self.state.num_waiting(keys.rows) > 0
         waiting = self.state.take(keys.rows, sizes.waiting)
         self.pool.hold(waiting.slots)
-        window = self._window(keys.rows, sizes.width)
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
-        tree_noise = TreeNoise.of(noise, self._weights.blocks * self._model.config.block_size, self._model.d2t)
-        ground = Ground(keys, anchored, window, tree_noise)
-        forward = self._forward(window)
-        states = forward.first(waiting)[:, None]  # [batch, 1, block, hidden]
-        reach = Reach.of_first(waiting.positions[:, -1], self.pool.entries)
+        depth = self._weights.blocks * self._network.config.block_size
+        ground = Ground(keys, anchored, TreeNoise.of(noise, depth, self._network.d2t))
+        states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, hidden]
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
-        block, logprobs = self._block(states, root, reach, ground, [], forward.live)
+        block, logits = self._block(states, live, root, ground, [])
         if self._weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
-            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logprobs[:, 0])
+            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logits[:, 0])
         return ground, block
 
     def _follow(self, ground: Ground, before: Sequence[Block]) -> Block:
         """Run the blocks that start at nodes of the last one."""
-        picked, states, reach, live = before[-1].further[0]
-        reach = reach.onward(picked, self._model.config.block_size)
-        forward = self._forward(ground.window, live)
-        states = forward.next(states, picked, reach, ground.keys.roots)
-        return self._block(states, picked.origin, reach, ground, before, forward.live)[0]
+        picked, states, live = before[-1].further[0]
+        states, live = self._forward.next(states, picked, live, ground.keys.roots)
+        return self._block(states, live, picked.origin, ground, before)[0]
 
     def _tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> DraftTree:
         """One tree of all blocks' nodes; keeps what is needed to learn from it."""
@@ -191,42 +185,27 @@ class Blocks:
         return came
 
     def _block(
-        self,
-        states: Tensor,
-        origin: Origin,
-        reach: Reach,
-        ground: Ground,
-        before: Sequence[Block],
-        live: Sequence[Tensor],
+        self, states: Tensor, live: Live, origin: Origin, ground: Ground, before: Sequence[Block]
     ) -> tuple[Block, Tensor]:
-        """The nodes of one forward's blocks, and its log-probabilities. # states [batch, starts, block, hidden]"""
+        """The nodes of one forward's blocks, and its logits. # states [batch, starts, block, hidden]"""
         number = len(before)
         ahead = torch.arange(states.shape[2], device=states.device)
-        proposal = propose(self._model, states, origin.depth[..., None] + 1 + ahead, ground.noise)
+        proposal = propose(self._network, states, origin.depth[..., None] + 1 + ahead, ground.noise)
         predicted = self._policy(proposal.chances)
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         lattice = Lattice(origin, proposal.tokens, corrected, first_number)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
         if number + 1 == self._weights.blocks:
-            return Block(nodes, ()), proposal.logprobs
-        further = Further(lattice.pick(self._weights.starts), states, reach, tuple(live))
-        return Block(nodes, (further,)), proposal.logprobs
+            return Block(nodes, ()), proposal.logits
+        further = Further(lattice.pick(self._weights.starts), states, live)
+        return Block(nodes, (further,)), proposal.logits
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
         """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""
         buckets = self.calibration.buckets(number).flatten()
         batch, width = nodes.tokens.shape
         return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
-
-    def _forward(self, window: Window, live: Sequence[Tensor] = ()) -> BlockForward:
-        return BlockForward(self._model, self._weights.embed, self.pool, window, live)
-
-    def _window(self, rows: Tensor, width: int) -> Window:
-        """Entries at the newest positions, of those that can be read by now."""
-        positions, slots = self.state.window(rows, width)
-        readable = self.pool.holds(slots)
-        return Window.of(positions.where(readable, NOWHERE), slots.where(readable, NULL_SLOT), self.pool)
 
 
 def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:

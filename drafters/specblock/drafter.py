@@ -14,8 +14,6 @@ from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights
 from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
 from drafters.tree import Candidates
 
-_WINDOW_STEP = 64  # widths of the attention window, so that few shapes occur
-
 
 class SpecBlockDrafter(Drafter):
     """Drafts blocks of dependent positions from the target's own features."""
@@ -25,13 +23,12 @@ class SpecBlockDrafter(Drafter):
     num_blocks = 0
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
-        config, device = weights.model.config, sizes.device
+        config, device = weights.network.config, sizes.device
         self.tap_layers = config.tap_layers
         self._recorder = weights.recorder
         self._window = config.trained_length
         self._version = weights.version
-        widest = -(-self._window // _WINDOW_STEP) * _WINDOW_STEP
-        self._blocks = blocks = Blocks(sizes, weights, window=widest)
+        self._blocks = blocks = Blocks(sizes, weights)
         self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
         self._block_gate = BlockGate(readback.clock_of(device))
         further = range(1, weights.blocks)
@@ -79,14 +76,14 @@ class SpecBlockDrafter(Drafter):
         counts = torch.full_like(rows, positions.shape[0])
         self._state.append(rows, positions[:1], counts, read.slots[None, kept])
         waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], read.slots[None, kept])
-        self._blocks.ingest(rows, waiting, self._width(read.start + read.tokens.shape[0]))
+        self._blocks.ingest(rows, waiting)
 
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
         self._block_gate.begin(rows.shape[0])
         host = noise.host or HostMetadata.of(rows, noise.positions)
-        sizes = Sizes(max(1, self._backlog.take(host)), self._width(max(host.roots)), noise.warm)
+        sizes = Sizes(max(1, self._backlog.take(host)), noise.warm)
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
         ground, first = self._blocks.begin((keys, sizes))
         grown: tuple[Block, ...] = (first,)  # the next trees may overwrite them
@@ -132,14 +129,10 @@ class SpecBlockDrafter(Drafter):
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
 
-    def _width(self, known: int) -> int:
-        """Of a window that holds so many positions, or those of them that can be seen."""
-        return max(1, -(-min(known, self._window) // _WINDOW_STEP)) * _WINDOW_STEP
-
     def _make_room(self, host: HostMetadata, most: int, device: torch.device) -> None:
         """Run what waits where so many more would not fit beside it: nobody drafted for a while."""
         crowded = self._backlog.crowded(host, ROOM - most)
         if crowded.rows:
             rows = torch.tensor(crowded.rows, device=device)
             waiting = self._state.take(rows, self._backlog.take(crowded))
-            self._blocks.ingest(rows, waiting, self._width(max(crowded.roots)))
+            self._blocks.ingest(rows, waiting)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Noise
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.network import ServingNetwork
 from kernels import ops
 
 CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
@@ -36,7 +36,7 @@ class Proposal:
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
     chances: BlockChances
-    logprobs: Tensor  # [batch, starts, block, draft_vocab] float32, without the sampling noise
+    logits: Tensor  # [batch, starts, block, draft_vocab], without the sampling noise
 
 
 class TreeNoise(NamedTuple):
@@ -55,23 +55,24 @@ class TreeNoise(NamedTuple):
         gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t).view(*positions.shape, -1)
         return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
 
-    def scores(self, logprobs: Tensor, depths: Tensor) -> Tensor:
-        """log q, or log q / T + g. # logprobs [batch, starts, block, draft_vocab], depths [batch, starts, block]"""
+    def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
+        [batch, starts, block]"""
         known = self.gumbel.shape[1]
         if not known:
-            return logprobs
+            return logits
         lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
-        scores = logprobs / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None, None, None]
+        scores = logits.float() / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None, None, None]
         return scores + self.gumbel[lines, (depths - 1).clamp(max=known - 1)]
 
 
-def propose(model: SpecBlock, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
+def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
     """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
-    logprobs = model.lm_head(states).float().log_softmax(-1)
-    features, ids = rank_features(noise.scores(logprobs, depths))
-    classes = model.rank_logits(states, features).softmax(-1)
+    logits = network.head(states)
+    features, ids = rank_features(noise.scores(logits, depths))
+    classes = network.rank_logits(states, features).softmax(-1)
     chances = BlockChances(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
-    return Proposal(model.d2t[ids], chances, logprobs)
+    return Proposal(network.d2t[ids], chances, logits)
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,43 +4,62 @@ An anchor t is a position whose target features are known together with the next
 stands at position t + k and predicts the token at t + k + 1:
     h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],    c_t = W_cond [h_low; h_mid; h_top]     (section 3.1)
     h_k <- W_shift [h_k; h_{k-1}],  h_0 := h_1,                between the decoder layers              (section 3.2)
-Who attends to whom is the caller's: training and serving bring their own attention.
-Legend: batch, rows = entries of one sequence in one forward, hidden, taps, draft_vocab."""
+This is the form that is trained; `network.py` serves the same weights. Who attends to whom is the caller's.
+Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, taps, draft_vocab."""
 
 import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from torch.nn.functional import silu
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kernels.rank_features import NUM_FEATURES
 
-ATTENTION_NAME = "adaptree_draft"
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
 """What the names of parameters behind the decoder layers begin with."""
 
-_FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
+STANDARD = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers a drafter can have."""
 
+FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
+RANK_EPSILON = torch.finfo(torch.float32).eps
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> the target's embeddings of them [..., hidden]."""
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer, by its number, among a forward's rows and whatever stands before them: query [batch, heads,
+rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
 
 PrefixEntries = Literal["first", "all"]
 RANK_CLASSES = 4
 """Where the target's token stands in the drafter's ranking: 1, 2-4, 5-10, beyond (SpecBlock appendix B)."""
 
 
+def layers_for(target: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config by which a target's drafter has its layers: its own, or where these are no standard ones Llama's in
+    its sizes. # transformers' config of the target's decoder"""
+    if target["model_type"] in STANDARD:
+        return target
+    text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
+    return LlamaConfig(**known).to_dict()
+
+
 @dataclass(frozen=True, slots=True)
 class SpecBlockConfig:
     """Shapes and switches, written beside the weights. Raises ValueError for values that cannot work."""
 
-    target: Mapping[str, Any]  # transformers' config of the target's decoder: the drafter's layers are of its kind
+    target: Mapping[str, Any]  # of `layers_for`
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
     draft_vocab_size: int  # tokens the drafter can propose
     num_layers: int = 2
@@ -60,6 +79,12 @@ class SpecBlockConfig:
                 raise ValueError(f"drafter config: {name} must be at least 1")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
+        kind = self.target.get("model_type")
+        if kind not in STANDARD:
+            raise ValueError(
+                f"drafter config: layers of kind {kind!r} are none that a drafter can have ({', '.join(STANDARD)}); "
+                "train one for this target with `adaptree train drafter`"
+            )
         if not self.tap_layers:
             raise ValueError("drafter config: tap_layers must name at least one target layer")
 
@@ -85,11 +110,53 @@ class SpecBlockConfig:
         return SpecBlockConfig(**{**values, "tap_layers": tuple(values["tap_layers"])})
 
 
-class RowAttention(Protocol):
-    """Attention among a forward's rows and whatever stands before them."""
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a drafter's layers are like."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [batch, heads, rows, head_dim], key and value [batch, kv_heads, rows, head_dim] -> like query."""
+    hidden: int
+    intermediate: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    biases: tuple[bool, bool, bool]  # of queries, keys and values; of what attention puts out; of the feed-forward
+    head_norms: bool
+    rotary: "Rotary"
+
+    @staticmethod
+    def of(config: SpecBlockConfig) -> "LayerShape":
+        text = AutoConfig.for_model(**copy.deepcopy(dict(config.target)))
+        kind, heads = text.model_type, text.num_attention_heads
+        biased = bool(getattr(text, "attention_bias", False))
+        return LayerShape(
+            text.hidden_size,
+            text.intermediate_size,
+            heads,
+            text.num_key_value_heads or heads,
+            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            float(text.rms_norm_eps),
+            (biased or kind == "qwen2", biased, bool(getattr(text, "mlp_bias", False))),
+            kind == "qwen3",
+            Rotary(text),
+        )
+
+
+class Rotary:
+    """Rotary embedding of positions with the target's scaling. No part of any module: a module's frequencies would be
+    rounded with its weights."""
+
+    def __init__(self, text: PreTrainedConfig) -> None:
+        known = LlamaRotaryEmbedding(text)
+        self._scale = float(known.attention_scaling)
+        self._frequencies = torch.cat([known.inv_freq, known.inv_freq]).float()  # [dim]
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """# positions [...] int64 -> cosines and sines, both [..., dim]"""
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[..., None] * self._frequencies
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +207,90 @@ class InputLayer(nn.Module):
         return fused
 
 
+class SelfAttention(nn.Module):
+    """Queries, keys and values with rotary positions, normed by head where the family does."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        joined, output, _ = shape.biases
+        wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, wide, bias=joined)
+        self.k_proj = nn.Linear(shape.hidden, narrow, bias=joined)
+        self.v_proj = nn.Linear(shape.hidden, narrow, bias=joined)
+        self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
+        if shape.head_norms:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
+        self._shape = shape
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """# [batch, rows, hidden] -> same"""
+        query, key, value = (
+            product(x).unflatten(-1, (-1, self._shape.head_dim)) for product in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [batch, rows, heads, dim]
+        if self._shape.head_norms:
+            query, key = self.q_norm(query.to(x.dtype)), self.k_norm(key.to(x.dtype))
+        query, key = (_rotated(heads, *rotary) for heads in (query, key))
+        mixed = attend(*(heads.transpose(1, 2) for heads in (query, key, value)))
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+        return output
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        bias = shape.biases[2]
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """# [..., hidden] -> same"""
+        output: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class Layer(nn.Module):
+    """A standard decoder layer, the differentiable form of `kernels.decoder_layer`; transformers' names."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.self_attn = SelfAttention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.mlp = FeedForward(shape)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """# [batch, rows, hidden] -> same"""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Decoder(nn.Module):
+    """Layers and the norm behind them."""
+
+    def __init__(self, shape: LayerShape, num_layers: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves against halves. # x [batch, rows, heads, dim], cos and sin [batch, rows, dim]"""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+
+
 class SpecBlock(nn.Module):
-    """Condition, fusion, decoder layers of the target's kind with shifts between, head and rank head. The token
+    """Condition, fusion, decoder layers with shifts between, head and rank head. The token
     embedding is the target's own and is not kept."""
 
     t2d: Tensor  # [target_vocab] int64, draft id of a target token, -1 for tokens the drafter cannot propose
@@ -150,11 +299,9 @@ class SpecBlock(nn.Module):
     def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__()
         self.config = config
-        decoder_config = _decoder_config(config)
-        hidden = config.hidden_size
-        self.input_layer = InputLayer(config, float(getattr(decoder_config, "rms_norm_eps", 1e-5)))
-        self.decoder: PreTrainedModel = AutoModel.from_config(decoder_config, attn_implementation=ATTENTION_NAME)
-        del self.decoder.embed_tokens
+        shape, hidden = LayerShape.of(config), config.hidden_size
+        self.input_layer = InputLayer(config, shape.epsilon)
+        self.decoder = Decoder(shape, config.num_layers)
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
         )
@@ -162,21 +309,9 @@ class SpecBlock(nn.Module):
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
         )
-        self.rank_norm = nn.RMSNorm(hidden) if config.normalise_rank_inputs else None
+        self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
-        layers = list(self.decoder.get_submodule("layers").children())
-        for shift, layer in zip(self.shift_proj, layers[1:], strict=False):
-            layer.register_forward_pre_hook(partial(_shift, shift), with_kwargs=True)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.decoder.config.num_key_value_heads)
-
-    @property
-    def head_dim(self) -> int:
-        config = self.decoder.config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def set_vocabulary(self, d2t: Tensor) -> None:
         """Name the tokens that can be drafted. # d2t [draft_vocab] int64, target ids"""
@@ -188,60 +323,23 @@ class SpecBlock(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.input_layer.token_norm.weight.dtype
 
-    def forward(self, rows: BlockRows, attention: RowAttention) -> Tensor:
+    def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
         """States after the output norm: what the heads read, and the context of blocks that start at an entry.
         # -> [batch, rows, hidden]"""
-        output = self.decoder(
-            inputs_embeds=rows.inputs,
-            position_ids=rows.positions,
-            use_cache=False,
-            draft_attention=attention,
-            draft_previous=rows.previous,
-        )
-        states: Tensor = output.last_hidden_state
+        hidden = rows.inputs.to(self.dtype)  # under autocast too: rounding is for products
+        rotary = self.decoder.shape.rotary(rows.positions, self.dtype)
+        for number, layer in enumerate(self.decoder.layers):
+            if number and self.config.shift:
+                before = torch.take_along_dim(hidden, rows.previous[:, :, None], dim=1)
+                hidden = self.shift_proj[number - 1](torch.cat([hidden, before], dim=-1)).to(self.dtype)
+            hidden = layer(hidden, rotary, partial(attend, number))
+        states: Tensor = self.decoder.norm(hidden)
         return states
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""
         states, features = states.to(self.dtype), features.to(self.dtype)
         if self.rank_norm is not None:
-            states, features = self.rank_norm(states), features * _FEATURE_SCALE
+            states, features = self.rank_norm(states), features * FEATURE_SCALE
         logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1))
         return logits.float()
-
-
-def _shift(projection: nn.Module, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mixes each entry's state with its predecessor's before a layer runs."""
-    hidden, *rest = args  # decoders hand the states on by position
-    before = torch.take_along_dim(hidden, kwargs["draft_previous"][:, :, None], dim=1)
-    return (projection(torch.cat([hidden, before], dim=-1)), *rest), kwargs
-
-
-def _decoder_config(config: SpecBlockConfig) -> PreTrainedConfig:
-    text = AutoConfig.for_model(**copy.deepcopy(dict(config.target)))
-    text.num_hidden_layers = config.num_layers
-    kinds = getattr(text, "layer_types", None)
-    if kinds:
-        text.layer_types = kinds[-config.num_layers :]
-    text.vocab_size, text.pad_token_id = 1, None  # the embedding is the target's
-    return text
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    draft_attention: RowAttention,
-    scaling: float | None = None,
-    **unused: object,
-) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; [batch, heads, rows, dim] -> [batch, rows, heads, dim]."""
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return draft_attention.attend(layer, query, key, value, scale).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention)

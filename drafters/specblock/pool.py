@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH
 from kernels.tree_attention import NULL_SLOT
 
@@ -21,14 +21,20 @@ ROOM = 2 * WAITING
 
 
 class EntryPool:
-    """Keys and values of committed entries. # [layers, 2, slots * entries, kv_heads, head_dim]
+    """Keys and values of committed entries, and behind them of a step's trees. # [layers, 2, slots * entries + lines *
+    live, kv_heads, head_dim]
     A slot can come with a text that another sequence has left: what this drafter never ran there must not be read."""
 
-    def __init__(self, model: SpecBlock, num_slots: int, device: torch.device | str) -> None:
-        self.num_layers, self.entries = model.config.num_layers, model.config.entries
-        shape = (self.num_layers, 2, num_slots * self.entries, model.kv_heads, model.head_dim)
-        self.storage = torch.zeros(shape, dtype=model.dtype, device=device)
-        self._held = torch.zeros(num_slots, dtype=torch.bool, device=device)
+    def __init__(self, network: ServingNetwork, num_slots: int, *, lines: int = 0, live: int = 0) -> None:
+        """There is room for `live` entries of each of so many lines of a batch."""
+        self.entries = network.config.entries
+        self._scratch = num_slots * self.entries + torch.arange(lines * live, device=network.device).view(lines, live)
+        places = num_slots * self.entries + lines * live
+        shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
+        # As of a target: on a CPU attention computes in fp32.
+        dtype = torch.float32 if network.device.type == "cpu" else network.dtype
+        self.storage = torch.zeros(shape, dtype=dtype, device=network.device)
+        self._held = torch.zeros(num_slots, dtype=torch.bool, device=network.device)
 
     def forget(self, slots: Tensor) -> None:
         """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
@@ -46,16 +52,9 @@ class EntryPool:
         """Where the entries of some slots lie. # [...] -> [..., entries] int64"""
         return slots[..., None] * self.entries + torch.arange(self.entries, device=slots.device)
 
-    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """places [count], keys and values [count, kv_heads, head_dim]"""
-        self.storage[layer, 0].index_copy_(0, places, keys.to(self.storage.dtype))
-        self.storage[layer, 1].index_copy_(0, places, values.to(self.storage.dtype))
-
-    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """places [batch, count] -> keys and values [batch, kv_heads, count, head_dim]"""
-        both = self.storage[layer].index_select(1, places.flatten())
-        both = both.view(2, *places.shape, *both.shape[2:]).transpose(2, 3)
-        return both[0], both[1]
+    def scratch(self, batch: int, first: int, count: int) -> Tensor:
+        """Where entries of trees lie, from the first-th on. # -> [batch, count] int64"""
+        return self._scratch[:batch, first : first + count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,51 +73,60 @@ def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:
 
 
 class EntryState:
-    """Per row: slots and number of known positions, and the entries that wait for the next forward. Behind the rows
+    """Per row: where the entries of known positions are, and those that wait for the next forward. Behind the rows
     stands one of nobody's, which pads batches; behind a row's columns one that takes padding."""
 
-    def __init__(self, sizes: DraftingSizes, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: DraftingSizes, pool: EntryPool, width: int, dtype: torch.dtype) -> None:
         """`width` is that of features."""
         self.nobody, rows = sizes.max_sequences, sizes.max_sequences + 1
         max_length, device = sizes.max_length, sizes.device
-        self._slots = torch.full((rows, max_length + 1), NULL_SLOT, dtype=torch.int64, device=device)
-        self._first = torch.zeros(rows, dtype=torch.int64, device=device)  # first position with an entry
+        self._pool = pool
+        # Places in the pool of entries that are run, or will be before others see them. # [rows, positions, entries]
+        self._places = torch.zeros(rows, max_length + 1, pool.entries, dtype=torch.int64, device=device)
+        self._known = torch.zeros(rows, dtype=torch.int64, device=device)  # positions in the table
         self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
         self._waiting = torch.zeros(rows, dtype=torch.int64, device=device)
         self._features = torch.zeros(rows, ROOM + 1, width, dtype=dtype, device=device)
         self._tokens = torch.zeros(rows, ROOM + 1, dtype=torch.int64, device=device)
         self._columns = torch.arange(ROOM, device=device)
 
+    @property
+    def table(self) -> Tensor:
+        """Entries of each row, one behind the other: their places in the pool. # [rows, (max_length + 1) * entries]"""
+        return self._places.flatten(1)
+
+    def known(self, rows: Tensor) -> Tensor:
+        """How many there are."""
+        return self._known[rows] * self._pool.entries
+
     def start(self, rows: list[int]) -> None:
         """Forget everything about these rows."""
-        self._first[rows] = 0
+        self._known[rows] = 0
         self._end[rows] = 0
         self._waiting[rows] = 0
 
     def adopt(self, row: int, slots: Tensor) -> None:
-        """Begin a row behind positions that lie in these slots already. # slots [cached] int64"""
-        self._slots[row, : slots.shape[0]] = slots
+        """Begin a row behind positions that lie in these slots already; those that were never run are left out.
+        # slots [cached] int64"""
+        readable = self._pool.holds(slots)
+        column = (readable.cumsum(0) - 1).where(readable, self._places.shape[1] - 1)
+        self._places[row, column] = self._pool.places(slots)
+        self._known[row] = readable.sum()
         self._end[row] = slots.shape[0]
 
     def num_waiting(self, rows: Tensor) -> Tensor:
         return self._waiting[rows]
 
-    def window(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Positions and slots of the newest `width` positions. # -> two [batch, width] int64, -1 where there is none"""
-        newest = self._end[rows, None] - 1
-        positions = newest - torch.arange(width - 1, -1, -1, device=rows.device)
-        positions = torch.where(positions >= self._first[rows, None], positions, -1)
-        return positions, self._slots[rows[:, None], positions.clamp(min=0)]
-
     def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
         """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding.
         # rows, start, counts [batch] int64; slots [batch, count] int64, padded with any -> [batch, count] int64"""
-        offsets = torch.arange(slots.shape[1], device=rows.device)
-        places = (start[:, None] + offsets).where(offsets < counts[:, None], self._slots.shape[1] - 1)
-        taken = taken_slots(slots, counts)
-        self._slots[rows[:, None], places] = taken
         follows = self._end[rows] == start  # otherwise nothing is known of what stands before
-        self._first.index_copy_(0, rows, self._first[rows].where(follows, start))
+        known = self._known[rows] * follows
+        offsets = torch.arange(slots.shape[1], device=rows.device)
+        columns = (known[:, None] + offsets).where(offsets < counts[:, None], self._places.shape[1] - 1)
+        taken = taken_slots(slots, counts)
+        self._places[rows[:, None], columns] = self._pool.places(taken)
+        self._known.index_copy_(0, rows, known + counts)
         self._waiting.index_copy_(0, rows, self._waiting[rows] * follows)
         self._end.index_copy_(0, rows, start + counts)
         return taken
@@ -146,9 +154,10 @@ class EntryState:
         present = column >= 0
         column = column.clamp(min=0)
         positions = torch.where(present, self._end[rows, None] - counts[:, None] + column, -1)
-        slots = self._slots[rows[:, None], positions.clamp(min=0)].masked_fill(~present, NULL_SLOT)
-        self._waiting.index_fill_(0, rows, 0)
         lines = rows[:, None]
+        newest = (self._known[lines] - counts[:, None] + column).clamp(min=0)
+        slots = (self._places[lines, newest, 0] // self._pool.entries).masked_fill(~present, NULL_SLOT)
+        self._waiting.index_fill_(0, rows, 0)
         return Waiting(self._features[lines, column], self._tokens[lines, column], positions, slots)
 
 

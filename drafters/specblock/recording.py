@@ -47,7 +47,7 @@ class BlockRecorder:
         rows, device = tables.max_sequences + 1, t2d.device
         self._roots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
         self._states = torch.zeros(rows, block_size, tables.hidden, dtype=tables.dtype, device=device)
-        self._logprobs = torch.zeros(rows, block_size, int(t2d.max()) + 1, device=device)
+        self._logits = torch.zeros(rows, block_size, int(t2d.max()) + 1, dtype=tables.dtype, device=device)
 
     @property
     def wants_scores(self) -> bool:
@@ -66,12 +66,12 @@ class BlockRecorder:
         if read.row in self._recorded:
             self._tables.read(read)
 
-    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logprobs: Tensor) -> None:
+    def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logits: Tensor) -> None:
         """The first block of a tree. # rows, roots [batch]; states [batch, block, hidden];
-        logprobs [batch, block, draft_vocab]"""
+        logits [batch, block, draft_vocab]"""
         self._roots.index_copy_(0, rows, roots)
         self._states.index_copy_(0, rows, states.to(self._states.dtype))
-        self._logprobs.index_copy_(0, rows, logprobs)
+        self._logits.index_copy_(0, rows, logits.to(self._logits.dtype))
 
     @torch.inference_mode()
     def commit(self, committed: Committed, *, grown: bool) -> None:
@@ -90,7 +90,10 @@ class BlockRecorder:
             entry, drafted = depth.clamp(max=block - 1), self._t2d[tokens]
             known = (self._roots[rows] == roots) & (depth < block)
             states = self._states[rows, entry]
-            chances = self._logprobs[rows, entry, drafted.clamp(min=0)].exp() * (drafted >= 0)
+            logits = self._logits[rows, entry].float()
+            chances = (logits.gather(1, drafted.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(1)).exp() * (
+                drafted >= 0
+            )
         else:
             known = torch.zeros_like(tokens, dtype=torch.bool)
             states, chances = self._states.new_zeros(1, 1).expand(len(tokens), self._states.shape[2]), known.float()

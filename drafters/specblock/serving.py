@@ -1,167 +1,173 @@
-"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once. Legend: batch =
-drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in one forward, live
-= rows of this tree's blocks that are in no pool, order = position * entries + entry - 1: what a pool entry must not
-exceed to be seen."""
+"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once.
 
-import contextlib
-from collections.abc import Sequence
+To attention a block's rows are nodes of a tree below the entries that are committed before its anchor: the anchor's own
+block first, though the first of its entries stay in the pool, then blocks that start at nodes.
+Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in
+one forward, count = entries that wait, nodes = of all forwards of a tree so far.
+"""
+
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafters.specblock.growth import Picked
-from drafters.specblock.model import BlockRows, Embed, SpecBlock
-from drafters.specblock.pool import EntryPool, Waiting
+from drafters.specblock.model import Embed
+from drafters.specblock.network import ServingNetwork
+from drafters.specblock.pool import EntryPool, EntryState, Waiting
+from kernels.decoder_layer import RowPlaces
+from kernels.tree_attention import AttentionRows
 
 
-class _AllStored(Exception):
-    """Every layer has stored its keys and values; what would follow in the last one is read by nobody."""
+class Nodes(NamedTuple):
+    """The rows of a tree's blocks so far, and what they hang below."""
+
+    lines: Tensor  # [batch] int64, of the table of entries
+    end: Tensor  # [batch] int64, place in its line of the last entry before the anchor's
+    slots: Tensor  # [batch, nodes] int64, where keys and values are
+    depths: Tensor  # [batch, nodes] int64, from 1
+    ancestors: Tensor  # [batch, nodes, nodes] bool
 
 
-_HIDDEN = -1e30  # finite: a padding row that sees nothing must not become NaN, for its keys land in the null slot
+class _Layout(NamedTuple):
+    """What follows from the sizes of a forward alone."""
 
-
-class Window(NamedTuple):
-    """Pool entries that a batch's rows may see."""
-
-    places: Tensor  # [batch, seen] int64
-    order: Tensor  # [batch, seen] int64, -1 where there is nothing
-
-    @staticmethod
-    def of(positions: Tensor, slots: Tensor, pool: EntryPool) -> "Window":
-        """positions [batch, width], -1 padded; slots [batch, width]"""
-        entry = torch.arange(pool.entries, device=slots.device)
-        order = torch.where(positions[..., None] < 0, -1, positions[..., None] * pool.entries + entry)
-        return Window(pool.places(slots).flatten(1), order.flatten(1))
-
-
-class Reach(NamedTuple):
-    """What blocks of one forward can see, from which follows what blocks that start at their nodes can see."""
-
-    path: Tensor  # [batch, starts, live] bool, live rows seen from before the block
-    limits: Tensor  # [batch, starts] int64, highest order seen
-    offset: int  # entries of each block that lie in the pool and not among the live rows
-
-    @staticmethod
-    def of_first(anchors: Tensor, entries: int) -> "Reach":
-        """Of blocks at the anchors' positions. # anchors [batch]"""
-        return Reach(anchors.new_zeros(anchors.shape[0], 1, 0, dtype=torch.bool), anchors[:, None] * entries, entries)
-
-    def onward(self, picked: Picked, block: int) -> "Reach":
-        """Of blocks that start at nodes of these ones."""
-        starts, width = self.path.shape[1], block - self.offset
-        inherited = torch.take_along_dim(self.path, picked.start[:, :, None], dim=1)
-        start = torch.arange(starts, device=self.path.device)[:, None]
-        entry = torch.arange(width, device=self.path.device) + self.offset
-        own = (start == picked.start[:, :, None, None]) & (entry <= picked.position[:, :, None, None])
-        # Of the anchor's entries in the pool those up to the start's are on the path.
-        stored = picked.position.clamp(max=max(self.offset - 1, 0)) if self.offset else 0
-        return Reach(
-            path=torch.cat([inherited, own.flatten(2)], dim=2),
-            limits=self.limits.gather(1, picked.start) + stored,
-            offset=0,
-        )
+    sequence: Tensor  # [rows] int64
+    node: Tensor  # [rows] int64
+    previous: Tensor  # [rows] int64
+    ahead: Tensor  # [block] int64
+    depths: Tensor  # [batch, nodes begun] int64
+    inside: Tensor  # [batch, nodes begun, nodes begun] bool, who is on whose path
 
 
 class BlockForward:
-    """The forwards of one draft tree. Rows attend to the pool up to each one's order, and to live rows by mask."""
+    """Runs blocks on what is stored of their texts."""
 
-    def __init__(
-        self, model: SpecBlock, embed: Embed, pool: EntryPool, window: Window, live: Sequence[Tensor] = ()
-    ) -> None:
-        self._model = model
-        self._embed = embed
-        self._pool = pool
-        self._window = window
-        self._size = model.config.block_size
-        self.live = live  # keys, values, layer by layer, all [batch, kv_heads, live rows, head_dim] float32
-        self._before: Sequence[Tensor] = ()  # as `live`, of the forwards before
+    def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
+        self._network, self._embed = network, embed
+        self._pool, self._state = pool, state
+        self._size = network.config.block_size
 
-    def first(self, waiting: Waiting) -> Tensor:
-        """Run waiting entries and the block at the newest of them. # -> states [batch, block, hidden]"""
-        return self._run(waiting, own=self._size - self._pool.entries)[:, -self._size :]
+    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
+        """Run waiting entries without drafting. # rows [batch]"""
+        (batch, count), entries = waiting.tokens.shape, self._pool.entries
+        layout = _layout(batch, count * entries, entries, 0, 0, 0, waiting.tokens.device)
+        end = self._state.known(rows) - 1
+        none = end.new_zeros(batch, 0)
+        nodes = Nodes(rows, end, none, none, none[..., None].bool())
+        places = self._pool.places(waiting.slots).flatten(1)
+        at = self._committed(end, count * entries)
+        positions = self._positions(waiting)[:, :, :entries].flatten(1)
+        inputs = self._inputs(waiting)[:, :, :entries].flatten(0, 2).contiguous()
+        self._network.store(
+            inputs, layout.previous, self._row_places(layout, nodes, at, positions, places), self._pool.storage
+        )
 
-    def ingest(self, waiting: Waiting) -> None:
-        """Run entries only, without drafting."""
-        with contextlib.suppress(_AllStored):
-            self._run(waiting, own=0, stores_only=True)
+    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Nodes]:
+        """Run waiting entries and the block at the newest of them. # rows [batch] -> [batch, 1, block, hidden]"""
+        (batch, count), entries, size = waiting.tokens.shape, self._pool.entries, self._size
+        before = (count - 1) * entries
+        layout = _layout(batch, before, entries, size, 1, 0, waiting.tokens.device)
 
-    def next(self, states: Tensor, picked: Picked, reach: Reach, roots: Tensor) -> Tensor:
+        def run(values: Tensor) -> Tensor:
+            """Of the entries of all that wait, those that are run. # [batch, count, block, ...]"""
+            return torch.cat([values[:, :-1, :entries].flatten(1, 2), values[:, -1]], dim=1)
+
+        stored = self._pool.places(waiting.slots)  # [batch, count, entries]
+        live = torch.cat([stored[:, -1], self._pool.scratch(batch, 0, size - entries)], dim=1)
+        end = (self._state.known(rows) - entries - 1).clamp(min=-1)
+        nodes = Nodes(rows, end, live, layout.depths, layout.inside)
+        at = torch.cat([self._committed(end, before), end[:, None] + layout.depths], dim=1)
+        places = torch.cat([stored[:, :-1].flatten(1), live], dim=1)
+        row_places = self._row_places(layout, nodes, at, run(self._positions(waiting)), places)
+        inputs = run(self._inputs(waiting)).flatten(0, 1)
+        states = self._network.states(inputs, layout.previous, row_places, self._pool.storage)
+        return states.view(batch, 1, before + size, -1)[:, :, before:], nodes
+
+    def next(self, states: Tensor, picked: Picked, nodes: Nodes, roots: Tensor) -> tuple[Tensor, Nodes]:
         """Run a block at each picked node of the last forward. # states [batch, starts before, block, hidden] of that;
         roots [batch], the root's absolute position -> [batch, starts, block, hidden]"""
-        batch, number = picked.tokens.shape
-        lines = torch.arange(batch, device=roots.device)[:, None]
-        context = states[lines, picked.start, picked.position]
-        inputs = self._model.input_layer.blocks(context, self._embed(picked.tokens), slice(self._size))
-        ahead = torch.arange(self._size, device=roots.device)
-        numbers = torch.arange(number * self._size, device=roots.device)
-        same_block = numbers[:, None] // self._size == numbers // self._size
-        own = (same_block & (numbers <= numbers[:, None])).expand(batch, -1, -1)
-        tokens_at = roots[:, None] + picked.origin.depth
-        rows = BlockRows(
-            inputs=inputs.flatten(1, 2),
-            positions=(tokens_at[:, :, None] + ahead).flatten(1),
-            previous=(numbers - (numbers % self._size > 0).long()).expand(batch, -1),
+        (batch, number), size, known = picked.tokens.shape, self._size, nodes.slots.shape[1]
+        layout = _layout(batch, 0, 1, size, number, known, roots.device)
+        place = picked.start * size + picked.position  # [batch, starts], among the last forward's rows
+        hidden = states.shape[-1]
+        context = states.flatten(1, 2).gather(1, place[:, :, None].expand(-1, -1, hidden))
+        inputs = self._network.blocks(context.flatten(0, 1), self._embed(picked.tokens.flatten()))
+        begun = place + known - states.shape[1] * size  # among all nodes
+        above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
+        own = torch.cat([above.repeat_interleave(size, dim=1), layout.inside], dim=2)
+        depths = nodes.depths.gather(1, begun).repeat_interleave(size, dim=1) + layout.depths
+        slots = self._pool.scratch(batch, known - self._pool.entries, number * size)
+        grown = Nodes(
+            nodes.lines,
+            nodes.end,
+            torch.cat([nodes.slots, slots], dim=1),
+            torch.cat([nodes.depths, depths], dim=1),
+            torch.cat([pad(nodes.ancestors, (0, number * size)), own], dim=1),
         )
-        limits = reach.limits.repeat_interleave(self._size, dim=1)
-        live_mask = torch.cat([reach.path.repeat_interleave(self._size, dim=1), own], dim=2)
-        onward = self._forward(rows, roots.new_zeros(batch, 0), limits, live_mask)
-        return onward.view(batch, number, self._size, -1)
+        positions = (roots[:, None] + picked.origin.depth)[:, :, None] + layout.ahead
+        row_places = self._row_places(layout, grown, nodes.end[:, None] + depths, positions.flatten(1), slots)
+        onward = self._network.states(inputs.flatten(0, 1), layout.previous, row_places, self._pool.storage)
+        return onward.view(batch, number, size, hidden), grown
 
-    def _run(self, waiting: Waiting, own: int, *, stores_only: bool = False) -> Tensor:
-        entries, count = self._pool.entries, waiting.tokens.shape[1]
-        layer = self._model.input_layer
-        context, embedded = layer.condition(waiting.features), self._embed(waiting.tokens)
-        inputs = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
-        entry = torch.arange(entries, device=waiting.positions.device)
-        positions = (waiting.positions.clamp(min=0)[:, :, None] + 1 + entry).flatten(1)  # [batch, count * entries]
-        order = (waiting.positions[:, :, None] * entries + entry).flatten(1)
-        committed = count * entries
-        numbers = torch.arange(committed + own, device=positions.device)
-        previous = numbers - (numbers % entries > 0).long()
-        previous[committed:] = numbers[committed:] - 1
-        if own:
-            rest = layer.blocks(context[:, -1], embedded[:, -1], slice(entries, self._size))
-            inputs = torch.cat([inputs, rest], dim=1)
-            ahead = positions[:, -1:] + 1 + torch.arange(own, device=positions.device)
-            newest = order[:, -1:].expand(-1, own)
-            positions, order = torch.cat([positions, ahead], dim=1), torch.cat([order, newest], dim=1)
-        live_mask = (numbers[committed:] <= numbers[:, None]).expand(inputs.shape[0], -1, -1)
-        stored = self._pool.places(waiting.slots).flatten(1)
-        rows = BlockRows(inputs, positions, previous.expand(inputs.shape[0], -1))
-        return self._forward(rows, stored, order, live_mask, stores_only=stores_only)
+    def _inputs(self, waiting: Waiting) -> Tensor:
+        """h0 of all entries of what waits. # -> [batch, count, block, hidden]"""
+        context = self._network.condition(waiting.features.flatten(0, 1))
+        blocks = self._network.blocks(context, self._embed(waiting.tokens.flatten()))
+        return blocks.unflatten(0, waiting.tokens.shape)
 
-    def _forward(
-        self, rows: BlockRows, stored: Tensor, limits: Tensor, live_mask: Tensor, *, stores_only: bool = False
-    ) -> Tensor:
-        """stored [batch, committed rows] int64, pool places of the first rows; live_mask [..., rows, live rows]"""
-        order = self._window.order
-        self._stored, self._stores_only = stored, stores_only
-        self._unseen = (order[:, None] > limits[:, :, None]) | (order < 0)[:, None]
-        self._live_unseen = ~live_mask
-        self._before, self.live = self.live, []
-        states: Tensor = self._model(rows, self)
-        return states
+    def _positions(self, waiting: Waiting) -> Tensor:
+        """Of all entries of what waits. # -> [batch, count, block]"""
+        ahead = torch.arange(1, self._size + 1, device=waiting.positions.device)
+        return waiting.positions.clamp(min=0)[:, :, None] + ahead
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        stored = self._stored.shape[1]
-        if stored:
-            keys, values = (rows[:, :, :stored].transpose(1, 2).flatten(0, 1) for rows in (key, value))
-            self._pool.write(layer, self._stored.flatten(), keys, values)
-        if self._stores_only and layer == self._pool.num_layers - 1:
-            raise _AllStored
-        for rows in (key, value):
-            before = self._before[len(self.live) :][:1]
-            self.live = [*self.live, torch.cat([*before, rows[:, :, stored:].float()], dim=2)]
-        live_keys, live_values = self.live[-2:]
-        keys, values = self._pool.read(layer, self._window.places)
-        seen = keys.shape[2]
-        keys = torch.cat([keys.float(), live_keys], dim=2)
-        values = torch.cat([values.float(), live_values], dim=2)
-        grouped = query.float().unflatten(1, (keys.shape[1], -1)) * scale  # [batch, kv_heads, group, rows, dim]
-        scores = grouped @ keys[:, :, None].transpose(3, 4)
-        scores[..., :seen].masked_fill_(self._unseen[:, None, None], _HIDDEN)
-        scores[..., seen:].masked_fill_(self._live_unseen[:, None, None], _HIDDEN)
-        out: Tensor = scores.softmax(-1) @ values[:, :, None]
-        return out.flatten(1, 2).to(query.dtype)
+    def _committed(self, end: Tensor, count: int) -> Tensor:
+        """Places in their lines of the last so many entries; where there are fewer, padding rows see some of others'.
+        # end [batch] -> [batch, count]"""
+        return (end[:, None] + torch.arange(1 - count, 1, device=end.device)).clamp(min=0)
+
+    def _row_places(self, layout: _Layout, nodes: Nodes, at: Tensor, positions: Tensor, slots: Tensor) -> RowPlaces:
+        """at, positions, slots [batch, rows of a sequence]: places in the line of entries, rotary positions, and where
+        keys and values go"""
+        network = self._network
+        rows = AttentionRows(
+            layout.sequence,
+            at.flatten(),
+            layout.node,
+            table_rows=nodes.lines,
+            extend_end=nodes.end,
+            node_slots=nodes.slots,
+            node_depths=nodes.depths,
+            ancestors=nodes.ancestors,
+        )
+        shape = network.shape
+        plan = network.ops.plan_attention(
+            rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
+        )
+        cos, sin = shape.rotary(positions.flatten(), network.dtype)
+        return RowPlaces(cos, sin, slots.flatten(), plan)
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    batch: int, committed: int, entries: int, size: int, starts: int, known: int, device: torch.device
+) -> _Layout:
+    """Of `starts` blocks of each sequence behind so many committed rows; `known` nodes are there before. Made once, for
+    a capture cannot copy from the host."""
+    begun = torch.arange(starts * size, device=device)
+    committed_rows = torch.arange(committed, device=device)
+    node = torch.cat([torch.full_like(committed_rows, -1), begun + known])
+    first = torch.cat([committed_rows % entries == 0, begun % max(size, 1) == 0])
+    previous = torch.arange(len(node), device=device) - (~first).long()
+    offsets = torch.arange(batch, device=device)[:, None] * len(node)
+    block = begun // max(size, 1)
+    return _Layout(
+        sequence=torch.arange(batch, device=device).repeat_interleave(len(node)),
+        node=node.repeat(batch),
+        previous=(offsets + previous).flatten(),
+        ahead=torch.arange(size, device=device),
+        depths=(begun % max(size, 1) + 1).expand(batch, -1).contiguous(),
+        inside=((block[:, None] == block) & (begun <= begun[:, None])).expand(batch, -1, -1).contiguous(),
+    )

@@ -22,15 +22,14 @@ class MaskedAttention:
         self._before = before
         self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values, both [batch, kv_heads, rows, head_dim]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Attend`."""
         query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
         self._layers.append((key, value))
         if self._before is not None:
             keys, values = self._before._layers[layer]
             key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=self._seen[:, None], scale=scale, enable_gqa=True
-        )
+        return scaled_dot_product_attention(query, key, value, attn_mask=self._seen[:, None], enable_gqa=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ was made for, so W_cond and W_fuse are set by two ridge regressions to predict, 
 position and the embedding of the next token, the top tapped feature of that *next* position: with taps (2, L/2, L-3)
 and two layers this is exactly what the copied layers received in the target. Each tap's norm has the gain 1 / standard
 deviation, because single dimensions of a residual stream are hundreds of times larger than the others.
-The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers."""
+The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
+Where the target's layers are of another kind than a drafter's, its own begin by passing everything through."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class TargetEnd:
     norm: nn.Module
     head: Tensor  # [vocab, hidden]
     embedding: Tensor  # [vocab, hidden]
+    standard: bool = True  # False: layers and norm are none that a drafter can have
 
 
 def initialise(
@@ -152,10 +154,15 @@ def _variance(moments: Tensor, size: int) -> Tensor:
 
 
 def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
-    own = list(model.decoder.get_submodule("layers").children())
+    own = list(model.decoder.layers)
     for layer, source in zip(own, target.layers[-len(own) :], strict=True):
-        layer.load_state_dict(source.state_dict())
-    model.decoder.get_submodule("norm").load_state_dict(target.norm.state_dict())
+        if target.standard:
+            layer.load_state_dict(source.state_dict())
+        else:  # what they add is learned
+            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                product.weight.zero_()
+    if target.standard:
+        model.decoder.norm.load_state_dict(target.norm.state_dict())
     rows = model.d2t.to(target.head.device)
     model.lm_head.weight.copy_(target.head[rows])
     hidden = model.config.hidden_size

@@ -11,8 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.network import ServingNetwork
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, came_true, path_hashes
@@ -97,7 +99,7 @@ def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *,
     sizes = DraftingSizes(
         max_sequences=num_texts, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
     )
-    drafter = SpecBlockDrafter(sizes, TrainedWeights(model, embed))
+    drafter = SpecBlockDrafter(sizes, TrainedWeights(ServingNetwork(model.config, weights_of(model)), embed))
     drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(examples)])
     roots = torch.tensor([e.prompt for e in examples], device=device) - 1
     rows = (roots + 2 < ends).nonzero()[:, 0]

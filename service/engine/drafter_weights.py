@@ -1,7 +1,7 @@
 """The drafter network for a loaded target: trained weights from a folder, or random ones beside a random target."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import VOCABULARY, DrafterError, weights_of
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
-from kernels import ops
+from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.network import ServingNetwork
 from service.engine.dummy import seeded
-from service.engine.linear import replace_linears, replanning
 from service.engine.modules import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
@@ -40,32 +39,22 @@ class Replaceable:
     """A drafter network whose weights may be replaced while it serves."""
 
     weights: TrainedWeights
-    first: Mapping[str, Tensor]  # by name, as they were before linear layers were replaced
-    prepare: Callable[[Mapping[str, Tensor]], Callable[[], None]]  # what it returns writes them
+    first: Mapping[str, Tensor]  # by name
 
 
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
-    """The drafter network on the target's device, in the target's dtype, and how other weights and their vocabulary
-    reach it. Raises StartupError."""
+    """The drafter network on the target's device, in the target's dtype. Raises StartupError."""
     try:
-        model = load_network(folder, loaded)
+        first = weights_of(model := load_network(folder, loaded))
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    first = weights_of(model)
-    replace_linears(model, ops.on(loaded.model.device))
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    replan = replanning(model)
+    return Replaceable(_serving(model, loaded.parts.embedding, blocks), first)
 
-    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        write_layers, vocabulary = replan(weights), weights[VOCABULARY]
 
-        def write() -> None:
-            write_layers()
-            model.set_vocabulary(vocabulary)
-
-        return write
-
-    return Replaceable(TrainedWeights(model, embed_with(loaded.parts.embedding), blocks=blocks), first, prepare)
+def _serving(model: SpecBlock, table: Tensor, blocks: int) -> TrainedWeights:
+    network = ServingNetwork(model.config, weights_of(model), in_place=model.d2t.is_cuda)
+    return TrainedWeights(network, embed_with(table), blocks=blocks)
 
 
 def embed_with(table: Tensor) -> Embed:
@@ -74,19 +63,23 @@ def embed_with(table: Tensor) -> Embed:
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """The network alone, nothing of it replaced. Raises DrafterError."""
+    """The network as it is trained. Raises DrafterError."""
     return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
 def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> TrainedWeights:
     """A random drafter network in the size that would be trained for this target."""
+    return _serving(dummy_network(model), table, blocks)
+
+
+def dummy_network(model: PreTrainedModel) -> SpecBlock:
+    """The same for the same target, as it is trained."""
     text = model.config.get_text_config()
     config = SpecBlockConfig(
-        text.to_dict(),
+        layers_for(text.to_dict()),
         default_tap_layers(text.num_hidden_layers),
         draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS),
     )
     with seeded(model.device):
         network = SpecBlock(config)
-    network = network.to(dtype=model.dtype).eval().requires_grad_(False)
-    return TrainedWeights(network, embed_with(table), blocks=blocks)
+    return network.to(dtype=model.dtype).eval().requires_grad_(False)

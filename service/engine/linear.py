@@ -1,11 +1,8 @@
 """Linear layers of modules as the product of their device."""
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor, nn
 
-from kernels import ops
 from kernels.linear import Product
 from kernels.ops import Ops
 
@@ -36,31 +33,3 @@ def replace_linears(model: nn.Module, table: Ops) -> int:
     for parent, name, linear in places:
         setattr(parent, name, PlannedLinear(table.plan_linear(linear.weight, linear.bias)))
     return len(places)
-
-
-def replanning(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Callable[[], None]]:
-    """How weights, by their names before linear layers were replaced, reach this model.
-
-    The first call makes them ready and may come from any thread; what it returns is for the thread that computes.
-    """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, PlannedLinear)}
-    plain = dict(model.named_parameters())
-
-    @torch.no_grad()
-    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        def planned(name: str) -> Product:
-            weight = weights[f"{name}.weight"]
-            return ops.on(weight.device).plan_linear(weight, weights.get(f"{name}.bias"))
-
-        ready = {name: planned(name) for name in linears}
-
-        @torch.no_grad()
-        def write() -> None:
-            for name, product in ready.items():
-                linears[name].product = product
-            for name, value in plain.items():
-                value.copy_(weights[name])
-
-        return write
-
-    return prepare

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drafters.specblock.model import HEADS, SpecBlock
+from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_NODES
 from service.config import GIB
 from service.engine.captured import ROWS
@@ -116,7 +117,12 @@ class LearningSizes:
 
 
 def needs_of(
-    target: Target, limits: EngineLimits, network: SpecBlock | None, learning: LearningSizes | None, *, captures: bool
+    target: Target,
+    limits: EngineLimits,
+    network: ServingNetwork | None,
+    learning: LearningSizes | None,
+    *,
+    captures: bool,
 ) -> tuple[Need, ...]:
     """Everything but keys and values that will still be asked of the target's device."""
     logits = limits.max_sequences * (1 + min(limits.max_budget, MAX_NODES)) * target.vocab_size
@@ -135,12 +141,16 @@ def needs_of(
     return tuple(needs)
 
 
-def entry_bytes(network: SpecBlock | None) -> int:
+def entry_bytes(network: ServingNetwork | None) -> int:
     """Bytes per slot of the drafter's own keys and values."""
     if network is None:
         return 0
-    config = network.config
-    return config.num_layers * 2 * config.entries * network.kv_heads * network.head_dim * network.dtype.itemsize
+    return network.config.entries * _kept_bytes(network)
+
+
+def _kept_bytes(network: ServingNetwork) -> int:
+    """Of one entry."""
+    return network.config.num_layers * 2 * network.shape.kv_heads * network.shape.head_dim * network.dtype.itemsize
 
 
 def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) -> int:
@@ -148,11 +158,11 @@ def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) 
 
     In fp32: masters, anchor, gradients, two moments for each arm, the copies of masters and moments that an update is
     undone from, and where it exchanges tokens, another copy of the masters and the rows of the head three times. As
-    they are served: replica, served, staged and previous weights.
+    they are served: replica, served, staged and previous weights, and staged ones as ops will read them.
     """
     masters, anchor, gradients, undo, exchanged = (4 * num_weights for _ in range(5))
     moments, rows = 8 * (num_weights + num_head_weights), 12 * num_head_weights
-    return masters + anchor + gradients + undo + exchanged + rows + moments + 8 * num_weights + 4 * serving_bytes
+    return masters + anchor + gradients + undo + exchanged + rows + moments + 8 * num_weights + 5 * serving_bytes
 
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
@@ -161,16 +171,14 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
     return max_sequences * places * per_place
 
 
-def _growth_bytes(limits: EngineLimits, network: SpecBlock) -> int:
-    """In fp32: keys and values of every sequence's window, gathered, and joined with those of the tree; scores of the
-    blocks begun at once and the noise behind the roots."""
+def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
+    """Keys and values of the blocks begun at once; in fp32 their scores and the noise behind the roots."""
     config = network.config
-    window = 2 * 2 * config.trained_length * network.kv_heads * network.head_dim
-    scores = config.block_size * _SCORED_BLOCKS * config.draft_vocab_size
-    return 4 * limits.max_sequences * (window + scores)
+    entries = config.block_size * _SCORED_BLOCKS
+    return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
 
 
-def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: LearningSizes) -> list[Need]:
+def _learning_needs(limits: EngineLimits, network: ServingNetwork, learning: LearningSizes) -> list[Need]:
     config, itemsize = network.config, network.dtype.itemsize
     tables = feedback_bytes(
         max_sequences=limits.max_sequences + (learning.kept_texts if learning.trains_here else 0),
@@ -182,9 +190,11 @@ def _learning_needs(limits: EngineLimits, network: SpecBlock, learning: Learning
     )
     needs = [Need("what is recorded of texts", tables, "lower max_sequences")]
     if learning.trains_here:
-        heads = sum(value.numel() for name, value in network.named_parameters() if name.startswith(HEADS))
-        weights = sum(value.numel() for value in network.parameters())
-        copies = training_bytes(weights, heads, sum(value.nbytes for value in network.parameters()))
+        with torch.device("meta"):
+            sizes = {name: value.numel() for name, value in SpecBlock(config).named_parameters()}
+        heads = sum(size for name, size in sizes.items() if name.startswith(HEADS))
+        weights = sum(sizes.values())
+        copies = training_bytes(weights, heads, weights * itemsize)
         needs.append(Need("training", copies, "set adaptation.train_device to another device"))
     return needs
 

@@ -19,7 +19,7 @@ from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.network import ServingNetwork
 from drafters.specblock.recording import BlockRecorder
 from service.assembly import Assembly, choose_drafter, device_of, load_target
 from service.config import ServiceConfig
@@ -47,7 +47,7 @@ class Adaptive:
     worker: Worker
     replicas: Replicas
     loaded: LoadedModel
-    network: SpecBlock  # that serves
+    network: ServingNetwork
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
@@ -120,13 +120,13 @@ def build_adaptive(
     learnt in `folder`. Raises StartupError."""
     limits = limits or assembly.limits
     source, parts = _replaceable(assembly), assembly.loaded.parts
-    network, table = source.weights.model, parts.embedding
+    network, table = source.weights.network, parts.embedding
     train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
     drafter = ServedDrafter(
         config=network.config,
         weights=source.first,
         target_head=parts.head,
-        prepare=source.prepare,
+        prepare=network.prepare,
         embed=drafter_weights.embed_with(train_table),
         embedding=table,
     )
@@ -141,7 +141,7 @@ def build_adaptive(
         hidden=shape.hidden_size,
         top=min(learner.tuning.target_top, shape.target_vocab_size),
         dtype=network.dtype,
-        device=network.d2t.device,
+        device=network.device,
     )
     recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
@@ -224,7 +224,7 @@ def _replaceable(assembly: Assembly) -> Replaceable:
             "trained weights, or set adaptation.enabled to false"
         )
     found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
-    return replace(found, weights=replace(known, model=found.weights.model, embed=found.weights.embed))
+    return replace(found, weights=replace(known, network=found.weights.network, embed=found.weights.embed))
 
 
 def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:

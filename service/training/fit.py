@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
+from drafters.specblock.model import STANDARD, Embed, SpecBlock, SpecBlockConfig, layers_for
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitSettings,
@@ -203,8 +203,8 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    described = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
-    model = _model(plan, described, manifest.tap_layers, d2t).to(loaded.model.device)
+    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
+    model = _model(plan, layers_for(known), manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
@@ -251,7 +251,7 @@ def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t:
         coupled="coupling" not in plan.options.without,
         trained_length=_MAX_LENGTH,
     )
-    model = SpecBlock(config).float()  # a target held in bf16 would make its layers so
+    model = SpecBlock(config)
     model.set_vocabulary(d2t)
     return model
 
@@ -264,6 +264,7 @@ def _end(loaded: LoadedModel) -> TargetEnd:
         norm=loaded.model.get_decoder().get_submodule("norm"),
         head=output.get_parameter("weight"),
         embedding=loaded.parts.embedding,
+        standard=loaded.model.config.get_text_config().model_type in STANDARD,
     )
 
 

@@ -42,9 +42,9 @@ def test_every_ablation_has_its_variants(trained_assembly: Assembly, folders: Pa
     assert {ablation: len(mine) for ablation, mine in by_ablation.items()} == {
         **{"": 1, "shift": 1, "broadcast": 1, "rank": len(POLICIES) - 1, "valid_prefix": 1, "coupling": 1, "prefix": 1}
     }
-    assert not by_ablation["shift"][0].weights.model.config.shift
-    assert not by_ablation["broadcast"][0].weights.model.config.broadcast
-    assert by_ablation["prefix"][0].weights.model.config.prefix_entries == "all"
+    assert not by_ablation["shift"][0].weights.network.config.shift
+    assert not by_ablation["broadcast"][0].weights.network.config.broadcast
+    assert by_ablation["prefix"][0].weights.network.config.prefix_entries == "all"
     assert {v.weights.policy for v in by_ablation["rank"]} == set(POLICIES) - {"best_first"}
     assert [v.ablation for v in variants if not v.coupled] == ["coupling"]
     assert all(v.weights.blocks == 3 for v in variants)

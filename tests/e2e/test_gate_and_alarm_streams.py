@@ -19,10 +19,10 @@ from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.checkpoint import VOCABULARY
 from service.bench.driver import generate
 from tests.adaptation.drafts import same
+from tests.drafters.specblock.parts import serves
 from tests.practised import Practised, greedy_requests, practised
 from tests.service.learning_parts import learning, texts
 
@@ -141,18 +141,17 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     assert same(built.weights._served.weights, known.good)
 
 
-def negate_head(network: SpecBlock) -> None:
-    network.lm_head.weight.neg_()
+def head(name: str) -> bool:
+    return name.startswith("lm_head")
 
 
-def negate_everything(network: SpecBlock) -> None:
-    for value in network.parameters():
-        value.neg_()
+def everything(name: str) -> bool:
+    return name != VOCABULARY
 
 
-@pytest.mark.parametrize("overwrite", [negate_head, negate_everything])
+@pytest.mark.parametrize("negated", [head, everything])
 def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
-    known: Practised, tmp_path: Path, overwrite: Callable[[SpecBlock], None]
+    known: Practised, tmp_path: Path, negated: Callable[[str], bool]
 ) -> None:
     """No replay can see it, for the learner still knows the good weights; but what is served earns nothing any more."""
     events: list[Event] = []
@@ -163,8 +162,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
         assert texts(adaptive.engine, asked) == plain
         assert adaptive.worker.settle(PATIENCE_SECONDS)
         assert [event.kind for event in events] == ["loaded"]
-        with torch.no_grad():
-            overwrite(adaptive.network)
+        adaptive.network.prepare({name: -value if negated(name) else value for name, value in known.good.items()})()
         queries = 0
         while len(events) == 1 and queries < WINDOW:
             which = queries % len(asked)
@@ -172,7 +170,7 @@ def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
             assert adaptive.worker.settle(PATIENCE_SECONDS)
             queries += 1
         run = generate(adaptive.engine, asked)
-        mended = same(weights_of(adaptive.network), adaptive.learner.weights._served.weights)
+        mended = serves(adaptive.network, adaptive.learner.weights._served.weights)
     print(f"mended after {queries} queries")
     assert [answer.token_ids for answer in run.answers] == plain
     assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]

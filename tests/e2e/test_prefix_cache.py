@@ -12,7 +12,7 @@ from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SpeculationParams
-from tests.drafters.specblock.parts import TAPS, tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import TAPS, serving, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
     LIMITS,
     Generated,
@@ -182,7 +182,7 @@ def trained_engine(name: str, limits: EngineLimits) -> Engine:
     """A drafter of random weights."""
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded, tap_layers=TAPS)
-    weights = TrainedWeights(tiny_drafter(), tiny_embedding(loaded.model.config.hidden_size))
+    weights = TrainedWeights(serving(tiny_drafter()), tiny_embedding(loaded.model.config.hidden_size))
     drafter = build.make_drafter(name, target, limits, weights)
     return Engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
 

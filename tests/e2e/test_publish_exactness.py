@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.weights import DrafterWeights
@@ -39,13 +40,15 @@ class Seen:
     by_step: defaultdict[int, set[tuple[int, float]]] = field(default_factory=lambda: defaultdict(set))
 
     def watch(self, adaptive: Adaptive) -> None:
-        norm = adaptive.network.rank_norm  # the one part of the heads that is never packed
-        assert norm is not None
+        network, head = adaptive.network, adaptive.network.head
 
-        def note(module: torch.nn.Module, inputs: object) -> None:
-            self.by_step[self.step].add((adaptive.learner.weights.version, float(norm.weight[0])))
+        def note(states: Tensor) -> Tensor:
+            norm = network._planned.rank_norm  # as it was published
+            assert norm is not None
+            self.by_step[self.step].add((adaptive.learner.weights.version, float(norm[0])))
+            return head(states)
 
-        adaptive.network.register_forward_pre_hook(note)
+        network.head = note  # type: ignore[method-assign]
 
     def check(self) -> int:
         """The number of versions that drafted. Each step had one, each version one set of weights, in order."""

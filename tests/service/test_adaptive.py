@@ -12,12 +12,13 @@ from adaptation.config import AdaptationConfig
 from adaptation.records import Event
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError
+from drafters.specblock.checkpoint import DrafterError, weights_of
 from service.assembly import Assembly, assemble
 from service.engine import drafter_weights
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
+from tests.drafters.specblock.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
 from tests.tuned import tuned
@@ -56,7 +57,7 @@ def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path)
         assert int(draft_labels.rejected.sum()) == len(feedback.query.accepted) > 0
         assert torch.equal(draft_labels.tokens, torch.tensor(tokens)[draft_labels.positions])
         drafted = adaptive.network.t2d[draft_labels.tokens]
-        chances = adaptive.network.lm_head(draft_labels.states).softmax(-1)
+        chances = adaptive.network.head(draft_labels.states).softmax(-1)
         said = chances.gather(1, drafted.clamp(min=0)[:, None])[:, 0] * (drafted >= 0)
         assert torch.allclose(draft_labels.chances, said, atol=1e-6)
 
@@ -136,24 +137,17 @@ def test_a_drafter_from_a_folder_is_served_with_the_bits_it_has(assembly: Assemb
         assert texts(adaptive.engine, asked) == before
         assert adaptive.engine.drafter.version == 1
         status = adaptive.status()
-        served = dict(adaptive.network.named_parameters())
     assert (status.version, status.origin, status.snapshots) == (1, 1, (1,))
-    expected = drafter_weights.load_network(folder, assembly.loaded)
-    assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
+    assert serves(adaptive.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
 
 
-def test_packed_weights_are_exchanged_for_those_of_a_fresh_load(tmp_path: Path) -> None:
+def test_weights_in_bf16_are_exchanged_too(tmp_path: Path) -> None:
     assembly = assembled(tmp_path, drafter="specblock", dtype="bfloat16")
     folder = brought(assembly, tmp_path / "brought")
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:
         adaptive.load_from_disk(folder)
         adaptive.engine.step()
-        fresh = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=1).weights.model
-        states = torch.randn(7, fresh.config.hidden_size).to(torch.bfloat16)
-        features = states.repeat(1, len(fresh.config.tap_layers))
-        assert torch.equal(adaptive.network.lm_head(states), fresh.lm_head(states))
-        condition = adaptive.network.input_layer.condition(features)
-        assert torch.equal(condition, fresh.input_layer.condition(features))
+        assert serves(adaptive.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
         asked = requests(PROMPTS, temperature=1.0, tokens=12)
         assert texts(adaptive.engine, asked) == texts(assembly.engine(assembly.drafter("none")), asked)
 
@@ -210,18 +204,17 @@ def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembl
     with learning(assembly, tmp_path / "state", policy="never") as later:
         later.engine.step()
         assert (later.learner.weights.origin, later.engine.drafter.version) == (1, 2)
-        served = dict(later.network.named_parameters())
-        expected = drafter_weights.load_network(folder, assembly.loaded)
-        assert all(torch.equal(served[name], value) for name, value in expected.named_parameters())
+        assert serves(later.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
 
 
 def test_two_engines_of_one_assembly_learn_apart(assembly: Assembly, tmp_path: Path) -> None:
     assert assembly.weights is not None
-    before = {name: value.clone() for name, value in assembly.weights.model.named_parameters()}
+    before = computed(assembly.weights.network)
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:
         adaptive.load_from_disk(brought(assembly, tmp_path / "brought"))
         adaptive.engine.step()
-    assert all(torch.equal(value, before[name]) for name, value in assembly.weights.model.named_parameters())
+    after = computed(assembly.weights.network)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")

@@ -1,6 +1,6 @@
 """A tiny random SpecBlock drafter and its borrowed embedding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.protocol import DraftingSizes
+from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.model import SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.network import ServingNetwork
+from drafters.specblock.pool import EntryPool, EntryState
+from drafters.specblock.serving import BlockForward
+from kernels.rank_features import NUM_FEATURES
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
 DRAFT_VOCAB = 64
@@ -16,16 +22,15 @@ TAPS = (0, 1, 2)
 
 
 @cache
-def target_config(family: str) -> dict[str, Any]:
-    """transformers' description of a tiny target's decoder."""
-    described: dict[str, Any] = stock_tiny(family).config.get_text_config().to_dict()
-    return described
+def target_config(family: str) -> Mapping[str, Any]:
+    """By which a tiny target's drafter has its layers."""
+    return layers_for(stock_tiny(family).config.get_text_config().to_dict())
 
 
 def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBlock:
     """Random weights, spread wide enough that a wrong key or position changes every state."""
-    torch.manual_seed(seed)
     config = SpecBlockConfig(target_config(family), TAPS, DRAFT_VOCAB, rank_hidden=16, **changes)
+    torch.manual_seed(seed)  # behind what draws random numbers in its first call only
     model = SpecBlock(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -35,6 +40,34 @@ def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBl
                 parameter.uniform_(0.5, 1.5)
     model.set_vocabulary(torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB].sort().values)
     return model.eval().requires_grad_(False)
+
+
+def serving(model: SpecBlock) -> ServingNetwork:
+    """With the weights of this one."""
+    return ServingNetwork(model.config, weights_of(model))
+
+
+def computed(network: ServingNetwork) -> list[Tensor]:
+    """What it makes of a text: states, logits, scores of ranks, and what is drafted."""
+    config, drawn = network.config, torch.Generator().manual_seed(0)
+    width, count = len(config.tap_layers) * config.hidden_size, 5
+    pool = EntryPool(network, count + 1, lines=1, live=config.block_size)
+    state = EntryState(DraftingSizes(max_sequences=1, max_length=count, max_nodes=0), pool, width, network.dtype)
+    rows, counts = torch.tensor([0]), torch.tensor([count])
+    tokens = torch.randint(config.target_vocab_size, (1, count), generator=drawn)
+    state.append(rows, torch.tensor([0]), counts, torch.arange(count)[None] + 1)
+    state.wait(rows, counts, torch.randn(1, count, width, generator=drawn), tokens)
+    table = torch.randn(config.target_vocab_size, config.hidden_size, generator=drawn)
+    forward = BlockForward(network, lambda ids: embedding(ids, table), pool, state)
+    states, _ = forward.first(rows, state.take(rows, count))
+    features = torch.randn(*states.shape[:-1], NUM_FEATURES, generator=drawn)
+    return [states, network.head(states), network.rank_logits(states, features), network.d2t, network.t2d]
+
+
+def serves(network: ServingNetwork, weights: Mapping[str, Tensor]) -> bool:
+    """Whether these are its weights: a network that is made of them computes the same bits."""
+    expected = computed(ServingNetwork(network.config, weights))
+    return all(torch.equal(one, other) for one, other in zip(computed(network), expected, strict=True))
 
 
 def tiny_table(hidden: int, seed: int = 1) -> Tensor:

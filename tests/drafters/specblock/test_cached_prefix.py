@@ -10,7 +10,7 @@ from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Rea
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import serving, target_config, tiny_drafter, tiny_embedding
 
 torch.set_num_threads(1)
 LENGTH = 40
@@ -28,7 +28,7 @@ class Texts:
         self.features = torch.randn(LENGTH, width, generator=generator)
         self.slots = torch.randperm(LENGTH, generator=generator) + 1
         sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=12, num_slots=LENGTH + 1)
-        self.drafter = SpecBlockDrafter(sizes, TrainedWeights(model, tiny_embedding(model.config.hidden_size)))
+        self.drafter = SpecBlockDrafter(sizes, TrainedWeights(serving(model), tiny_embedding(model.config.hidden_size)))
         self.scrawl()
 
     def scrawl(self) -> None:

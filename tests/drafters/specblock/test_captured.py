@@ -1,6 +1,6 @@
 """Captured block forwards draft what forwards draft that run as they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.recording import BlockRecorder
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
-from tests.drafters.specblock.parts import target_config, tiny_drafter, tiny_embedding
-from tests.kernels.tensor_program import record
+from tests.drafters.specblock.parts import serving, target_config, tiny_drafter, tiny_embedding
+from tests.kernels.tensor_program import kernels, record
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
@@ -39,7 +39,7 @@ class Texts:
         self.said = BlockRecorder(tables, model.t2d, block_size=4, wanted=lambda: False)
         sizes = DraftingSizes(max_sequences=TEXTS, max_length=LENGTH, max_nodes=24, num_slots=TEXTS * LENGTH + 1)
         weights = TrainedWeights(
-            model, tiny_embedding(hidden), blocks=blocks, starts=3, recorder=self.said, capture=capture
+            serving(model), tiny_embedding(hidden), blocks=blocks, starts=3, recorder=self.said, capture=capture
         )
         self.drafter = SpecBlockDrafter(sizes, weights)
 
@@ -86,6 +86,12 @@ class Texts:
         return drafts
 
 
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with kernels():
+        yield
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_trees(blocks: int) -> None:
     calls = 0
@@ -108,6 +114,6 @@ def test_the_same_trees(blocks: int) -> None:
         assert torch.equal(one.parents, other.parents)
         torch.testing.assert_close(one.survival, other.survival, atol=TOLERANCE, rtol=0)
     assert captured.said._roots[:TEXTS].tolist() == [24, 98, 64]
-    for name in ("states", "logprobs"):
+    for name in ("states", "logits"):
         said, captured_said = (getattr(texts.said, f"_{name}")[:TEXTS] for texts in (eager, captured))
         torch.testing.assert_close(said, captured_said, atol=1e-4, rtol=0)

@@ -7,7 +7,7 @@ from drafters.specblock.growth import POLICIES, best_first
 from drafters.specblock.heads import CLASS_OF_RANK, BlockChances, TreeNoise, propose, rank_class, rank_features
 from kernels import ops
 from kernels.rank_features import TOP
-from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
+from tests.drafters.specblock.parts import DRAFT_VOCAB, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
 torch.set_num_threads(1)
@@ -107,9 +107,9 @@ def test_sequences_of_a_batch_keep_their_own_temperature() -> None:
     depths = torch.arange(1, 5).expand(2, 1, 4)
     mixed = noise(1.0)
     mixed.temperatures[0] = 0.0
-    both = propose(model, states, depths, TreeNoise.of(mixed, 8, model.d2t))
-    cold = propose(model, states, depths, TreeNoise.of(noise(0.0), 8, model.d2t))
-    warm = propose(model, states, depths, TreeNoise.of(noise(1.0), 8, model.d2t))
+    both = propose(serving(model), states, depths, TreeNoise.of(mixed, 8, model.d2t))
+    cold = propose(serving(model), states, depths, TreeNoise.of(noise(0.0), 8, model.d2t))
+    warm = propose(serving(model), states, depths, TreeNoise.of(noise(1.0), 8, model.d2t))
     assert both.tokens[0].equal(cold.tokens[0])
     assert both.tokens[1].equal(warm.tokens[1])
     assert not warm.tokens[1].equal(cold.tokens[1])

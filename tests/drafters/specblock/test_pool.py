@@ -1,18 +1,26 @@
 """What is known of each sequence: positions and slots in a window, and the entries that wait."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
 from drafters.specblock.pool import WAITING, Backlog, EntryPool, EntryState
 from kernels.tree_attention import NULL_SLOT
-from tests.drafters.specblock.parts import tiny_drafter
+from tests.drafters.specblock.parts import serving, tiny_drafter
 
 WIDTH = 3
 
 
-def state() -> EntryState:
-    return EntryState(DraftingSizes(max_sequences=3, max_length=64, max_nodes=0), WIDTH, torch.float32)
+def state(**changes: Any) -> EntryState:
+    pool = EntryPool(serving(tiny_drafter(block_size=3, **changes)), 300)
+    return EntryState(DraftingSizes(max_sequences=3, max_length=64, max_nodes=0), pool, WIDTH, torch.float32)
+
+
+def known(entries: EntryState, row: int) -> list[int]:
+    """Places of a row's entries."""
+    return entries.table[row, : int(entries.known(rows(row)))].tolist()
 
 
 def commit(entries: EntryState, row: int, start: int, count: int) -> None:
@@ -28,14 +36,24 @@ def rows(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
 
 
-def test_a_window_ends_at_the_newest_position() -> None:
+def test_entries_of_a_text_stand_one_behind_the_other() -> None:
     entries = state()
     commit(entries, 0, 0, 5)
     commit(entries, 2, 0, 2)
-    positions, slots = entries.window(rows(0, 2), 4)
-    assert positions.tolist() == [[1, 2, 3, 4], [-1, -1, 0, 1]]
-    assert slots[0].tolist() == [101, 102, 103, 104]
-    assert slots[1, 2:].tolist() == [100, 101]
+    commit(entries, 0, 5, 1)
+    assert known(entries, 0) == [100, 101, 102, 103, 104, 105]
+    assert known(entries, 1) == []
+    assert known(entries, 2) == [100, 101]
+
+
+def test_of_a_prefix_only_what_can_be_read_is_adopted() -> None:
+    entries = state()
+    entries._pool.hold(torch.tensor([7, 9]))
+    entries.adopt(1, torch.tensor([6, 7, 8, 9]))
+    assert known(entries, 1) == [7, 9]
+    commit(entries, 1, 4, 2)
+    assert known(entries, 1) == [7, 9, 104, 105]
+    assert entries.take(rows(1), 2).positions.tolist() == [[4, 5]]
 
 
 def test_waiting_entries_come_right_aligned() -> None:
@@ -75,8 +93,9 @@ def test_padding_reaches_nobody() -> None:
 def test_a_text_read_from_its_middle_begins_there() -> None:
     entries = state()
     commit(entries, 0, 30, 3)
-    positions, _ = entries.window(rows(0), 6)
-    assert positions.tolist() == [[-1, -1, -1, 30, 31, 32]]
+    assert known(entries, 0) == [130, 131, 132]
+    commit(entries, 0, 40, 2)
+    assert known(entries, 0) == [140, 141]
 
 
 def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
@@ -84,22 +103,20 @@ def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
     commit(entries, 0, 30, 3)
     entries.start([0])
     commit(entries, 0, 0, 4)
-    positions, _ = entries.window(rows(0), 4)
-    assert positions.tolist() == [[0, 1, 2, 3]]
+    assert known(entries, 0) == [100, 101, 102, 103]
     assert entries.take(rows(0), 4).positions.tolist() == [[0, 1, 2, 3]]
 
 
 def test_entries_of_a_slot_lie_side_by_side() -> None:
-    model = tiny_drafter(block_size=3, prefix_entries="all")
-    pool = EntryPool(model, 5, "cpu")
-    places = pool.places(torch.tensor([[4, 1]]))
-    assert places.tolist() == [[[12, 13, 14], [3, 4, 5]]]
-    keys, values = torch.randn(2, 6, model.kv_heads, model.head_dim)
-    pool.write(1, places.flatten(), keys, values)
-    read_keys, read_values = pool.read(1, places.flatten(1))
-    assert read_keys.equal(keys.transpose(0, 1)[None])
-    assert read_values.equal(values.transpose(0, 1)[None])
-    assert pool.storage[0].eq(0).all()
+    entries = state(prefix_entries="all")
+    entries.append(rows(0), rows(0), rows(2), torch.tensor([[4, 1]]))
+    assert known(entries, 0) == [12, 13, 14, 3, 4, 5]
+
+
+def test_trees_lie_behind_all_slots() -> None:
+    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, lines=2, live=4)
+    assert pool.scratch(2, 1, 2).tolist() == [[6, 7], [10, 11]]
+    assert pool.storage.shape[2] == 5 + 2 * 4
 
 
 def one(root: int) -> HostMetadata:

@@ -10,10 +10,10 @@ from drafters.protocol import DraftingSizes
 from drafters.specblock.growth import Origin, Picked
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import BlockForward, Reach, Window
+from drafters.specblock.serving import BlockForward, Nodes
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
-from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
 torch.set_num_threads(1)
 LENGTH, BLOCK = 24, 4
@@ -40,10 +40,11 @@ class Serving:
     """Feeds the text piece by piece as an engine would."""
 
     def __init__(self, model: SpecBlock, text: Text) -> None:
-        self.model, self.text = model, text
-        self.pool = EntryPool(model, 2 * LENGTH + 1, "cpu")
+        self.text, network = text, serving(model)
+        pool = EntryPool(network, 2 * LENGTH + 1, lines=2, live=8 * BLOCK)
         sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=0)
-        self.state = EntryState(sizes, text.features.shape[2], torch.float32)
+        self.state = EntryState(sizes, pool, text.features.shape[2], torch.float32)
+        self.forward = BlockForward(network, text.embed, pool, self.state)
         self.end = torch.zeros(2, dtype=torch.int64)
 
     def commit(self, counts: list[int]) -> None:
@@ -56,14 +57,8 @@ class Serving:
         self.state.wait(ROWS, number, self.text.features[lines, places], self.text.tokens[lines, places + 1])
         self.end = self.end + number
 
-    def forward(self) -> BlockForward:
-        positions, slots = self.state.window(ROWS, 32)
-        return BlockForward(self.model, self.text.embed, self.pool, Window.of(positions, slots, self.pool))
-
-    def first(self) -> tuple[BlockForward, Tensor, Reach]:
-        waiting = self.state.take(ROWS, 8)
-        forward = self.forward()
-        return forward, forward.first(waiting), Reach.of_first(waiting.positions[:, -1], self.pool.entries)
+    def first(self) -> tuple[Tensor, Nodes]:
+        return self.forward.first(ROWS, self.state.take(ROWS, 8))
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
@@ -83,22 +78,22 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     model = tiny_drafter(family, block_size=BLOCK, **changes)
     text = Text(model)
-    serving = Serving(model, text)
-    serving.commit([5, 7])
-    serving.forward().ingest(serving.state.take(ROWS, 8))
-    serving.commit([1, 1])
-    serving.first()
-    serving.commit([3, 1])
-    forward, states, reach = serving.first()
+    feed = Serving(model, text)
+    feed.commit([5, 7])
+    feed.forward.ingest(ROWS, feed.state.take(ROWS, 8))
+    feed.commit([1, 1])
+    feed.first()
+    feed.commit([3, 1])
+    states, nodes = feed.first()
 
-    anchors = (serving.end - 1)[:, None]
+    anchors = (feed.end - 1)[:, None]
     training = TrainingForward(model, text.embed)
     expected = training.first(text.batch(), anchors)
-    assert_near(states[:, None], expected.states)
+    assert_near(states, expected.states)
 
     cuts = torch.tensor([[2], [4]])
     start = anchors + 1 + cuts
@@ -108,25 +103,51 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
         start=torch.zeros(2, 1, dtype=torch.int64),
         position=cuts - 1,
     )
-    reach = reach.onward(picked, BLOCK)
-    later = forward.next(states[:, None], picked, reach, serving.end)
+    later, _ = feed.forward.next(states, picked, nodes, feed.end)
     assert_near(later, training.next(text.batch(), anchors, cuts, expected))
+
+
+def test_a_text_that_has_only_begun() -> None:
+    """Its anchor stands on nothing."""
+    model = tiny_drafter(block_size=BLOCK)
+    text = Text(model)
+    feed = Serving(model, text)
+    feed.commit([1, 2])
+    states, _ = feed.first()
+    expected = TrainingForward(model, text.embed).first(text.batch(), (feed.end - 1)[:, None])
+    assert_near(states, expected.states)
+
+
+def test_what_stands_further_back_than_was_trained_is_not_seen() -> None:
+    """Without it a block is the same, with one entry less it is another."""
+    model = tiny_drafter(block_size=BLOCK, num_layers=1, trained_length=6)
+    text = Text(model)
+    outcomes = []
+    for number in (12, 6, 5):
+        feed = Serving(model, text)
+        feed.end += 12 - number
+        feed.commit([number, number])
+        outcomes.append(feed.first()[0])
+    last = [states[:, :, -1] for states in outcomes]
+    assert torch.equal(last[0], last[1])
+    assert torch.equal(last[0], last[2])
+    assert torch.equal(outcomes[0][:, :, 0], outcomes[1][:, :, 0])
+    assert not torch.equal(outcomes[0][:, :, 0], outcomes[2][:, :, 0])
 
 
 def test_blocks_begun_together_do_not_see_each_other() -> None:
     model = tiny_drafter(block_size=BLOCK)
-    serving = Serving(model, Text(model))
-    serving.commit([6, 4])
-    forward, states, reach = serving.first()
+    feed = Serving(model, Text(model))
+    feed.commit([6, 4])
+    states, nodes = feed.first()
     together = _picked(starts=[0, 0, 0], positions=[1, 3, 0], tokens=[5, 6, 7])
-    states = states[:, None]
-    both = forward.next(states, together, reach.onward(together, BLOCK), serving.end)
+    both, _ = feed.forward.next(states, together, nodes, feed.end)
     for place in range(3):
-        again = Serving(model, serving.text)
+        again = Serving(model, feed.text)
         again.commit([6, 4])
-        forward, first, reach = again.first()
+        states, nodes = again.first()
         one = _picked([0], [[1, 3, 0][place]], [[5, 6, 7][place]])
-        alone = forward.next(first[:, None], one, reach.onward(one, BLOCK), again.end)
+        alone, _ = again.forward.next(states, one, nodes, again.end)
         assert_near(both[:, place : place + 1], alone)
 
 
@@ -135,14 +156,13 @@ def test_third_blocks_see_their_own_path_only() -> None:
     model = tiny_drafter(block_size=BLOCK)
     outcomes = []
     for starts, parent in (([1, 3], 1), ([3], 0)):
-        serving = Serving(model, Text(model))
-        serving.commit([6, 4])
-        forward, states, reach = serving.first()
+        feed = Serving(model, Text(model))
+        feed.commit([6, 4])
+        states, nodes = feed.first()
         second = _picked([0] * len(starts), starts, [5 + position for position in starts])
-        reach = reach.onward(second, BLOCK)
-        states = forward.next(states[:, None], second, reach, serving.end)
+        states, nodes = feed.forward.next(states, second, nodes, feed.end)
         third = _picked([parent], [2], [9], depth=6)
-        outcomes.append(forward.next(states, third, reach.onward(third, BLOCK), serving.end))
+        outcomes.append(feed.forward.next(states, third, nodes, feed.end)[0])
     assert_near(outcomes[0], outcomes[1])
 
 

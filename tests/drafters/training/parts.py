@@ -1,7 +1,6 @@
 """Small corpora and drafters for the tests of training."""
 
 import torch
-from torch import Tensor
 
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP, Example, Shard
@@ -50,15 +49,22 @@ def trainable_drafter(seed: int = 0) -> SpecBlock:
 
 
 def always_says(model: SpecBlock, token: int) -> SpecBlock:
-    """The same drafter with heads that propose one token everywhere and are sure of it. `token` is a target id."""
-    bias: Tensor = torch.zeros(model.d2t.shape[0])
-    bias[model.t2d[token]] = 20.0
-    head = torch.nn.Linear(HIDDEN, model.d2t.shape[0])
+    """The same drafter, made to propose one token everywhere and to be sure of it. `token` is a target id."""
+    layer, hidden = model.input_layer, model.config.hidden_size
     with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(bias)
+        # All entries begin as the same query, which every layer passes through.
+        layer.position_queries.copy_(layer.position_queries[:1].expand_as(layer.position_queries))
+        layer.fuse.weight[:, : 2 * hidden] = 0.0
+        for part in model.decoder.layers:
+            part.self_attn.o_proj.weight.zero_()
+            part.mlp.down_proj.weight.zero_()
+        for shift in model.shift_proj:
+            shift.weight.copy_(torch.eye(hidden, 2 * hidden))
+        none = torch.zeros(1, hidden)
+        state = model.decoder.norm(layer.blocks(none, none, slice(1)))[0, 0]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[model.t2d[token]] = 20.0 * state / state.square().sum()
         last = model.rank_head[2]
         last.get_parameter("weight").zero_()
         last.get_parameter("bias").copy_(torch.tensor([20.0, 0.0, 0.0, 0.0]))
-    model.lm_head = head
     return model

@@ -1,5 +1,6 @@
 """The start of training: copies are copies, and the copied layers receive what they were made for."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -80,10 +81,20 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
     made = initialise(model, end(), read_examples((2, 4, 5)), positions=500, generator=drawn())
     assert made["exact"]
     assert made["positions"] >= 500
-    own = list(model.decoder.get_submodule("layers").children())
+    own = list(model.decoder.layers)
     for layer, source in zip(own, end().layers[-2:], strict=True):
         assert all(torch.equal(value, source.state_dict()[name]) for name, value in layer.state_dict().items())
-    assert torch.equal(model.decoder.get_submodule("norm").get_parameter("weight"), end().norm.get_parameter("weight"))
+    assert torch.equal(model.decoder.norm.weight, end().norm.get_parameter("weight"))
+    assert torch.equal(model.lm_head.weight, end().head[model.d2t])
+
+
+def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None:
+    model = drafter((2, 4, 5))
+    initialise(model, replace(end(), standard=False), read_examples((2, 4, 5)), positions=500, generator=drawn())
+    hidden = torch.randn(1, 5, HIDDEN)
+    rotary = model.decoder.shape.rotary(torch.arange(5)[None], torch.float32)
+    for layer in model.decoder.layers:
+        assert torch.equal(layer(hidden, rotary, lambda query, key, value: query), hidden)
     assert torch.equal(model.lm_head.weight, end().head[model.d2t])
 
 

@@ -87,7 +87,7 @@ def test_blocks_are_trees_of_their_likeliest_paths(nodes: int) -> None:
 
 
 def test_texts_beside_each_other_do_not_matter() -> None:
-    model = trainable_drafter()
+    model = trainable_drafter(seed=3)
     generator = torch.Generator().manual_seed(0)
 
     def text(length: int) -> Example:

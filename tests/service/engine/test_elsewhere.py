@@ -8,6 +8,8 @@ import torch
 
 from drafters import readback
 from drafters.registry import TrainedWeights
+from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.network import ServingNetwork
 from kernels import ops
 from kernels.graph_runner import Capture, rerun
 from service.engine import build
@@ -52,8 +54,8 @@ def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured:
 
 def weights_elsewhere(loaded: LoadedModel, capture: Capture | None) -> TrainedWeights:
     model = tiny_drafter(trained_length=64)
-    model.d2t, model.t2d = model.d2t.to(ELSEWHERE), model.t2d.to(ELSEWHERE)
-    return TrainedWeights(model, embed_with(loaded.parts.embedding), blocks=2, starts=2, capture=capture)
+    network = ServingNetwork(model.config, {name: value.to(ELSEWHERE) for name, value in weights_of(model).items()})
+    return TrainedWeights(network, embed_with(loaded.parts.embedding), blocks=2, starts=2, capture=capture)
 
 
 @pytest.fixture(name="loaded", autouse=True)

@@ -13,6 +13,7 @@ from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.pool import EntryPool
 from service.config import GIB
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVShape
@@ -30,7 +31,7 @@ from service.engine.memory_planner import (
     training_bytes,
 )
 from service.errors import StartupError
-from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
+from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny
 
 KV_SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -95,7 +96,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(served.parameters())
-    gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 2 * serving
+    gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 3 * serving
     undo += 4 * count + 3 * 4 * heads  # where tokens are exchanged
     assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
 
@@ -115,7 +116,7 @@ def test_feedback_tables_are_as_large_as_foreseen() -> None:
 def test_every_need_is_named_once_with_a_remedy() -> None:
     target = target_without_room(loaded_tiny("llama"), LIMITS, (0, 2))
     learning = LearningSizes(trains_here=True, window_tokens=32, top=8, kept_texts=5)
-    needs = needs_of(target, LIMITS, tiny_drafter(), learning, captures=True)
+    needs = needs_of(target, LIMITS, serving(tiny_drafter()), learning, captures=True)
     assert [need.what for need in needs] == [
         "a step's activations",
         "choosing tokens",
@@ -127,7 +128,7 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
     ]
     assert needs[1].num_bytes == 4 * 9 * VOCAB_SIZE * 16
     assert all(need.lower for need in needs)
-    elsewhere = needs_of(target, LIMITS, tiny_drafter(), LearningSizes(False, 32, 8, 5), captures=False)
+    elsewhere = needs_of(target, LIMITS, serving(tiny_drafter()), LearningSizes(False, 32, 8, 5), captures=False)
     recorded = [next(need.num_bytes for need in every if "recorded" in need.what) for every in (needs, elsewhere)]
     assert recorded[0] * LIMITS.max_sequences == recorded[1] * (LIMITS.max_sequences + 5)
     assert {need.what for need in needs} - {need.what for need in elsewhere} == {
@@ -146,10 +147,10 @@ def test_room_replaces_the_pool() -> None:
 
 
 def test_a_drafter_takes_its_own_share_of_a_slot() -> None:
-    model = tiny_drafter(prefix_entries="all")
-    config = model.config
-    expected = config.num_layers * 2 * config.block_size * model.kv_heads * model.head_dim * 4
-    assert (entry_bytes(model), entry_bytes(None)) == (expected, 0)
+    network = serving(tiny_drafter(prefix_entries="all"))
+    pools = [EntryPool(network, slots) for slots in (3, 4)]
+    expected = pools[1].storage.nbytes - pools[0].storage.nbytes
+    assert (entry_bytes(network), entry_bytes(None)) == (expected, 0)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 1000])

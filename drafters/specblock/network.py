@@ -1,0 +1,191 @@
+"""The SpecBlock network as it serves: the weights of `model.py` in the ops of their device, on flat rows.
+
+Legend: rows = of all sequences of a forward, hidden, taps, block = K, draft_vocab.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from drafters.specblock.checkpoint import VOCABULARY
+from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
+from kernels import ops
+from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.linear import Product
+from kernels.ops import Ops
+
+
+@dataclass(slots=True)
+class _Hand:
+    """Hands weights to ops; `kept` are the tensors that ops then read, in order, as copies, if they are to be
+    overwritten later."""
+
+    weights: Mapping[str, Tensor]
+    table: Ops
+    keeps: bool
+    kept: list[Tensor] = field(default_factory=list)
+
+    def tensor(self, value: Tensor) -> Tensor:
+        value = value.detach()
+        if self.keeps:
+            value = value.clone()
+            self.kept.append(value)
+        return value
+
+    def vector(self, name: str) -> Tensor:
+        return self.tensor(self.weights[name])
+
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        return self.table.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
+
+    def layer(self, number: int, shape: LayerShape, window: int) -> DecoderLayer:
+        prefix = f"decoder.layers.{number}."
+        own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        return DecoderLayer.of(
+            {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
+            Ops(**{**vars(self.table), "plan_linear": self.product}),
+            query_heads=shape.query_heads,
+            epsilon=shape.epsilon,
+            scale=shape.head_dim**-0.5,
+            window=window,
+        )
+
+
+class _Planned:
+    """One version of the weights, ready for the ops of their device."""
+
+    def __init__(self, config: SpecBlockConfig, shape: LayerShape, hand: _Hand) -> None:
+        hidden, weights = config.hidden_size, hand.weights
+        gains = [weights[f"input_layer.feature_norms.{tap}.weight"] for tap in _taps(config)]
+        self.gains = hand.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
+        self.condition = hand.product(weights["input_layer.condition_proj.weight"])
+        self.condition_norm = hand.vector("input_layer.condition_norm.weight")
+        self.token_norm = hand.vector("input_layer.token_norm.weight")
+        fuse = weights["input_layer.fuse.weight"]
+        self.known = hand.product(fuse[:, : 2 * hidden].contiguous())
+        queries = torch.rms_norm(weights["input_layer.position_queries"], (hidden,), None, shape.epsilon)
+        queries = queries * weights["input_layer.query_norm.weight"]
+        # What the position queries add to an entry is the same in every block.
+        asked = linear(queries.float(), fuse[:, 2 * hidden :].float())
+        self.asked = hand.tensor(asked.to(fuse.dtype))  # [block, hidden]
+        window = config.trained_length * config.entries
+        self.layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        further = range(config.num_layers - 1 if config.shift else 0)
+        self.shifts = [hand.product(weights[f"shift_proj.{number}.weight"]) for number in further]
+        self.norm = hand.vector("decoder.norm.weight")
+        self.head = hand.product(weights["lm_head.weight"])
+        self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
+        self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
+        self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
+
+
+class ServingNetwork:
+    """A drafter's network whose weights may be replaced between steps."""
+
+    def __init__(self, config: SpecBlockConfig, weights: Mapping[str, Tensor], *, in_place: bool = False) -> None:
+        """Weights by name, as of `checkpoint.weights_of`, which may not change any more; `in_place`: those that come
+        later are written where the first ones are, whose addresses graphs have captured; products must read them there.
+        """
+        self.config, self.shape = config, LayerShape.of(config)
+        head = weights["lm_head.weight"]
+        self.dtype, self.device = head.dtype, head.device
+        self.ops = ops.on(self.device)
+        self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=self.device)
+        self.t2d = torch.zeros(config.target_vocab_size, dtype=torch.int64, device=self.device)
+        self._in_place = in_place
+        self._planned, self._kept = self._plan(weights)
+        self._set_vocabulary(weights[VOCABULARY])
+        self._unit = torch.ones(config.hidden_size, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def prepare(self, weights: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Makes other weights ready, in any thread; what it returns is called once, by the one that computes, between
+        steps."""
+        planned, kept = self._plan(weights)
+
+        @torch.no_grad()
+        def write() -> None:
+            if self._in_place:
+                for place, value in zip(self._kept, kept, strict=True):
+                    place.copy_(value)
+                kept.clear()  # whoever holds on to this function shall not hold on to them
+            else:
+                self._planned = planned
+            self._set_vocabulary(weights[VOCABULARY])
+
+        return write
+
+    def _plan(self, weights: Mapping[str, Tensor]) -> tuple[_Planned, list[Tensor]]:
+        hand = _Hand(weights, self.ops, self._in_place)
+        return _Planned(self.config, self.shape, hand), hand.kept
+
+    def _set_vocabulary(self, d2t: Tensor) -> None:
+        self.d2t.copy_(d2t)
+        self.t2d.fill_(-1)
+        self.t2d[self.d2t] = torch.arange(len(d2t), device=self.device)
+
+    def condition(self, features: Tensor) -> Tensor:
+        """c of tapped target features. # [rows, taps * hidden] -> [rows, hidden]"""
+        planned, features = self._planned, features.to(self.dtype)
+        if planned.gains is not None:
+            by_tap = features.reshape(-1, self.config.hidden_size)
+            normed = self.ops.add_rms_norm(by_tap, None, self._unit, self.shape.epsilon)
+            features = normed.view(features.shape) * planned.gains
+        return planned.condition(features)
+
+    def blocks(self, context: Tensor, embedded: Tensor) -> Tensor:
+        """h0 of the entries of blocks. # context, embedded [rows, hidden] -> [rows, block, hidden]"""
+        planned, epsilon = self._planned, self.shape.epsilon
+        known = [
+            self.ops.add_rms_norm(context.contiguous(), None, planned.condition_norm, epsilon),
+            self.ops.add_rms_norm(embedded.to(self.dtype).contiguous(), None, planned.token_norm, epsilon),
+        ]
+        seen = planned.known(torch.cat(known, dim=-1))[:, None]
+        if self.config.broadcast:
+            return seen + planned.asked
+        blocks = planned.asked.repeat(len(seen), 1, 1)
+        blocks[:, :1] += seen
+        return blocks
+
+    def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
+        """States after the output norm; keys and values go to the pool. # hidden [rows, hidden], overwritten; previous
+        [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> [rows, hidden]"""
+        hidden, delta = self._before_last(hidden, previous, places, pool)
+        delta = self._planned.layers[-1](hidden, delta, places, pool[-1])
+        return self.ops.add_rms_norm(hidden, delta, self._planned.norm, self.shape.epsilon)
+
+    def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
+        """As `states`, without what would come of it."""
+        hidden, delta = self._before_last(hidden, previous, places, pool)
+        self._planned.layers[-1].store(hidden, delta, places, pool[-1])
+
+    def _before_last(
+        self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the last layer receives."""
+        delta, shifts = None, self._planned.shifts
+        for number, layer in enumerate(self._planned.layers[:-1]):
+            delta = layer(hidden, delta, places, pool[number])
+            if shifts:
+                whole = hidden + delta
+                hidden, delta = shifts[number](torch.cat([whole, whole.index_select(0, previous)], dim=-1)), None
+        return hidden, delta
+
+    def head(self, states: Tensor) -> Tensor:
+        """# [..., hidden] -> logits [..., draft_vocab]"""
+        return self._planned.head(states)
+
+    def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
+        """As of `SpecBlock`. # states [..., hidden], features [..., 15] -> [..., 4] float32"""
+        planned, features = self._planned, features.to(self.dtype)
+        if planned.rank_norm is not None:
+            states = self.ops.add_rms_norm(states.contiguous(), None, planned.rank_norm, RANK_EPSILON)
+            features = features * FEATURE_SCALE
+        return planned.rank_classes(silu(planned.rank_hidden(torch.cat([states, features], dim=-1)))).float()
+
+
+def _taps(config: SpecBlockConfig) -> range:
+    return range(len(config.tap_layers) if config.normalise_features else 0)
