@@ -1,12 +1,10 @@
 """The compiled twin of `kernels.sample`, as far as no noise is drawn."""
 
-from ctypes import c_int, c_int64
-
 import torch
 from torch import Tensor
 
 from kernels import sample as reference
-from kernels.cpu.library import address, function
+from kernels.cpu.library import function
 from kernels.sample import Choice, Filters
 
 
@@ -15,8 +13,8 @@ def choose_likeliest(scores: Tensor) -> Choice:
     scores, (rows, vocab) = scores.contiguous(), scores.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     bad_rows = torch.empty(rows, dtype=torch.bool)
-    sizes, threads = (c_int64(rows), c_int64(vocab)), c_int(torch.get_num_threads())
-    function("choose_likeliest", scores.dtype)(address(scores), *sizes, address(tokens), address(bad_rows), threads)
+    call = function("choose_likeliest", "pnnppi", scores.dtype)
+    call(scores.data_ptr(), rows, vocab, tokens.data_ptr(), bad_rows.data_ptr(), torch.get_num_threads())
     return Choice(tokens, bad_rows)
 
 
