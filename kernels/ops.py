@@ -53,7 +53,7 @@ class Ops:
 
 
 REFERENCE = Ops()
-OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))
+OPS = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmethod))
 
 
 def on(device: torch.device) -> Ops:
@@ -69,13 +69,18 @@ def kernel_set(device: torch.device) -> str:
 @cache
 def _table(device_type: str) -> Ops:
     if device_type == "cuda":
-        return Ops(**{op: twin(op, "triton") for op in OPS})
-    return REFERENCE if library.variant() is None else Ops(**{op: twin(op, "cpu") for op in OPS if has_twin(op, "cpu")})
+        return _twins("triton")
+    return REFERENCE if library.variant() is None else _twins("cpu")
+
+
+def _twins(kind: str) -> Ops:
+    return Ops(**{op: twin(op, kind) for op in OPS if has_twin(op, kind)})
 
 
 def has_twin(op: str, kind: str) -> bool:
     """Whether there is a kernel of that kind."""
-    return find_spec(_home(op, kind)) is not None
+    home = _home(op, kind)
+    return find_spec(home) is not None and hasattr(import_module(home), op)
 
 
 def twin(op: str, kind: str) -> Callable[..., Any]:

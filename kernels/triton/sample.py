@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from kernels.sample import UNIT, Choice, Filters
-from kernels.sample import choose_likeliest as choose_likeliest  # one reduction of the library's
 
 _BLOCK = 1024
 _FILTERED_BLOCK = 2048

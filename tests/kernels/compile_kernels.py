@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.ops import OPS, Ops, twin
+from kernels.ops import OPS, Ops, has_twin, twin
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
@@ -31,7 +31,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-DEVICE = Ops(**{op: twin(op, "triton") for op in OPS})
+DEVICE = Ops(**{op: twin(op, "triton") for op in OPS if has_twin(op, "triton")})
 _OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
 _RESERVED = ("grid", "warmup", *_OPTIONS)
 

@@ -47,7 +47,7 @@ class Layers:
             drawn = torch.randn(weight.shape, generator=generator) * spread
             weight.data = (drawn + (weight.dim() == 1 and bool((weight == 1).all()))).to(dtype)
         self.hidden = torch.randn(ROWS, 72, generator=generator).to(dtype)
-        cos, sin = LlamaRotaryEmbedding(self.config)(self.hidden[None], torch.arange(ROWS)[None])
+        cos, sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES))(self.hidden[None], torch.arange(ROWS)[None])
         self.cos, self.sin = cos[0], sin[0]
 
     def expected(self) -> Tensor:
@@ -69,10 +69,12 @@ class Layers:
             ancestors=none[..., None].bool(),
         )  # fmt: skip
         attention = ops.plan_attention(rows, slots[None].clone(), query_heads=HEADS, kv_heads=KV_HEADS)
-        places, delta = RowPlaces(self.cos, self.sin, slots, attention), None
+        places = RowPlaces(self.cos, self.sin, slots, attention)
+        delta: Tensor | None = None
         for module in self.modules:
             layer = _layer_of(module.state_dict(), ops)
             delta = layer(hidden, delta, places, torch.zeros(2, ROWS + 5, KV_HEADS, DIM))
+        assert delta is not None
         return hidden + delta
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.ops import OPS, REFERENCE, has_twin, twin
 
-TWINS = [*((op, "triton") for op in OPS), *((op, "cpu") for op in OPS if has_twin(op, "cpu"))]
+TWINS = [(op, kind) for kind in ("triton", "cpu") for op in OPS if has_twin(op, kind)]
 
 
 @pytest.mark.parametrize(("op", "kind"), TWINS)
