@@ -1,6 +1,7 @@
 """A decoder layer as a list of ops against transformers' own layers, on random weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kernels.tree_attention import AttentionRows
 torch.set_num_threads(1)
 
 HEADS, KV_HEADS, DIM, ROWS = 6, 2, 12, 19
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 72,
     "intermediate_size": 100,
     "num_attention_heads": HEADS,
