@@ -95,6 +95,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
         layers.append(_layer_of(stack[0], form, model, ops))
         del stack[0]  # so that no weight is held twice for long
     decoder = Decoder(model, layers, ops, tap_layers)
+    model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not _agree(found, expected, expected):
         raise StartupError("this device's kernels do not compute what plain torch does: run `make install` again")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from service.assembly import load_target
 from service.bench.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, judge
 from service.bench.gpu_sections import (
     DRY,
@@ -116,7 +117,7 @@ def test_only_exactness_of_a_rehearsal_is_judged() -> None:
 
 def test_a_floor_counts_what_must_be_read(tmp_path: Path) -> None:
     assembly = assembled(save_two_layers(tmp_path))
-    weights = sum(value.nbytes for value in assembly.loaded.model.parameters())
+    weights = sum(value.nbytes for value in load_target(assembly.config, CPU).model.parameters())
     embedding = 320 * 32 * 4
     per_token = 2 * 2 * 1 * 16 * 4
     assert assembly.loaded.kv_shape.bytes_per_slot == per_token
