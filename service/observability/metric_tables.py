@@ -152,7 +152,7 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
     )
 
 
-def step_table(max_depth: int, budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Table[StepStats]:
+def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Table[StepStats]:
     """The rest of a step: what was drafted, what became of it, how many nodes were verified and why."""
     return (
         Counter("engine_steps", "Engine steps.", lambda s: 1),
@@ -172,7 +172,7 @@ def step_table(max_depth: int, budget_reasons: tuple[str, ...], sources: tuple[s
         _histogram(
             "accepted_length_tokens",
             "Draft tokens accepted per draft.",
-            range(max_depth + 1),
+            (*range(17), 24, 32, 48, 64),
             lambda s: s.accepted_per_sequence,
         ),
         Counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),

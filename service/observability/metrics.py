@@ -45,7 +45,7 @@ class Metrics(Collector):
     ) -> None:
         """`vllm_model`: the name of the model under which to show vLLM's metrics too; None: not at all."""
         shared = vllm_step_table(max_depth)
-        self._steps = (*shared, *step_table(max_depth, budget_reasons, sources))
+        self._steps = (*shared, *step_table(budget_reasons, sources))
         rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *SERVER, *ADAPTATION)
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
