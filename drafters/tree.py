@@ -193,12 +193,18 @@ def merge_trees(raw: Candidates, max_nodes: int) -> tuple[Candidates, Tensor]:
     is_kept = (representative == torch.arange(raw.width, device=order.device)) & (raw.survival > 0)
     kept_survival = raw.survival * is_kept
     leaders = pad(representative, (1, 0), value=ROOT)
-    best = kept_survival.sort(dim=1, descending=True, stable=True)
+    unified = DraftTree(raw.tokens, leaders.gather(1, raw.parents + 1), raw.depths, kept_survival, raw.num_nodes)
+    return likeliest_nodes(unified, max_nodes)
+
+
+def likeliest_nodes(raw: Candidates, max_nodes: int) -> tuple[Candidates, Tensor]:
+    """The likeliest nodes of a raw tree in which no path stands twice, as of `merge_trees`."""
+    best = raw.survival.sort(dim=1, descending=True, stable=True)
     survival, chosen = best.values[:, :max_nodes], best.indices[:, :max_nodes]
     exists = survival > 0
     tree = DraftTree(
         tokens=raw.tokens.gather(1, chosen) * exists,
-        parents=renumbered(leaders.gather(1, raw.parents + 1), chosen).masked_fill(~exists, ROOT),
+        parents=renumbered(raw.parents, chosen).masked_fill(~exists, ROOT),
         depths=raw.depths.gather(1, chosen) * exists,
         survival=survival,
         num_nodes=exists.sum(1),

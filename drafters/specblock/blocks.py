@@ -21,7 +21,7 @@ from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live
-from drafters.tree import DraftTree, merge_trees
+from drafters.tree import DraftTree, likeliest_nodes, merge_trees
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 
 NOWHERE = -1
@@ -169,7 +169,8 @@ class Blocks:
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
-        tree, chosen = merge_trees(raw, self._max_nodes)
+        merge = merge_trees if len(grown) > 1 else likeliest_nodes  # of one block no two paths are equal
+        tree, chosen = merge(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
         self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
         return tree

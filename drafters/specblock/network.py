@@ -85,14 +85,21 @@ class _Planned:
 class ServingNetwork:
     """A drafter's network whose weights may be replaced between steps."""
 
-    def __init__(self, config: SpecBlockConfig, weights: Mapping[str, Tensor], *, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        config: SpecBlockConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        in_8_bits: bool = False,
+        in_place: bool = False,
+    ) -> None:
         """Weights by name, as of `checkpoint.weights_of`, which may not change any more; `in_place`: those that come
         later are written where the first ones are, whose addresses graphs have captured; products must read them there.
         """
         self.config, self.shape = config, LayerShape.of(config)
         head = weights["lm_head.weight"]
         self.dtype, self.device = head.dtype, head.device
-        self.ops = ops.on(self.device)
+        self.ops = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
         self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=self.device)
         self.t2d = torch.zeros(config.target_vocab_size, dtype=torch.int64, device=self.device)
         self._in_place = in_place

@@ -43,17 +43,18 @@ class Replaceable:
 
 
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
-    """The drafter network on the target's device, in the target's dtype. Raises StartupError."""
+    """The drafter network on the target's device, in the target's type. Raises StartupError."""
     try:
         first = weights_of(model := load_network(folder, loaded))
     except DrafterError as error:
         raise StartupError(str(error)) from error
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
-    return Replaceable(_serving(model, loaded.parts.embedding, blocks), first)
+    weights = _serving(model, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
+    return Replaceable(weights, first)
 
 
-def _serving(model: SpecBlock, table: Tensor, blocks: int) -> TrainedWeights:
-    network = ServingNetwork(model.config, weights_of(model), in_place=model.d2t.is_cuda)
+def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
+    network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
     return TrainedWeights(network, embed_with(table), blocks=blocks)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.specblock import checkpoint
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.specblock.model import SpecBlock, SpecBlockConfig, layers_for
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases
@@ -24,7 +24,7 @@ TOKENS = 6_000
 def save_drafter(folder: Path, assembly: Assembly, *, entries: str = "first") -> Path:
     """A random drafter for a loaded target."""
     torch.manual_seed(0)
-    target = assembly.loaded.model.config.get_text_config().to_dict()
+    target = layers_for(assembly.loaded.model.config.get_text_config().to_dict())
     config = SpecBlockConfig.from_mapping(
         {"target": target, "tap_layers": [0, 1, 1], "draft_vocab_size": 128, "prefix_entries": entries}
     )
