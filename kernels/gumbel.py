@@ -18,22 +18,18 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     against the likeliest one is under e^-25.6 (7e-12) is never drawn, and no other probability moves by more than
     about 2^-24."""
     # seeds, positions [rows] int64 -> [rows, vocab] float32
-    return noise_of_keys(row_keys(seeds, positions), vocab)
+    return noise_of_tokens(row_keys(seeds, positions), token_ids(vocab, seeds.device))
 
 
 def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The columns of `gumbel_noise` of some tokens, to the same bits."""
     # seeds, positions [rows] int64; tokens [picked] -> [rows, picked] float32
-    return _noise(row_keys(seeds, positions), tokens.to(torch.int32))
+    return noise_of_tokens(row_keys(seeds, positions), tokens.to(torch.int32))
 
 
-def noise_of_keys(keys: Tensor, vocab: int) -> Tensor:
-    """`gumbel_noise` for rows whose keys are known already."""
-    # keys [rows, 2] int32 -> [rows, vocab] float32
-    return _noise(keys, _token_ids(vocab, keys.device))
-
-
-def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
+    """`gumbel_noise_of` for rows whose keys are known already."""
+    # keys [rows, 2], tokens [picked], int32 -> [rows, picked] float32
     noise = torch.empty(keys.shape[0], tokens.shape[0], dtype=torch.float32, device=keys.device)
     rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, tokens.shape[0]))
     for start in range(0, len(keys), rows_at_once):
@@ -45,7 +41,7 @@ def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
 def hash_bits(keys: Tensor, vocab: int) -> Tensor:
     """The random bits of every token id."""
     # keys [rows, 2] int32 -> [rows, vocab] int32, to be read as uint32
-    return _hashed(keys, _token_ids(vocab, keys.device))
+    return _hashed(keys, token_ids(vocab, keys.device))
 
 
 def _hashed(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -104,7 +100,8 @@ def _fill(noise: Tensor, bits: Tensor) -> None:
 
 
 @lru_cache(maxsize=8)
-def _token_ids(vocab: int, device: torch.device) -> Tensor:
+def token_ids(vocab: int, device: torch.device) -> Tensor:
+    """Of the whole vocabulary. # -> [vocab] int32"""
     return torch.arange(vocab, dtype=torch.int32, device=device)
 
 

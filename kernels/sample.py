@@ -8,19 +8,23 @@ scores rank by id, lower first, and masses are summed as integers: what a row ke
 of summation and on no threshold that a rounding could move.
 Legend: rows = logits that choose a token, vocab = token ids. A score is a logit up to a constant of its row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.gumbel import noise_of_keys, row_keys
+from kernels.gumbel import noise_of_tokens, row_keys, token_ids
 
 OFF = float("-inf")
 """Of `log_min_p`; also the score of what is dropped."""
 
 UNIT = 2.0**44  # mass of a token of score 0; a vocabulary of 2^18 such tokens still fits 63 bits
 _NUMBERS_AT_ONCE = 1 << 17  # 1 MiB of int64: what stays in a core's second-level cache
+
+
+Noise = Callable[[Tensor, Tensor], Tensor]
+"""As `kernels.gumbel.noise_of_tokens`."""
 
 
 class Choice(NamedTuple):
@@ -47,11 +51,18 @@ def sample(
 ) -> Choice:
     """Each row's token, a function of its own logits, seed, position, temperature and filters; of equals the lowest id.
     # logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest"""
+    return sample_with(noise_of_tokens, logits, seeds, positions, temperatures, filters)
+
+
+def sample_with(
+    noise: Noise, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None
+) -> Choice:
+    """`sample`, with the noise of these keys and tokens."""
     scores, warm = logits.to(torch.float32, copy=True), temperatures > 0
     if warm.all():
-        return choose_likeliest(_drawn(scores, seeds, positions, temperatures, filters))
+        return choose_likeliest(_drawn(noise, scores, seeds, positions, temperatures, filters))
     kept = None if filters is None else filters.of(warm)
-    scores[warm] = _drawn(scores[warm], seeds[warm], positions[warm], temperatures[warm], kept)
+    scores[warm] = _drawn(noise, scores[warm], seeds[warm], positions[warm], temperatures[warm], kept)
     return choose_likeliest(scores)
 
 
@@ -63,10 +74,12 @@ def choose_likeliest(scores: Tensor) -> Choice:
     return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows)
 
 
-def _drawn(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None) -> Tensor:
+def _drawn(
+    noise_of: Noise, scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None
+) -> Tensor:
     """The scores, scaled, filtered and with noise, in place. # [rows, vocab] float32"""
     scores.sub_(scores.amax(-1, keepdim=True)).div_(temperatures[:, None])
-    noise = _noise_of_rows(seeds, positions, scores.shape[1])
+    noise = _noise_of_rows(noise_of, seeds, positions, scores.shape[1])
     if filters is not None:
         if (filters.log_min_p > OFF).any():
             scores.masked_fill_(scores < filters.log_min_p[:, None], OFF)
@@ -75,13 +88,13 @@ def _drawn(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
     return scores.add_(noise)
 
 
-def _noise_of_rows(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def _noise_of_rows(noise_of: Noise, seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Noise of each row, computed once for all that share a key. # -> [rows, vocab]"""
-    keys = row_keys(seeds, positions)
+    keys, tokens = row_keys(seeds, positions), token_ids(vocab, seeds.device)
     if len(keys) == 1:
-        return noise_of_keys(keys, vocab)
+        return noise_of(keys, tokens)
     few, row_key = keys.view(torch.int64).squeeze(1).unique(return_inverse=True)
-    return noise_of_keys(few.view(torch.int32).view(-1, 2), vocab)[row_key]
+    return noise_of(few.view(torch.int32).view(-1, 2), tokens)[row_key]
 
 
 def keep_top_k(scores: Tensor, top_k: Tensor) -> None:

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from kernels.cpu import sample as compiled_sample
+from kernels.gumbel import noise_of_tokens, row_keys, token_ids
 from kernels.ops import REFERENCE, Ops
 from kernels.sample import OFF, Filters
 
@@ -56,3 +58,23 @@ def test_samples_are_the_reference_s(warm: bool, filtered: bool, compiled: Ops) 
     expected = REFERENCE.sample(logits, seeds, positions, temperatures, filters)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.bad_rows, expected.bad_rows)
+
+
+def test_a_row_is_drawn_alike_whether_or_not_a_batch_mate_filters(compiled: Ops) -> None:
+    logits = torch.randn(300, 501, generator=torch.Generator().manual_seed(0)).bfloat16()
+    seeds, positions, temperatures = torch.arange(300), torch.arange(300) + 9, torch.full((300,), 1.3)
+    off = Filters(torch.full((300,), OFF), torch.zeros(300, dtype=torch.int64), torch.ones(300).double())
+    plain = compiled.sample(logits, seeds, positions, temperatures)
+    assert torch.equal(compiled.sample(logits, seeds, positions, temperatures, off).tokens, plain.tokens)
+    for row in range(0, 300, 7):
+        one = slice(row, row + 1)
+        alone = compiled.sample(logits[one], seeds[one], positions[one], temperatures[one])
+        assert alone.tokens == plain.tokens[row]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_noise_is_the_reference_s_up_to_the_logarithm() -> None:
+    keys = row_keys(torch.arange(50), torch.arange(50) * 3)
+    noise = compiled_sample.noise_of_tokens(keys, token_ids(20_003, torch.device("cpu")))
+    expected = noise_of_tokens(keys, token_ids(20_003, torch.device("cpu")))
+    torch.testing.assert_close(noise, expected, atol=2e-6, rtol=1e-6)
