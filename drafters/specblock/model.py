@@ -147,7 +147,7 @@ class Rotary:
     rounded with its weights."""
 
     def __init__(self, text: PreTrainedConfig) -> None:
-        known = LlamaRotaryEmbedding(text)
+        known = LlamaRotaryEmbedding(text)  # type: ignore[arg-type]  # any family's config has what it asks for
         self._scale = float(known.attention_scaling)
         self._frequencies = torch.cat([known.inv_freq, known.inv_freq]).float()  # [dim]
 

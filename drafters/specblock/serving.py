@@ -116,7 +116,7 @@ class BlockForward:
         """h0 of all entries of what waits. # -> [batch, count, block, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
         blocks = self._network.blocks(context, self._embed(waiting.tokens.flatten()))
-        return blocks.unflatten(0, waiting.tokens.shape)
+        return blocks.view(*waiting.tokens.shape, self._size, -1)
 
     def _positions(self, waiting: Waiting) -> Tensor:
         """Of all entries of what waits. # -> [batch, count, block]"""

@@ -159,8 +159,8 @@ def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
         if target.standard:
             layer.load_state_dict(source.state_dict())
         else:  # what they add is learned
-            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                product.weight.zero_()
+            for product in ("self_attn.o_proj", "mlp.down_proj"):
+                layer.get_parameter(f"{product}.weight").zero_()
     if target.standard:
         model.decoder.norm.load_state_dict(target.norm.state_dict())
     rows = model.d2t.to(target.head.device)

@@ -56,10 +56,10 @@ def always_says(model: SpecBlock, token: int) -> SpecBlock:
         layer.position_queries.copy_(layer.position_queries[:1].expand_as(layer.position_queries))
         layer.fuse.weight[:, : 2 * hidden] = 0.0
         for part in model.decoder.layers:
-            part.self_attn.o_proj.weight.zero_()
-            part.mlp.down_proj.weight.zero_()
+            part.get_parameter("self_attn.o_proj.weight").zero_()
+            part.get_parameter("mlp.down_proj.weight").zero_()
         for shift in model.shift_proj:
-            shift.weight.copy_(torch.eye(hidden, 2 * hidden))
+            shift.get_parameter("weight").copy_(torch.eye(hidden, 2 * hidden))
         none = torch.zeros(1, hidden)
         state = model.decoder.norm(layer.blocks(none, none, slice(1)))[0, 0]
         model.lm_head.weight.zero_()
