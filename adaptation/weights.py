@@ -33,7 +33,7 @@ class ServedDrafter:
     """The drafter that serves, as learning needs to know it."""
 
     config: SpecBlockConfig
-    weights: Mapping[str, Tensor]  # by name, in the serving dtype, taken before linear layers were packed
+    weights: Mapping[str, Tensor]  # by name, in the serving dtype
     target_head: Tensor | None  # [target_vocab, hidden], rows for tokens it may come to propose; None: there are none
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
@@ -251,7 +251,7 @@ class DrafterWeights:
 
 
 def in_place(model: SpecBlock) -> Prepare:
-    """How weights reach a drafter whose layers are not packed: there is nothing to prepare."""
+    """How weights reach a network as it is trained: there is nothing to prepare."""
     return lambda weights: partial(write_weights, model, weights)
 
 

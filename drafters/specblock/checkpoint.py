@@ -142,7 +142,7 @@ def _published(name: str) -> str:
 
 
 def weights_of(model: SpecBlock) -> dict[str, Tensor]:
-    """The tensors themselves, by name; to be asked before linear layers are packed."""
+    """The tensors themselves, by name."""
     return {name: value.detach() for name, value in model.named_parameters()} | {VOCABULARY: model.d2t}
 
 

@@ -153,7 +153,7 @@ class ServingNetwork:
         seen = planned.known(torch.cat(known, dim=-1))[:, None]
         if self.config.broadcast:
             return seen + planned.asked
-        blocks = planned.asked.repeat(len(seen), 1, 1)
+        blocks = planned.asked.expand(len(seen), -1, -1).clone()
         blocks[:, :1] += seen
         return blocks
 
