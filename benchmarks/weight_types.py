@@ -67,8 +67,10 @@ def compare(
 
 def _row(name: str, dtype: str, found: Sequence[tuple[Tensor, ...]]) -> TypeRow:
     agrees, said, exact, divergence = (torch.cat(part).double() for part in zip(*found, strict=True))
-    perplexities = [float((-logprobs.mean()).exp()) for logprobs in (said, exact)]
-    return TypeRow(name, dtype, len(agrees), float(agrees.mean()), *perplexities, float(divergence.mean()))
+    perplexity, exact_perplexity = (float((-logprobs.mean()).exp()) for logprobs in (said, exact))
+    return TypeRow(
+        name, dtype, len(agrees), float(agrees.mean()), perplexity, exact_perplexity, float(divergence.mean())
+    )
 
 
 def run(

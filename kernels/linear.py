@@ -59,4 +59,5 @@ def _product_int8(x: Tensor, counts: Tensor, scales: Tensor, bias: Tensor | None
 
 def _blocks(x: Tensor) -> Tensor:
     """# [..., columns] -> [..., blocks, 32], the last one filled up with zeros"""
-    return functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+    whole: Tensor = functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+    return whole

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from drafters.tree import MAX_NODES, DraftTree
+from drafters.tree import DraftTree
 from kernels.tree_attention import NULL_SLOT
 from service.engine.rows import ExtendRows, ForwardRows, flatten
 from tests.kernels.attention_parts import random_parents
@@ -94,7 +94,7 @@ def test_what_attention_is_told(seed: int) -> None:
         zip(((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0), rows.slots[told.node >= 0].tolist(), strict=True)
     )
     for line in range(len(extends)):
-        for node in range(MAX_NODES):
+        for node in range(tree.width):
             assert int(told.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
             above = set(path_to(tree, line, node)) if node < int(tree.num_nodes[line]) else None
             found = set(told.ancestors[line, node].nonzero()[:, 0].tolist())
