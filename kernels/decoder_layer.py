@@ -4,7 +4,7 @@ list of ops over flat rows: four products, four other calls, none of them a modu
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.linear import Product
 from kernels.ops import Ops
-from kernels.tree_attention import Attention
+from kernels.tree_attention import MAX_DEPTH, Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,20 @@ class RowPlaces:
     sin: Tensor
     slots: Tensor  # [rows] int64, where keys and values go
     attention: Attention
+
+
+class RotaryTable:
+    """The rotary embedding of every position, computed once: a step looks up what several calls would compute."""
+
+    def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
+        """`embed`: cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
+        # Nodes stand behind the last position of a text.
+        self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin. # positions [rows] int64 -> both [rows, dim]"""
+        cos, sin = self._table.index_select(1, positions)
+        return cos, sin
 
 
 @dataclass(frozen=True, slots=True)

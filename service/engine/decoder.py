@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import Attention, AttentionRows
 from service.engine.kv_pool import KVPool
@@ -34,11 +34,22 @@ class Decoder:
     """All of a model as ops over flat rows; any part of it that is looked up is the model's own."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[DecoderLayer], ops: Ops, tap_layers: Sequence[int] = ()
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[DecoderLayer],
+        ops: Ops,
+        device: torch.device,
+        tap_layers: Sequence[int] = (),
     ) -> None:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Tensor = inner.get_input_embeddings().weight
-        self._rotary: nn.Module = inner.get_submodule("rotary_emb")
+        rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
+
+        def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = rotary(positions.to(self._embedding.dtype), positions[None])  # in the type of the first
+            return cos[0], sin[0]
+
+        self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
         self._layers, self._ops = layers, ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = ops.plan_linear(head.weight, head.bias)
@@ -55,7 +66,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """As `Layers`."""
         hidden = self.embedded(tokens)
-        places, delta, outputs = self.places(hidden, positions, slots, attention), None, dict[int, Tensor]()
+        places, delta, outputs = self.places(positions, slots, attention), None, dict[int, Tensor]()
         for index, layer in enumerate(self._layers):
             delta = layer(hidden, delta, places, pool.layer(index))
             if index in self._taps:
@@ -67,10 +78,9 @@ class Decoder:
         """# [rows] int64 -> [rows, hidden]"""
         return functional.embedding(tokens, self._embedding)
 
-    def places(self, hidden: Tensor, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
+    def places(self, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
         """Of rows at these positions."""
-        cos, sin = self._rotary(hidden, positions[None])  # [1, rows, dim]
-        return RowPlaces(cos[0], sin[0], slots, attention)
+        return RowPlaces(*self._rotary(positions), slots, attention)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
         """Of some rows behind the last layer. # -> [logits, vocab]"""
@@ -94,7 +104,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     for form in forms:
         layers.append(_layer_of(stack[0], form, model, ops))
         del stack[0]  # so that no weight is held twice for long
-    decoder = Decoder(model, layers, ops, tap_layers)
+    decoder = Decoder(model, layers, ops, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not _agree(found, expected, expected):
@@ -166,8 +176,8 @@ def _difference(
     device's ops, so that weights are joined for one layer at a time."""
     layers = decoder_layers(model)
     try:
-        decoder = Decoder(model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE)
-        places = decoder.places(calls[0].hidden, trial.positions, trial.slots, trial.attention)
+        decoder = Decoder(model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE, trial.positions.device)
+        places = decoder.places(trial.positions, trial.slots, trial.attention)
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()
             delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))
