@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -260,7 +261,7 @@ def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path
     for seed in range(80):
         tried.learner.observe(undrafted(seed))
     assert "changed" not in tried.kinds()
-    easy = next(token for token in vocabulary()[0].tolist() if _is_easy(tried.learner._evaluator, token))
+    easy = max(vocabulary()[0].tolist(), key=partial(_ease, tried.learner._evaluator))
     heard = 0
     while "changed" not in tried.kinds():
         tried.learner.observe(undrafted(1_000 + heard, token=easy))
@@ -270,8 +271,8 @@ def test_a_learner_for_which_nobody_drafts_judges_new_traffic_by_itself(tmp_path
     assert tried.learner._validation.texts
 
 
-def _is_easy(judge: OfflineEvaluator, token: int) -> bool:
-    """Whether the tiny drafter proposes it all the time."""
+def _ease(judge: OfflineEvaluator, token: int) -> float:
+    """How long the tiny drafter's accepted paths are where the text says nothing else."""
     example = example_of(feedback(0, token=token))
     assert example is not None
-    return judge.anchor_once(ValidationText(0, example)) > 2.0
+    return judge.anchor_once(ValidationText(0, example))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from drafters.protocol import DraftContext, DraftingSizes, Noise
-from drafters.tree import MAX_DEPTH
 from service.assembly import Assembly, assemble
 from service.bench.drafters import (
     LIAR,
@@ -56,12 +55,12 @@ def test_a_replay_goes_on_where_the_text_stands() -> None:
     answer = list(range(100, 120))
     replay.start([DraftContext(2, [1, 2], answer), DraftContext(0, [1, 2, 100, 101], answer[:5], num_generated=2)])
     tree = replay.grow(torch.tensor([2, 0]), NO_NOISE)
-    assert tree.num_nodes.tolist() == [MAX_DEPTH, 3]
-    assert tree.tokens[0].tolist() == answer[:MAX_DEPTH]
-    assert tree.tokens[1].tolist() == [102, 103, 104] + [0] * 13
-    assert tree.parents[1].tolist() == [-1, 0, 1] + [-1] * 13
-    assert tree.depths[1].tolist() == [1, 2, 3] + [0] * 13
-    assert tree.survival[1].tolist() == [1.0] * 3 + [0.0] * 13
+    assert tree.num_nodes.tolist() == [20, 3]
+    assert tree.tokens[0, :20].tolist() == answer
+    assert tree.tokens[1].tolist() == [102, 103, 104] + [0] * 45
+    assert tree.parents[1].tolist() == [-1, 0, 1] + [-1] * 45
+    assert tree.depths[1].tolist() == [1, 2, 3] + [0] * 45
+    assert tree.survival[1].tolist() == [1.0] * 3 + [0.0] * 45
 
 
 def test_a_replay_knows_nothing_without_an_answer() -> None:
@@ -74,7 +73,7 @@ def test_a_perfect_drafter_is_right_to_the_end(costly: Assembly) -> None:
     """Behind a budget that lets everything through: sixteen tokens and the bonus in every step."""
     measure = Measure(temperature=0.8, max_tokens=35, concurrency=2, seed=3)
     engines = engines_of(costly, measure)
-    generous = costly.engine(drafter=engines[PERFECT].drafter, policy=FixedBudget(MAX_DEPTH))
+    generous = costly.engine(drafter=engines[PERFECT].drafter, policy=FixedBudget(16))
     runs = answer_all({PLAIN: engines[PLAIN], PERFECT: generous}, PROMPTS, measure)
     summary = summary_of(runs[PERFECT], runs[PLAIN])
     assert summary["mismatched_tokens"] == 0

@@ -199,7 +199,7 @@ def test_policies_go_by_name() -> None:
     assert [name for name, policy in found.items() if policy is None] == ["adaptive"]
 
 
-@pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:65", "per_batch_size:2=1", "per_batch_size:1=x"])
+@pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:257", "per_batch_size:2=1", "per_batch_size:1=x"])
 def test_unknown_policies_are_refused(names: str) -> None:
     with pytest.raises(StartupError, match="--policies"):
         policies_of(names)
