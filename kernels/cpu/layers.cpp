@@ -11,14 +11,16 @@ constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs m
 // y = weight * round(x / sqrt(mean(x^2) + epsilon)), of one row or one head
 template <class T>
 void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
-    float sums[LANES] = {}, total = 0;
-    for (int64_t i = 0; i < width; i++) {
-        float value = to_float(x[i]);
-        sums[i % LANES] += value * value;
+    Vec sums{};
+    for (int64_t i = 0; i < width; i += LANES) {
+        Vec values = load_end(x + i, width - i);
+        sums = sums + values * values;
     }
-    for (float sum : sums) total += sum;
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
     float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
-    for (int64_t i = 0; i < width; i++) put(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+    for (int64_t i = 0; i < width; i += LANES)
+        store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);
 }
 
 // hidden += delta; y = the norm of hidden
@@ -28,7 +30,8 @@ void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* 
     for (int64_t row = 0; row < rows; row++) {
         T* mine = hidden + row * width;
         if (delta)
-            for (int64_t i = 0; i < width; i++) put(mine + i, to_float(mine[i]) + to_float(delta[row * width + i]));
+            for (int64_t i = 0; i < width; i += LANES)
+                store_end(mine + i, load_end(mine + i, width - i) + load_end(delta + row * width + i, width - i), width - i);
         norm(mine, weight, epsilon, width, y + row * width);
     }
 }
@@ -41,21 +44,10 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
         const T *gates = joined + 2 * row * width, *ups = gates + width;
         T* mine = y + row * width;
         for (int64_t i = 0; i < width; i += LANES) {
-            int count = int(width - i < LANES ? width - i : LANES);
-            Vec gate{}, up{};
-            if (count == LANES)
-                gate = load(gates + i), up = load(ups + i);
-            else
-                for (int j = 0; j < count; j++) gate[j] = to_float(gates[i + j]), up[j] = to_float(ups[i + j]);
+            Vec gate = load_end(gates + i, width - i);
             Vec e = exp2_of((Vec)((IVec)gate | INT32_MIN) * 1.44269504f);  // exp(-|gate|)
             Vec silu = gate * (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-            T middle[LANES];
-            store(middle, silu);
-            Vec product = load(middle) * up;
-            if (count == LANES)
-                store(mine + i, product);
-            else
-                store_part(mine + i, product, count);
+            store_end(mine + i, rounded<T>(silu) * load_end(ups + i, width - i), width - i);
         }
     }
 }

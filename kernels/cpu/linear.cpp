@@ -43,13 +43,7 @@ void block(const T* x, const T* w, const float* bias, T* y, int64_t in, int64_t 
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) {
-            int left = columns - h * LANES;
-            if (left >= LANES)
-                store(y + r * out + h * LANES, sums[r][h]);
-            else
-                store_part(y + r * out + h * LANES, sums[r][h], left);
-        }
+        for (int h = 0; h < 2; h++) store_end(y + r * out + h * LANES, sums[r][h], columns - h * LANES);
 }
 
 template <class T>

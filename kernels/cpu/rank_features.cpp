@@ -55,12 +55,7 @@ void one_row(const T* scores, int64_t vocab, float* features, int64_t* ids) {
     Best best = best_of(scores, vocab);
     Vec total{}, weighted{};  // of e = exp(z - max), and of e (z - max)
     for (int64_t i = 0; i < vocab; i += LANES) {
-        Vec z = splat(LOWEST);
-        if (i + LANES <= vocab)
-            z = load(scores + i);
-        else
-            for (int j = 0; i + j < vocab; j++) z[j] = to_float(scores[i + j]);
-        Vec below = z - best.scores[0];
+        Vec below = load_end(scores + i, vocab - i, LOWEST) - best.scores[0];
         below = below > LOWEST ? below : splat(LOWEST);
         Vec e = exp2_of(below * LOG2_E);
         total = total + e;

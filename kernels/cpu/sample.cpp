@@ -38,14 +38,6 @@ Vec noise_of(const int32_t* key, UVec tokens) {
     return -log_of(e);
 }
 
-template <class T>
-Vec load_some(const T* from, int64_t count) {  // what is behind the end never wins
-    if (count >= LANES) return load(from);
-    Vec part = splat(-INFINITY);
-    for (int64_t i = 0; i < count; i++) part[i] = to_float(from[i]);
-    return part;
-}
-
 struct Best {
     float score;
     int64_t token;
@@ -78,14 +70,14 @@ Best best_of(int64_t vocab, Score score) {  // score(i): of LANES tokens from i 
 
 template <class T>
 void choose_row(const T* scores, const int32_t* key, float temperature, int64_t vocab, int64_t* token, bool* bad) {
-    Best found = best_of(vocab, [&](int64_t i) { return load_some(scores + i, vocab - i); });
+    Best found = best_of(vocab, [&](int64_t i) { return load_end(scores + i, vocab - i, -INFINITY); });  // what is behind the end never wins
     *bad = found.nan || std::isinf(found.score);
     if (!*bad && temperature > 0) {
         const float highest = found.score;
         UVec lanes;
         for (int lane = 0; lane < LANES; lane++) lanes[lane] = uint32_t(lane);
         found = best_of(vocab, [&](int64_t i) {
-            return (load_some(scores + i, vocab - i) - highest) / temperature + noise_of(key, lanes + uint32_t(i));
+            return (load_end(scores + i, vocab - i, -INFINITY) - highest) / temperature + noise_of(key, lanes + uint32_t(i));
         });
     }
     *token = *bad ? 0 : found.token;
@@ -118,10 +110,7 @@ void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int6
             UVec part{};
             for (int64_t lane = 0; lane < LANES && i + lane < count; lane++) part[lane] = uint32_t(tokens[i + lane]);
             Vec drawn = noise_of(keys + 2 * row, part);
-            if (count - i >= LANES)
-                store(noise + row * count + i, drawn);
-            else
-                store_part(noise + row * count + i, drawn, int(count - i));
+            store_end(noise + row * count + i, drawn, count - i);
         }
 }
 }

@@ -140,13 +140,7 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
                 for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + line(i)[lane + q] * value(from, v);
             }
             T* to = out + (own.row * layer.query_heads + first_head + (lane + q) % heads) * dim;
-            for (int v = 0; v < VECTORS; v++) {
-                Vec result = sums[q][v] / total[lane + q];
-                if ((v + 1) * LANES <= dim)
-                    store(to + v * LANES, result);
-                else
-                    store_part(to + v * LANES, result, int(dim - v * LANES));
-            }
+            for (int v = 0; v < VECTORS; v++) store_end(to + v * LANES, sums[q][v] / total[lane + q], dim - v * LANES);
         }
     }
 }

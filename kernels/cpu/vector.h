@@ -55,10 +55,26 @@ static inline void store(bf16* to, Vec x) {
 #endif
 }
 
-// The first `count` lanes of a row's end.
+// Of a row of which `left` values are left: all lanes, or at its end as many as there are.
 template <class T>
-static inline void store_part(T* to, Vec x, int count) {
-    for (int i = 0; i < count; i++) put(to + i, x[i]);
+static inline Vec load_end(const T* from, int64_t left, float fill = 0) {
+    if (left >= LANES) return load(from);
+    Vec part = splat(fill);
+    for (int i = 0; i < left; i++) part[i] = to_float(from[i]);
+    return part;
+}
+
+template <class T>
+static inline void store_end(T* to, Vec x, int64_t left) {
+    if (left >= LANES) return store(to, x);
+    for (int i = 0; i < left; i++) put(to + i, x[i]);
+}
+
+template <class T>
+static inline Vec rounded(Vec x) {
+    T kept[LANES];
+    store(kept, x);
+    return load(kept);
 }
 
 // 2^x for x <= 0 by a polynomial of degree 6 on [-1/2, 1/2]; below -126 it is 0.

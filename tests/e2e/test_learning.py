@@ -35,10 +35,12 @@ def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_pa
             versions.append(adaptive.engine.drafter.version)
         assert texts(adaptive.engine, asked) == plain
         assert adaptive.worker.settle(PATIENCE_SECONDS)
+        adaptive.engine.step()
+        versions.append(adaptive.engine.drafter.version)  # the last round may have brought another one
         status = adaptive.status()
     assert status.publishes >= 1, events
     assert versions == sorted(versions)
     assert status.version == status.origin == versions[-1] > 0
     assert sum(status.updates.values()) >= status.publishes
-    assert status.queries_heard == len(asked) * len(versions)
+    assert status.queries_heard == len(asked) * (len(versions) - 1)
     assert status.failures == {}
