@@ -209,23 +209,28 @@ def bare_rule(stream: Sequence[QueryFeedback]) -> int:
 
 
 def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised, tmp_path: Path) -> None:
-    """The drafter that serves, the one it has replaced and the anchor are equally good, and not the same."""
+    """The drafter that serves, the one it has replaced and the anchor are equally good, and not the same: in the mean
+    of four streams, for which windows are condemned by chance hangs on the last bit of a score."""
+    streams = 4
+    found = [false_rollbacks(known, tmp_path / str(seed), seed) for seed in range(streams)]
+    print(f"{streams} times {STATIONARY_WINDOWS} windows, rolled back and alarms of the bare rule: {found}")
+    assert sum(rollbacks for rollbacks, _ in found) <= 2 * streams
+    assert all(bare >= 10 for _, bare in found)
+
+
+def false_rollbacks(known: Practised, folder: Path, seed: int) -> tuple[int, int]:
+    """In one stream, and how often a rule without pairs would have cried."""
     events: list[Event] = []
-    built = known.learner(tmp_path, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.2})
+    built = known.learner(folder, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.2})
     twin = twin_of(known, built)
-    stream = known.stream(0, STATIONARY_WINDOWS * WINDOW, version=0)
+    stream = known.stream(seed, STATIONARY_WINDOWS * WINDOW, version=0)
     for feedback in stream:
         if built.weights.origin == 0:  # not yet published, or taken back
             publish(built, twin)
         version = built.weights.version
         built.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
         built.weights.between_steps()
-    rollbacks = sum(event.kind == "rolled_back" for event in events)
-    dismissed = sum(event.kind == "dismissed" for event in events)
-    bare = bare_rule(stream)
-    print(f"{STATIONARY_WINDOWS} windows: {rollbacks} rolled back, {dismissed} dismissed, bare rule {bare} times")
-    assert rollbacks <= 2
-    assert bare >= 10
+    return sum(event.kind == "rolled_back" for event in events), bare_rule(stream)
 
 
 def publish(built: Learner, weights: dict[str, Tensor]) -> None:
