@@ -70,7 +70,8 @@ Best best_of(int64_t vocab, Score score) {  // score(i): of LANES tokens from i 
 
 template <class T>
 void choose_row(const T* scores, const int32_t* key, float temperature, int64_t vocab, int64_t* token, bool* bad) {
-    Best found = best_of(vocab, [&](int64_t i) { return load_end(scores + i, vocab - i, -INFINITY); });  // what is behind the end never wins
+    // what is behind the end never wins
+    Best found = best_of(vocab, [&](int64_t i) { return load_end(scores + i, vocab - i, -INFINITY); });
     *bad = found.nan || std::isinf(found.score);
     if (!*bad && temperature > 0) {
         const float highest = found.score;

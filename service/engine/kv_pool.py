@@ -34,9 +34,8 @@ class KVPool:
 
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
-        self.num_places = num_slots + 1
         self.shape = shape
-        size = (shape.num_layers, 2, self.num_places, shape.kv_heads, shape.head_dim)
+        size = (shape.num_layers, 2, num_slots + 1, shape.kv_heads, shape.head_dim)
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()
