@@ -12,9 +12,11 @@ from torch import Tensor
 VARIANTS = {"avx512bf16": ("avx512_bf16", "avx512_vnni", "avx512_dq"), "avx2": ("avx2", "fma3"), "neon": ("neon",)}
 """Builds of the same source, best first, and what a processor must be able to do for each."""
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
-"""Types that there are kernels for, as they stand in the names of functions."""
+MOST_DIM = 256
+"""Dimensions of a head, as in vector.h."""
 
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
+"""Types that there are kernels for, as they stand in the names of functions."""
 
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
@@ -52,7 +54,7 @@ def function(name: str, kinds: str, dtype: torch.dtype | None = None) -> Any:
     """The C function of that name for tensors of that type, and what it takes: p address, n int64, i int, f float."""
     found = variant()
     assert found is not None, "no kernels are compiled for this processor"
-    called = getattr(_load(found), name if dtype is None else f"{name}_{NAMES[dtype]}")
+    called = getattr(_load(found), name if dtype is None else f"{name}_{_NAMES[dtype]}")
     called.argtypes = [_KINDS[kind] for kind in kinds]
     return called
 

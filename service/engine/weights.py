@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
+from kernels.cpu import library
 from service.engine import dummy
 from service.engine.kv_pool import KVShape
 from service.engine.modules import ATTENTION_NAME
@@ -214,13 +215,19 @@ def _takes_attention(config: PreTrainedConfig) -> bool:
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
     """Keys and values per token. On a CPU they are kept in fp32: attention is computed in it, and casting at every read
-    costs more than memory is worth there."""
+    costs more than memory is worth there. Raises StartupError for heads that the kernels of a CPU do not hold."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if model.device.type == "cpu" and library.variant() is not None and head_dim > library.MOST_DIM:
+        raise StartupError(
+            f"model type {config.model_type!r} has heads of {head_dim} dimensions, the kernels of a CPU hold "
+            f"{library.MOST_DIM}; set device to cuda"
+        )
     return KVShape(
         num_layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_dim,
         dtype=torch.float32 if model.device.type == "cpu" else model.dtype,
     )
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_without_grouped_queries_there_are_as_many_key_heads_as_query_heads() ->
     config = AutoConfig.for_model("gpt2", vocab_size=32, n_embd=32, n_layer=1, n_head=4)
     shape = kv_shape(AutoModelForCausalLM.from_config(config))
     assert (shape.kv_heads, shape.head_dim) == (4, 8)
+
+
+@pytest.mark.parametrize(("dim", "fits"), [(256, True), (257, False)])
+def test_heads_wider_than_the_kernels_of_a_cpu_are_refused(dim: int, fits: bool) -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=32, n_embd=dim, n_layer=1, n_head=1)
+    model = AutoModelForCausalLM.from_config(config)
+    with nullcontext() if fits else pytest.raises(StartupError, match="heads of 257 dimensions"):
+        kv_shape(model)
 
 
 def changed(folder: Path, **values: object) -> Path:
