@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.gating import DrafterGate
+from drafters.gating import AskGate
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.registry import MERGED, TRAINED, TrainedWeights
@@ -268,4 +268,4 @@ def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
         return sources[0]
     cheap, costly = sources
     sizes = build.drafting_sizes(assembly.target, assembly.limits)
-    return MergedDrafter(cheap, costly, sizes, gate=DrafterGate(clock=lambda: 0.0))
+    return MergedDrafter(cheap, costly, sizes, gate=AskGate(clock=lambda: 0.0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters import readback
-from drafters.gating import DrafterGate, FollowGate
+from drafters.gating import AskGate
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
 from drafters.tree import NO_HASH, Candidates, joined_trees, merge_trees, node_hashes, prefix_hashes
@@ -20,19 +20,15 @@ class MergedDrafter(Drafter):
     name = ""
     tap_layers: tuple[int, ...] = ()
 
-    def __init__(
-        self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes, *, gate: DrafterGate | None = None
-    ) -> None:
+    def __init__(self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes, *, gate: AskGate | None = None) -> None:
         device, max_nodes = sizes.device, sizes.max_nodes
         self._cheap, self._costly = cheap, costly
         self.name, self.tap_layers = f"{cheap.name}+{costly.name}", costly.tap_layers
         self._max_nodes = max_nodes
-        self._gate = gate or DrafterGate(readback.clock_of(device))
-        self._version = costly.version
+        self._gate = gate or AskGate(readback.clock_of(device))
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
-        self._following = FollowGate()
-        self._has_grown = self._asked = False
+        self._has_grown = False
         fields = {"hashes": Field((2, 2 * max_nodes), NO_HASH, forgotten=True)}
         self._proposals = ProposalLog(sizes, fields)  # [rows, cheap and costly, nodes]
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
@@ -59,19 +55,16 @@ class MergedDrafter(Drafter):
 
     def read(self, read: Read) -> None:
         self._cheap.read(read)
-        self._costly.read(replace(read, follow=read.follow and self._following.is_open))
+        self._costly.read(replace(read, follow=read.follow and self._gate.promises))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        if self._version != self._costly.version:
-            self._version = self._costly.version
-            self._gate.renew()
+        self._gate.begin(rows.shape[0])
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
-        if not self._gate.ask(self._expected, rows.shape[0]):
+        if not self._gate.ask(self._expected):
             return cheap
-        self._asked = True
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)
         tree, _ = merge_trees(joined_trees([cheap, costly]), self._max_nodes)
@@ -81,16 +74,19 @@ class MergedDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         if self._has_grown:
             self._give_credit(committed)
-            self._following.step(asked=self._asked)
         self._cheap.commit(committed)
-        self._has_grown = self._asked = False
-        follow = committed.follow and self._following.is_open
+        self._has_grown = False
+        follow = committed.follow and self._gate.promises
         self._costly.commit(replace(committed, follow=follow))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._proposals.forget(rows)
         self._costly.finish(rows)
         return self._cheap.finish(rows)
+
+    def renew(self) -> None:
+        self._gate.renew()
+        self._costly.renew()
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()

@@ -133,6 +133,10 @@ class Drafter(Protocol):
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Begin (or begin again) drafting for these sequences."""
 
+    def renew(self) -> None:
+        """Other weights draft from now on: what the old ones gained says little of them."""
+        return
+
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
 

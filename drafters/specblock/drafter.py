@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters import readback
-from drafters.gating import BlockGate
+from drafters.gating import AskGate
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
 from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
@@ -30,7 +30,7 @@ class SpecBlockDrafter(Drafter):
         self._version = weights.version
         self._blocks = blocks = Blocks(sizes, weights)
         self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
-        self._block_gate = BlockGate(readback.clock_of(device))
+        self._block_gate = AskGate(readback.clock_of(device))
         further = range(1, weights.blocks)
         self._survivals = [readback.readback_of(device) for _ in further]
         self._expected = [1.0 for _ in further]  # per sequence by the starts of each further block, as last read back
@@ -91,11 +91,11 @@ class SpecBlockDrafter(Drafter):
         for number, follow in enumerate(self._blocks.follow):
             expected = grown[-1].further[0].picked.origin.survival[: len(rows)]  # [batch, starts]
             self._survivals[number].read(expected.sum()[None] / len(rows), partial(self._observe, number))
-            if not self._block_gate.further(self._expected[number] * len(rows)):
+            if not self._block_gate.ask(self._expected[number]):
                 break
             grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
-            self._block_gate.drafted()
+            self._block_gate.answered()
         return self._blocks.tree((), of_tree(ground, grown)).first(len(rows))
 
     @torch.inference_mode()
@@ -114,14 +114,18 @@ class SpecBlockDrafter(Drafter):
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
             came = self._calibration.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
         self._has_grown = False
-        if self._blocks.follow:
-            self._outcomes.read(came, self._block_gate.end())
+        observe = self._block_gate.end()
+        if observe is not None:
+            self._outcomes.read(came, observe)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._calibration.forget(rows)
         if self._recorder is not None:
             self._recorder.finish(rows)
         return [0] * len(rows)
+
+    def renew(self) -> None:
+        self._block_gate.renew()
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.gating import LedgersBySize
+from drafters.regret import GainPosterior, PosteriorsBySize, RegretLedger
 from drafters.tree import Candidates, survival_order
 from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
@@ -28,26 +28,15 @@ REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_do
 
 _MOST_URGENT = 4.0
 
-_FIRST_PROBES = 2
-_FIRST_PAUSE = 8
-_LONGEST_PAUSE = 128
-_LONGEST_CLEAR_PAUSE = 512
-"""A size of batch begins with plain steps (baseline probes), and has others after so many steps with nodes, more and
-more of them: what drafting gains is measured against what a plain step takes."""
-_BESIDE_PROMPTS = 0.25
-"""What a plain step counts that reads prompts too, for it says little of one that does not."""
-_PROBES = 4
-_CLEAR = 0.25
-"""A plain step among others is slower than one of many in a row (caches hold the drafter), by a tenth on CPUs. It takes
-several to know what plain decoding would take, unless drafting gains more plain steps per step than this."""
-_UNSEEN = 0.05
-"""Plain steps that a step with drafts costs beside what the clocks around its stages say, as measured with eight
-sequences: caches that its rows leave cold, and prompts that are read in more and smaller parts."""
+DRAFTING = "drafting"
+"""Its account in the ledger."""
+CAP = 64.0
+"""Plain steps of one sequence that drafting may lose at once. With a variance of 1 plain step^2 per step a drafter that
+gains 2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
+_BY_BASELINE = 2.0
+"""Plain steps that one with drafts takes at most where it hardly pays: by so much an error in the plain one counts."""
+_PLAIN_NOISE = 0.1  # presumed deviation of what a plain step takes beside its forward, in forwards
 _MOST_TIMES = 1.5  # what was expected: a hiccup is nobody's fault
-_RATE = 0.05
-_AHEAD = 64
-"""Steps for which texts are followed before drafts are tried again: of texts it has not followed a drafter knows too
-little to show what it is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,25 +165,29 @@ class FixedBudget(BudgetPolicy):
 class CostBudget(BudgetPolicy):
     """The number of nodes that maximises expected tokens per second over the whole batch; none is plain decoding.
 
-    Every N is looked at, because cost curves are staircases. Every step is compared with what a plain one of the same
-    sequences takes, in which the drafter would not even have to follow the texts; gains and losses go into a ledger for
-    each size of batch, so that a drafter that does not pay costs a share of 1 % at most, whatever it claims. Following
-    texts is owed by the drafts that come of it; where none are to come for long, texts are not followed.
+    Every N is looked at, because cost curves are staircases. Whether the drafter is asked at all is decided by what
+    whole steps gained against plain ones of the same sequences, for each size of batch (drafters/regret.py). Plain ones
+    are a baseline: one is taken where its doubt is the larger part of the doubt in a gain that may be none.
     """
 
-    def __init__(self, costs: CostTable, drafts: DraftCosts = FREE) -> None:
+    def __init__(self, costs: CostTable, drafts: DraftCosts = FREE, ledger: RegretLedger | None = None) -> None:
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
-        self._ledgers = LedgersBySize()
-        self._baselines: defaultdict[int, _Baseline] = defaultdict(_Baseline)  # by size of batch, in powers of two
+        self.ledger = ledger or RegretLedger({DRAFTING: drafting_cap(costs)})
+        self.gains = PosteriorsBySize()  # plain steps per step
+        self._plain: defaultdict[int, GainPosterior] = defaultdict(_beside_forward)  # by size of batch
+        self._was_plain = False  # the last step
 
     def refusal(self, load: Load) -> str | None:
-        if not self._ledgers.of(load.num_sequences).is_open:
+        gain = self.gains.of(load.num_sequences)
+        worst = self._drafts.draft_seconds(max(1, load.num_drafting)) + self._plain_seconds(load)
+        if not (gain.promises and self.ledger.covers(DRAFTING, worst)):
             return "stands_down"
-        return "reference" if self._baseline(load).probes_due else None
+        baseline = _BY_BASELINE * self._beside(load).sd
+        return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
 
     def follows(self, load: Load) -> bool:
-        return self._ledgers.of(load.num_sequences).opens_within(_AHEAD)
+        return self.gains.of(load.num_sequences).promises
 
     def choose(
         self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
@@ -203,17 +196,17 @@ class CostBudget(BudgetPolicy):
         return share(candidates, limits, self._seconds(load, candidates), weights), "cost"
 
     def renew(self) -> None:
-        """What the old weights lost says little of the new ones."""
-        self._ledgers.renew()
+        """What the old weights gained says little of the new ones."""
+        self.gains.widen()
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
-        if budget.followed:
-            self._baseline(load).owed_seconds += stats.follow_seconds
+        self.ledger.elapse(stats.draft_seconds + stats.verify_seconds + stats.other_seconds)
         if load.num_drafting:
-            self._settle(self._baseline(load), budget, stats)
+            # Settled first: what a step with drafts took must not become what a plain one would have taken.
+            self._settle(budget, stats)
+        self._was_plain = not budget.drafted
         rows = load.num_rows + stats.drafted_nodes
-        # Settled first: what a step with drafts took must not become what a plain one would have taken.
         return self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
@@ -228,79 +221,42 @@ class CostBudget(BudgetPolicy):
 
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
+        return self._forward_seconds(load) * (1.0 + self._beside(load).mean)
+
+    def _forward_seconds(self, load: Load) -> float:
         batch = max(1, load.num_drafting)
-        verify = self._costs.verify_seconds(np.array([float(batch)]), load.context, batch)
-        return float(verify[0]) + self._baseline(load).plain_other_seconds
+        return float(self._costs.verify_seconds(np.array([float(batch)]), load.context, batch)[0])
 
-    def _baseline(self, load: Load) -> "_Baseline":
-        return self._baselines[load.num_sequences.bit_length()]
+    def _beside(self, load: Load) -> GainPosterior:
+        """What a plain step takes beside its forward, in forwards of the drafting sequences alone."""
+        return self._plain[load.num_sequences.bit_length()]
 
-    def _settle(self, baseline: "_Baseline", budget: Budget, stats: StepStats) -> None:
-        """Enter what drafting gained or cost in this step, in plain steps."""
-        load, ledger = budget.load, self._ledgers.of(budget.load.num_sequences)
-        other_seconds = stats.other_seconds - stats.follow_seconds
-        baseline.count(stats.drafted_nodes, reads=load.num_rows > load.num_drafting)
-        plain = self._plain_seconds(load)
+    def _settle(self, budget: Budget, stats: StepStats) -> None:
+        """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
+        load, gain, beside = budget.load, self.gains.of(budget.load.num_sequences), self._beside(budget.load)
         if not budget.drafted:
-            baseline.note_plain(other_seconds)
-            ledger.rest()
+            self.ledger.settle(DRAFTING, -stats.follow_seconds)
+            gain.elapse()
+            # One that follows a step with drafts finds their rows in the caches.
+            if self._was_plain and load.num_rows == load.num_drafting:
+                beside.observe((stats.other_seconds - stats.follow_seconds) / self._forward_seconds(load))
             return
+        plain, forward = self._plain_seconds(load), self._forward_seconds(load)
         rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
-        # What it took, whatever had been expected of so many rows; but nodes make no forward faster, only clocks do.
-        verify = min(max(stats.verify_seconds, without), _MOST_TIMES * predicted)
         drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
-        spent = drafting + verify - without + baseline.note_drafted(other_seconds)
-        gained = stats.accepted_tokens / load.num_drafting * plain
-        gain = (gained - spent) / plain - _UNSEEN
-        baseline.note_gain(gain)
-        # Where some still read their prompts, a step of those that draft is a part of what the ledger is counted in.
-        ledger.settle(load.num_drafting / load.num_sequences * (gain - baseline.pay() / plain))
+        verify = min(stats.verify_seconds, _MOST_TIMES * predicted)
+        spent = drafting + verify - without + stats.other_seconds - forward * beside.mean
+        gained = stats.accepted_tokens / load.num_drafting * plain - spent
+        gain.observe(gained / plain)
+        self.ledger.settle(DRAFTING, gained)
+        beside.elapse()
 
 
-class _Baseline:
-    """What is known of plain steps of one size of batch, and when they are to be probed again."""
-
-    def __init__(self) -> None:
-        self.probes_due = float(_FIRST_PROBES)
-        self.plain_other_seconds = 0.0
-        self.owed_seconds = 0.0  # taken by following texts since drafts were last tried
-        self._steps_with_nodes = 0
-        self._pause = _FIRST_PAUSE
-        self._drafted_other_seconds = 0.0
-        self._gain = 0.0
-        self._gains_noted = 0
-
-    def count(self, num_nodes: int, *, reads: bool) -> None:
-        """One more step, with so many nodes, that reads prompts or not."""
-        if not num_nodes:
-            self.probes_due = max(0.0, self.probes_due - (_BESIDE_PROMPTS if reads else 1.0))
-            return
-        self._steps_with_nodes += 1
-        if self._steps_with_nodes >= self._pause:
-            clear = self._gain > _CLEAR
-            self.probes_due = 1.0 if clear else float(_PROBES)
-            self._steps_with_nodes = 0
-            self._pause = min(_LONGEST_CLEAR_PAUSE if clear else _LONGEST_PAUSE, 2 * self._pause)
-
-    def pay(self) -> float:
-        """What following the texts has taken until now."""
-        owed, self.owed_seconds = self.owed_seconds, 0.0
-        return owed
-
-    def note_gain(self, gain: float) -> None:
-        """A step with drafts gained so many plain ones."""
-        self._gains_noted += 1
-        self._gain += max(_RATE, 1 / self._gains_noted) * (gain - self._gain)
-
-    def note_plain(self, seconds: float) -> None:
-        self.plain_other_seconds = _moved(self.plain_other_seconds, seconds)
-
-    def note_drafted(self, seconds: float) -> float:
-        """Returns how much longer everything but drafting and verifying takes when there are drafts."""
-        self._drafted_other_seconds = _moved(self._drafted_other_seconds, seconds)
-        return max(0.0, self._drafted_other_seconds - self.plain_other_seconds) if self.plain_other_seconds else 0.0
+def drafting_cap(costs: CostTable) -> float:
+    """Seconds that drafting may lose at once."""
+    return CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0])
 
 
-def _moved(mean: float, value: float) -> float:
-    return mean + _RATE * (value - mean) if mean else value
+def _beside_forward() -> GainPosterior:
+    return GainPosterior(noise=_PLAIN_NOISE)

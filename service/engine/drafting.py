@@ -141,8 +141,8 @@ class DraftStage:
     def _notice_new_version(self) -> None:
         if self._version != self._drafter.version:
             self._version = self._drafter.version
-            self._calibration.renew()
-            self._policy.renew()
+            for part in (self._drafter, self._calibration, self._policy):
+                part.renew()
 
     def _grow(self, drafting: Items[Sequence]) -> Candidates:
         host = HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drafters.gating import DrafterGate
+from drafters.gating import AskGate
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -35,6 +35,9 @@ class Chain:
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self.heard.append("start")
 
+    def renew(self) -> None:
+        self.heard.append("renew")
+
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self.heard.append("grow")
         return self.tree
@@ -55,7 +58,7 @@ class Chain:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
 
 
-def merged(cheap: Chain, costly: Chain, gate: DrafterGate | None = None) -> MergedDrafter:
+def merged(cheap: Chain, costly: Chain, gate: AskGate | None = None) -> MergedDrafter:
     return MergedDrafter(cheap, costly, DraftingSizes(max_sequences=2, max_length=0, max_nodes=8), gate=gate)
 
 
@@ -71,7 +74,7 @@ def after_hundred_steps() -> tuple[Chain, Chain, MergedDrafter]:
     """A cheap drafter that knows it all, a costly one that knows no more, and both behind one."""
     cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
     times = iter(range(10**6))
-    both = merged(cheap, costly, DrafterGate(lambda: float(next(times))))
+    both = merged(cheap, costly, AskGate(lambda: float(next(times))))
     for _ in range(100):
         both.grow(ROW, NOISE)
         both.commit(committed([5, 6], 1))
@@ -116,7 +119,7 @@ def test_a_new_version_of_the_costly_one_is_asked_again() -> None:
     both.grow(ROW, NOISE)
     assert costly.heard.count("grow") == before
     both.commit(committed([5, 6], 1))
-    costly.version += 1
+    both.renew()
     both.grow(ROW, NOISE)
     assert costly.heard.count("grow") == before + 1
 

@@ -39,6 +39,9 @@ class Recorder:
     def start(self, contexts: Items[DraftContext]) -> None:
         self.started += contexts
 
+    def renew(self) -> None:
+        self.renewed = True
+
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self.asked.append((rows.tolist(), noise))
         self.num_blocks += rows.shape[0]
