@@ -180,8 +180,7 @@ class CostBudget(BudgetPolicy):
 
     def refusal(self, load: Load) -> str | None:
         gain = self.gains.of(load.num_sequences)
-        worst = self._drafts.draft_seconds(max(1, load.num_drafting)) + self._plain_seconds(load)
-        if not (gain.promises and self.ledger.covers(DRAFTING, worst)):
+        if not (gain.promises and self.ledger.covers(DRAFTING, self._worst_seconds(load))):
             return "stands_down"
         baseline = _BY_BASELINE * self._beside(load).sd
         return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
@@ -222,6 +221,10 @@ class CostBudget(BudgetPolicy):
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
         return self._forward_seconds(load) * (1.0 + self._beside(load).mean)
+
+    def _worst_seconds(self, load: Load) -> float:
+        """What is lost where no node comes true: drafting, and as many rows as may be worth a plain step."""
+        return self._drafts.draft_seconds(max(1, load.num_drafting)) + self._plain_seconds(load)
 
     def _forward_seconds(self, load: Load) -> float:
         batch = max(1, load.num_drafting)
