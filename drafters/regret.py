@@ -14,32 +14,32 @@ SHARE = 0.01
 """Of serving time, that may be lost in the long run."""
 _DOUBT = 2.0
 """z: of actions that neither gain nor cost anything one in 44 is given up by bad luck."""
-_MEMORY = 128.0
-"""Observations: the length of an answer, so that what the last one showed still counts in the next. Of 64, 128 and 256
-it had the least regret over the simulated worlds of tests/drafters/test_regret.py."""
+_DRIFT = 1.0 / 128**2
+"""Variance by which a mean moves per step: with a noise of 1 the last 128 observations count, the length of an answer.
+Of 64, 128 and 256 it had the least regret over the simulated worlds of tests/drafters/test_regret.py."""
 _NOISE_PRIOR = 8.0
 """Observations that the presumed noise weighs."""
+_NOISE_MEMORY = 128.0
+_FARTHEST = 4.0  # standard deviations; no single observation, however odd, decides
 
 
 class GainPosterior:
-    """Normal posterior of an action's mean net gain, in any unit. The mean drifts; with r the variance of one
+    """Normal posterior of an action's mean net gain, in plain steps. The mean drifts; with r the variance of one
     observation, presumed at first and then as seen,
 
-        gain = mean + N(0, r);    mean <- mean + N(0, presumed r / memory^2)  per step, observed or not
+        gain = mean + N(0, r);    mean <- mean + N(0, drift)  per step, observed or not
 
     a local level model (Durbin, Koopman, "Time Series Analysis by State Space Methods", 2012, section 2.2). Its Kalman
-    filter weighs an observation by p / (p + r), p being the mean's variance: as in an average at first, by 1 / memory
-    in the long run where r is as presumed, and by more where it is smaller. What is not observed for long becomes as
-    uncertain as it was at first, and keeps its mean.
+    filter weighs an observation by p / (p + r), p being the mean's variance: as in an average at first, and in the long
+    run by about sqrt(drift / r). What is not observed for long becomes as uncertain as it was, and keeps its mean.
     """
 
-    def __init__(self, *, mean: float = 0.0, sd: float = 1.0, noise: float = 1.0, memory: float = _MEMORY) -> None:
+    def __init__(self, *, mean: float = 0.0, sd: float = 1.0, noise: float = 1.0, drift: float = _DRIFT) -> None:
         """`mean`, `sd`: what is known before anything is observed; `noise`: presumed deviation of one observation."""
         self.mean = mean
         self._first = self._variance = sd * sd
         self._noise = noise * noise
-        self._drift = self._noise / memory**2
-        self._memory = memory
+        self._drift = drift
         self._count = 0
 
     @property
@@ -58,12 +58,13 @@ class GainPosterior:
 
     def observe(self, gain: float, noise: float | None = None) -> None:
         """Take in what one step gained; `noise`: the deviation of this very observation, where it is known."""
-        surprise = gain - self.mean
         variance = self._noise if noise is None else noise * noise
+        farthest = _FARTHEST * math.sqrt(self._variance + variance)
+        surprise = min(max(gain - self.mean, -farthest), farthest)
         weight = self._variance / (self._variance + variance)
         if noise is None:
             self._count += 1
-            rate = 1.0 / min(self._count + _NOISE_PRIOR, self._memory)
+            rate = 1.0 / min(self._count + _NOISE_PRIOR, _NOISE_MEMORY)
             # As much of the surprise as is noise.
             self._noise += rate * (surprise * surprise * (1.0 - weight) - self._noise)
         self.mean += weight * surprise
@@ -81,7 +82,7 @@ class GainPosterior:
 
 class PosteriorsBySize:
     """A posterior for each size of batch, in powers of two, and whatever else matters: a step's gain is a mean over its
-    sequences, so that its noise falls with their number. A size never seen begins with the mean of its neighbour."""
+    sequences, so that its variance falls with their number. A size never seen begins with its neighbour's mean."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Hashable, int], GainPosterior] = {}
@@ -92,7 +93,8 @@ class PosteriorsBySize:
         if found is None:
             near = (self._known.get((kind, other)) for other in (size - 1, size + 1))
             neighbour = next((one for one in near if one is not None), None)
-            found = self._known[kind, size] = GainPosterior(mean=neighbour.mean if neighbour else 0.0)
+            mean, noise = neighbour.mean if neighbour else 0.0, 2.0 ** (-(size - 1) / 2)
+            found = self._known[kind, size] = GainPosterior(mean=mean, noise=noise)
         return found
 
     def promises(self, num_sequences: int) -> bool:

@@ -35,7 +35,9 @@ CAP = 64.0
 gains 2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
 _BY_BASELINE = 2.0
 """Plain steps that one with drafts takes at most where it hardly pays: by so much an error in the plain one counts."""
-_PLAIN_NOISE = 0.1  # presumed deviation of what a plain step takes beside its forward, in forwards
+_PLAIN_NOISE = 0.1
+_PLAIN_DRIFT = _PLAIN_NOISE**2 / 512
+"""Of what a plain step takes, in forwards as predicted: after 512 steps without one it is as uncertain as after one."""
 _MOST_TIMES = 1.5  # what was expected: a hiccup is nobody's fault
 
 
@@ -175,14 +177,14 @@ class CostBudget(BudgetPolicy):
         self._drafts = OnlineDraftCosts(drafts)
         self.ledger = ledger or RegretLedger({DRAFTING: drafting_cap(costs)})
         self.gains = PosteriorsBySize()  # plain steps per step
-        self._plain: defaultdict[int, GainPosterior] = defaultdict(_beside_forward)  # by size of batch
+        self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
 
     def refusal(self, load: Load) -> str | None:
         gain = self.gains.of(load.num_sequences)
         if not (gain.promises and self.ledger.covers(DRAFTING, self._worst_seconds(load))):
             return "stands_down"
-        baseline = _BY_BASELINE * self._beside(load).sd
+        baseline = _BY_BASELINE * self._forwards(load).sd
         return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
 
     def follows(self, load: Load) -> bool:
@@ -220,7 +222,7 @@ class CostBudget(BudgetPolicy):
 
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
-        return self._forward_seconds(load) * (1.0 + self._beside(load).mean)
+        return self._forward_seconds(load) * self._forwards(load).mean
 
     def _worst_seconds(self, load: Load) -> float:
         """What is lost where no node comes true: drafting, and as many rows as may be worth a plain step."""
@@ -230,30 +232,32 @@ class CostBudget(BudgetPolicy):
         batch = max(1, load.num_drafting)
         return float(self._costs.verify_seconds(np.array([float(batch)]), load.context, batch)[0])
 
-    def _beside(self, load: Load) -> GainPosterior:
-        """What a plain step takes beside its forward, in forwards of the drafting sequences alone."""
+    def _forwards(self, load: Load) -> GainPosterior:
+        """What a plain step takes, in forwards of the drafting sequences alone as they are predicted."""
         return self._plain[load.num_sequences.bit_length()]
 
     def _settle(self, budget: Budget, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
-        load, gain, beside = budget.load, self.gains.of(budget.load.num_sequences), self._beside(budget.load)
+        load, gain, forwards = budget.load, self.gains.of(budget.load.num_sequences), self._forwards(budget.load)
         if not budget.drafted:
             self.ledger.settle(DRAFTING, -stats.follow_seconds)
             gain.elapse()
             # One that follows a step with drafts finds their rows in the caches.
             if self._was_plain and load.num_rows == load.num_drafting:
-                beside.observe((stats.other_seconds - stats.follow_seconds) / self._forward_seconds(load))
+                seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds - stats.follow_seconds
+                forwards.observe(seconds / self._forward_seconds(load))
             return
-        plain, forward = self._plain_seconds(load), self._forward_seconds(load)
         rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
+        plain, prompts = self._plain_seconds(load), without - self._forward_seconds(load)
         drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
         verify = min(stats.verify_seconds, _MOST_TIMES * predicted)
-        spent = drafting + verify - without + stats.other_seconds - forward * beside.mean
-        gained = stats.accepted_tokens / load.num_drafting * plain - spent
+        gained = stats.accepted_tokens / load.num_drafting * plain - (
+            drafting + verify + stats.other_seconds - prompts - plain
+        )
         gain.observe(gained / plain)
         self.ledger.settle(DRAFTING, gained)
-        beside.elapse()
+        forwards.elapse()
 
 
 def drafting_cap(costs: CostTable) -> float:
@@ -261,5 +265,5 @@ def drafting_cap(costs: CostTable) -> float:
     return CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0])
 
 
-def _beside_forward() -> GainPosterior:
-    return GainPosterior(noise=_PLAIN_NOISE)
+def _plain_forwards() -> GainPosterior:
+    return GainPosterior(mean=1.0, noise=_PLAIN_NOISE, drift=_PLAIN_DRIFT)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from drafters.calibration import SurvivalCalibration
+from drafters.regret import SHARE
 from drafters.tree import DraftTree
-from service.engine.budget import Budget, CostBudget, Load
+from service.engine.budget import CAP, Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
 from tests.service.engine.harness import step_stats
 
@@ -63,6 +64,11 @@ class World:
     @property
     def plain_speed(self) -> float:
         return (self.batch - self.one_reads / 2) / (true_seconds(self.batch) + OTHER_SECONDS)
+
+    @property
+    def lost_seconds(self) -> float:
+        """Beyond what plain decoding would have taken for the same tokens."""
+        return self.seconds - self.tokens / self.plain_speed
 
     def speed(self, steps: int, truth: Callable[[], float]) -> float:
         """Tokens per second over so many steps."""
@@ -129,12 +135,16 @@ def test_a_drafter_that_is_always_wrong_costs_less_than_two_per_cent_within_a_hu
     assert world.speed(2_000, lambda: 0.0) >= 0.98 * world.plain_speed
 
 
+@pytest.mark.parametrize("truth", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_drafter_that_costs_more_than_it_brings_stands_down(batch: int) -> None:
-    world = World(batch, 0.1, noise=0.1)
-    world.speed(200, lambda: 0.1)
-    assert world.speed(2_000, lambda: 0.1) >= 0.98 * world.plain_speed
-    assert world.drafted_steps < 0.3 * 2_200
+def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_the_time(
+    batch: int, truth: float
+) -> None:
+    world = World(batch, truth, noise=0.1)
+    world.speed(8_000, lambda: truth)
+    one_action = 2 * true_seconds(batch * (1 + DEPTH))
+    # What a plain step takes is estimated, to a tenth.
+    assert world.lost_seconds <= 1.1 * (CAP * true_seconds(1) + SHARE * world.seconds + one_action)
 
 
 @pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (0.4, False)])
@@ -154,23 +164,12 @@ def test_those_who_read_their_prompts_are_of_one_batch_with_those_who_draft(foll
 
 
 @pytest.mark.parametrize("batch", [4, 16])
-def test_texts_are_followed_only_for_a_while_before_drafts_that_do_not_pay(batch: int) -> None:
+def test_texts_are_not_followed_where_drafts_do_not_pay(batch: int) -> None:
     world = World(batch, 0.8, noise=0.1, follow_seconds=0.1)
     world.speed(3_000, lambda: 0.0)
     assert world.speed(10_000, lambda: 0.0) >= 0.98 * world.plain_speed
-    trials = [step for step in range(3_000, 13_000) if world.drafted[step]]
-    assert trials
-    assert all(all(world.followed[step - 50 : step]) for step in trials)
-    assert sum(world.followed[3_000:]) < 0.2 * 10_000
-
-
-def test_following_is_owed_by_the_drafts_that_come_of_it() -> None:
-    world = World(4, 0.8, noise=0.1, follow_seconds=0.3)
-    world.speed(1_000, lambda: 0.0)
-    often = sum(world.drafted[500:])
-    world = World(4, 0.8, noise=0.1)
-    world.speed(1_000, lambda: 0.0)
-    assert often < 0.5 * sum(world.drafted[500:])
+    assert any(world.drafted[3_000:]), "it is tried again"
+    assert sum(world.followed[3_000:]) < 0.05 * 10_000
 
 
 def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
@@ -179,13 +178,10 @@ def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
     assert world.speed(500, lambda: 1.0) >= 4 * world.plain_speed
 
 
-def test_a_step_that_was_fast_by_chance_gained_nothing_by_drafts_that_were_wrong() -> None:
-    """Hiccups of the clock, in steps with nodes and without: the ledger of a drafter that is never right only falls."""
+def test_hiccups_of_the_clock_do_not_speak_for_a_drafter_that_is_never_right() -> None:
     world = World(1, 0.05, noise=0.9)
     world.speed(300, lambda: 0.0)
-    before = world.drafted_steps
-    world.speed(3_000, lambda: 0.0)
-    assert world.drafted_steps - before < 80, "it was 108 when they counted as gains"
+    assert world.speed(3_000, lambda: 0.0) >= 0.97 * world.plain_speed
 
 
 def test_drafting_comes_back_when_texts_change() -> None:
@@ -195,22 +191,24 @@ def test_drafting_comes_back_when_texts_change() -> None:
     assert world.speed(500, lambda: 0.85) >= 1.5 * world.plain_speed
 
 
-def test_it_stands_down_when_texts_change_for_the_worse() -> None:
+def test_it_is_suspended_when_texts_change_for_the_worse() -> None:
     world = World(2, 0.8, noise=0.1)
     assert world.speed(500, lambda: 0.85) >= 1.5 * world.plain_speed
     world.speed(100, lambda: 0.0)
     assert world.speed(2_000, lambda: 0.0) >= 0.98 * world.plain_speed
 
 
-def test_a_step_without_nodes_is_taken_now_and_then_as_a_reference() -> None:
-    world = World(1, 0.9)
-    world.speed(1_000, lambda: 1.0)
-    assert 8 <= 1_000 - world.drafted_steps <= 16
+def test_a_step_without_nodes_is_taken_where_its_outcome_could_change_the_decision() -> None:
+    clear, doubtful = World(1, 0.9), World(1, 0.3, noise=0.1)
+    clear.speed(1_000, lambda: 1.0)
+    assert 1 <= 1_000 - clear.drafted_steps <= 4
+    doubtful.speed(200, lambda: 0.28)
+    assert 4 <= 200 - sum(doubtful.drafted) < 60
 
 
 def test_costs_are_predicted_closely_after_a_while() -> None:
     world = World(4, 0.8, error=1.6, noise=0.05)
-    world.speed(1_000, lambda: 0.7)
+    world.speed(1_000, lambda: 0.3)
     budget = Budget(Load(4, 1.0, 100, num_drafting=4, num_sequences=4), "stands_down", (0,) * 4, False, True)
     stats = step_stats(draft_seconds=0.0, verify_seconds=true_seconds(4), other_seconds=OTHER_SECONDS)
     predicted = world.policy.learn(budget, stats)
@@ -225,6 +223,6 @@ def test_other_weights_are_tried_at_once() -> None:
         if renews:
             world.policy.renew()
         world.drafted.clear()
-        world.speed(300, lambda: 0.85)
+        world.speed(1_000, lambda: 0.85)
         waited[renews] = world.drafted.index(True)
     assert waited[True] == 0 < waited[False]
