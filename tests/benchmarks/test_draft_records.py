@@ -25,7 +25,7 @@ POLICY = FixedBudget(12)
 @pytest.fixture(autouse=True)
 def _every_block_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a further block pays is a matter of seconds, which are never the same twice."""
-    monkeypatch.setattr("drafters.gating._BLOCK_TRIALS", 1_000_000)
+    monkeypatch.setattr("drafters.regret.GainPosterior.promises", True)
 
 
 def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list[Run]:
