@@ -49,7 +49,7 @@ RANDOM, LIAR, PERFECT = "random", "liar", "perfect"
 WINDOW_STEPS = 100
 """Within so many steps a budget must have understood its drafter."""
 
-_STANDS_DOWN = "stands_down"
+_SUSPENDED = "suspended"
 _WARM_UP_TOKENS = 16
 
 
@@ -156,7 +156,7 @@ def summary_of(runs: Sequence[Run], plain: Sequence[Run]) -> Row:
     """One player against plain decoding; `plain` may be its own runs."""
     steps = priced_steps(runs, plain)
     later = steps[WINDOW_STEPS:]
-    stopped = [place for place, step in enumerate(steps) if step.stats.budget_reason == _STANDS_DOWN]
+    stopped = [place for place, step in enumerate(steps) if step.stats.budget_reason == _SUSPENDED]
     return {
         "whole": stretch_of(steps),
         "first": stretch_of(steps[:WINDOW_STEPS]),  # the first hundred steps

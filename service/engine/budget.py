@@ -22,9 +22,9 @@ from drafters.regret import GainPosterior, PosteriorsBySize, RegretLedger
 from drafters.tree import Candidates, survival_order
 from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
-from service.engine.stats import StepStats
+from service.engine.stats import DraftingOutlook, StepStats
 
-REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "stands_down", "reference")
+REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended", "reference")
 
 _MOST_URGENT = 4.0
 
@@ -135,6 +135,10 @@ class BudgetPolicy(ABC):
         if any had."""
         return None
 
+    def outlook(self, load: Load) -> DraftingOutlook | None:
+        """What is believed of drafting at this load."""
+        return None
+
 
 class FixedBudget(BudgetPolicy):
     """The same number of nodes in every step, however likely they are, or one for each number of drafting sequences."""
@@ -183,7 +187,7 @@ class CostBudget(BudgetPolicy):
     def refusal(self, load: Load) -> str | None:
         gain = self.gains.of(load.num_sequences)
         if not (gain.promises and self.ledger.covers(DRAFTING, self._worst_seconds(load))):
-            return "stands_down"
+            return "suspended"
         baseline = _BY_BASELINE * self._forwards(load).sd
         return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
 
@@ -209,6 +213,16 @@ class CostBudget(BudgetPolicy):
         self._was_plain = not budget.drafted
         rows = load.num_rows + stats.drafted_nodes
         return self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
+
+    def outlook(self, load: Load) -> DraftingOutlook:
+        gain = self.gains.of(load.num_sequences)
+        return DraftingOutlook(
+            sequences=1 << (load.num_sequences.bit_length() - 1),
+            gain=gain.mean,
+            gain_sd=gain.sd,
+            balance_seconds=self.ledger.balances[DRAFTING],
+            lost_seconds=self.ledger.lost_seconds[DRAFTING],
+        )
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
         """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # -> [all nodes + 1]"""

@@ -113,6 +113,7 @@ class DraftStage:
         return replace(
             stats,
             predicted_verify_seconds=self._policy.learn(budget, self._as_waited_for(stats)),
+            drafting=self._policy.outlook(budget.load),
             drafted_blocks=new_blocks,
             survival_error=self._calibration.error() if is_due else None,
             rank_predicted=ranks.predicted,

@@ -15,6 +15,17 @@ class LoadStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingOutlook:
+    """What the budget believes of drafting, for batches like that of the last step."""
+
+    sequences: int  # of the batch, the power of two that is not above
+    gain: float  # plain steps per step
+    gain_sd: float
+    balance_seconds: float  # of the ledger
+    lost_seconds: float  # by steps that lost, since the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """One engine step, all sequences together."""
 
@@ -34,6 +45,7 @@ class StepStats:
     follow_seconds: float = 0.0  # of the other ones: what the drafter took to take in prompts and answers
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
     predicted_verify_seconds: float | None = None  # by the cost table as corrected; None where none is used
+    drafting: DraftingOutlook | None = None  # None where nodes are fixed
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
     drafted_blocks: int = 0
     # Read late, and so only now and then:

@@ -65,6 +65,6 @@ def test_settings_named_in_the_incidents_exist() -> None:
     _, _, incidents = GUIDE.partition("\n## Three incidents\n")
     known = {name.rpartition(".")[2] for name in SETTINGS}
     named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", incidents))
-    events = {"stands_down", "other_traffic", "within_noise", "too_little_evidence", "over_share"}
+    events = {"suspended", "other_traffic", "within_noise", "too_little_evidence", "over_share"}
     events |= {"worse_than_before", "worse_than_anchor"}
     assert named - known - events == set()

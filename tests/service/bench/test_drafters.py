@@ -138,7 +138,7 @@ def test_windows_and_the_step_at_which_drafting_stopped() -> None:
     count = 2 * WINDOW_STEPS + 50
     plain = run_of(step(1.0, prompt=1, a=1), *(step(1.0, a=1) for _ in range(count)))
     asked = [step(2.0, a=1, nodes=4) for _ in range(WINDOW_STEPS)]
-    refused = [step(1.0, a=1, reason="stands_down") for _ in range(count - WINDOW_STEPS)]
+    refused = [step(1.0, a=1, reason="suspended") for _ in range(count - WINDOW_STEPS)]
     mine = run_of(step(1.0, prompt=1, a=1), *asked, *refused)
     rows = rows_of("liar", priced_steps([mine], [plain]))
     assert [(row["window"], row["steps"], row["over_plain"]) for row in rows] == [

@@ -209,7 +209,7 @@ def test_a_step_without_nodes_is_taken_where_its_outcome_could_change_the_decisi
 def test_costs_are_predicted_closely_after_a_while() -> None:
     world = World(4, 0.8, error=1.6, noise=0.05)
     world.speed(1_000, lambda: 0.3)
-    budget = Budget(Load(4, 1.0, 100, num_drafting=4, num_sequences=4), "stands_down", (0,) * 4, False, True)
+    budget = Budget(Load(4, 1.0, 100, num_drafting=4, num_sequences=4), "suspended", (0,) * 4, False, True)
     stats = step_stats(draft_seconds=0.0, verify_seconds=true_seconds(4), other_seconds=OTHER_SECONDS)
     predicted = world.policy.learn(budget, stats)
     assert predicted == pytest.approx(true_seconds(4), rel=0.1)

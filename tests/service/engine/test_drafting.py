@@ -207,11 +207,11 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     assert (taken.draft_seconds, taken.verify_seconds, taken.other_seconds) == (1.0, 2.0, 3.0)
 
 
-def test_a_policy_that_stands_down_asks_no_drafter() -> None:
+def test_a_suspended_policy_asks_no_drafter() -> None:
     stage, recorder, watcher = watched()
-    watcher.reason = "stands_down"
+    watcher.reason = "suspended"
     tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
-    assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "stands_down", [])
+    assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
     stage.learn(budget, tree, verified(tree, 0), step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
 
