@@ -2,9 +2,15 @@
 Legend: rows = positions of one forward, hidden = the model's width, dim = head_dim; round: to the type of what comes
 in."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+RunLayers = Callable[[Tensor, Tensor | None, Any], Tensor]
+"""hidden [rows, hidden], which changes in place, what the first layer adds to it, `RowPlaces` -> what the last adds"""
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -45,6 +51,18 @@ def rotary_store(
     pool[0].index_copy_(0, slots, _rotated(key, cos, sin).to(pool.dtype))
     pool[1].index_copy_(0, slots, value.to(pool.dtype))
     return _rotated(query, cos, sin)
+
+
+def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
+    """Runs one `DecoderLayer` after the other, each on its layer of the pool."""
+
+    def run(hidden: Tensor, delta: Tensor | None, places: Any) -> Tensor:
+        for layer, pool in zip(layers, pools, strict=True):
+            delta = layer(hidden, delta, places, pool)
+        assert delta is not None, "no layers"
+        return delta
+
+    return run
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

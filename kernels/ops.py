@@ -18,7 +18,7 @@ from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
-from kernels.layers import add_rms_norm, rotary_store, silu_mul
+from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import plan_linear, plan_linear_int8
 from kernels.rank_features import rank_features
 from kernels.sample import choose_likeliest, sample
@@ -35,6 +35,7 @@ class Ops:
     add_rms_norm = staticmethod(add_rms_norm)
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
+    plan_layers = staticmethod(plan_layers)
     plan_attention = staticmethod(plan_attention)
     choose_likeliest = staticmethod(choose_likeliest)
     sample = staticmethod(sample)

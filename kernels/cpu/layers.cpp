@@ -2,7 +2,7 @@
 // whatever rows are beside a row; what the references round on the way is rounded here too.
 #include <cmath>
 
-#include "vector.h"
+#include "ops.h"
 
 namespace {
 
@@ -22,6 +22,8 @@ void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
     for (int64_t i = 0; i < width; i += LANES)
         store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);
 }
+
+}  // namespace
 
 // hidden += delta; y = the norm of hidden
 template <class T>
@@ -91,7 +93,14 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
     }
 }
 
-}  // namespace
+template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_t, int64_t, int);
+template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t, int);
+template void silu_mul(const bf16*, bf16*, int64_t, int64_t, int);
+template void silu_mul(const float*, float*, int64_t, int64_t, int);
+template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, float, bf16*, float*,
+                           float*, int64_t, int64_t, int64_t, int64_t, int);
+template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, float, float*,
+                           float*, float*, int64_t, int64_t, int64_t, int64_t, int);
 
 extern "C" {
 void add_rms_norm_bf16(bf16* hidden, const bf16* delta, const bf16* weight, float epsilon, bf16* y, int64_t rows, int64_t width,

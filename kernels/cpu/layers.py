@@ -1,9 +1,15 @@
 """The compiled twins of what `kernels.layers` computes beside products and attention."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.cpu.decoder_layers import CompiledLayers, can_compile
 from kernels.cpu.library import address, function, halves
+from kernels.decoder_layer import DecoderLayer
+from kernels.layers import RunLayers
+from kernels.layers import plan_layers as op_by_op
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -42,3 +48,8 @@ def rotary_store(
     call = function("rotary_store", "ppppppfpppnnnni", joined.dtype)
     call(*given, epsilon, *made, rows, query_heads, kv_heads, dim, torch.get_num_threads())
     return query
+
+
+def plan_layers(layers: Sequence[DecoderLayer], pools: Sequence[Tensor]) -> RunLayers:
+    """As the reference; layers with an odd number of columns run op by op."""
+    return CompiledLayers(layers, pools) if can_compile(layers) else op_by_op(layers, pools)

@@ -22,13 +22,13 @@ _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 
 
 class Rows(ctypes.Structure):
-    """`Rows` of tree_attention.cpp."""
+    """`Rows` of ops.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("order", "seen", "path_start", "path_slots")]
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of tree_attention.cpp."""
+    """`Layer` of ops.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),

@@ -78,12 +78,12 @@ void pack(const T* weight, T* packed, int64_t in, int64_t out) {
 extern "C" {
 void pack_bf16(const bf16* weight, bf16* packed, int64_t in, int64_t out) { pack(weight, packed, in, out); }
 void pack_float(const float* weight, float* packed, int64_t in, int64_t out) { pack(weight, packed, in, out); }
-void linear_bf16(const bf16* x, const bf16* packed, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
+void linear_bf16(const bf16* x, const void* packed, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
                  int threads) {
-    product(x, packed, bias, y, rows, in, out, threads);
+    product(x, (const bf16*)packed, bias, y, rows, in, out, threads);
 }
-void linear_float(const float* x, const float* packed, const float* bias, float* y, int64_t rows, int64_t in, int64_t out,
+void linear_float(const float* x, const void* packed, const float* bias, float* y, int64_t rows, int64_t in, int64_t out,
                   int threads) {
-    product(x, packed, bias, y, rows, in, out, threads);
+    product(x, (const float*)packed, bias, y, rows, in, out, threads);
 }
 }

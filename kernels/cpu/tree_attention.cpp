@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vector.h"
+#include "ops.h"
 
 namespace {
 
@@ -12,22 +12,6 @@ constexpr int ACCUMULATORS = 24;
 constexpr int KEYS_AT_ONCE = 4;
 constexpr int AHEAD = 8;  // positions between a prefetch and its use: slots lie scattered
 constexpr float NEVER = -1e30f;
-
-struct Layer {
-    const float *keys, *values;  // [slots, kv_heads, dim]
-    int64_t query_heads, kv_heads, dim, window;
-    float scale, softcap;  // scale in powers of two; softcap 0: none
-
-    const float* at(const float* base, int64_t slot, int64_t head) const { return base + (slot * kv_heads + head) * dim; }
-    void prefetch(const float* base, int64_t slot, int64_t head) const {
-        for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(at(base, slot, head) + d);
-    }
-};
-
-struct Rows {
-    const int32_t *order, *seen, *path_start;  // row numbers by sequence; [rows]; [rows + 1]
-    const int64_t* path_slots;
-};
 
 struct Query {  // one lane: a row and one of its heads
     int64_t row;
@@ -154,6 +138,8 @@ constexpr Group<T> GROUPS[MOST_DIM / LANES] = {
     attend_group<T, 9>,  attend_group<T, 10>, attend_group<T, 11>, attend_group<T, 12>,
     attend_group<T, 13>, attend_group<T, 14>, attend_group<T, 15>, attend_group<T, 16>};
 
+}  // namespace
+
 template <class T>
 void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
             int64_t table_width, const T* query, T* out, int threads) {
@@ -169,7 +155,8 @@ void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t
     }
 }
 
-}  // namespace
+template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*, int);
+template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*, int);
 
 extern "C" {
 void attend_bf16(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,

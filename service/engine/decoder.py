@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
+from kernels.layers import RunLayers
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import Attention, AttentionRows
 from service.engine.kv_pool import KVPool
@@ -54,6 +55,8 @@ class Decoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(tap_layers)
+        self._runs: dict[int, RunLayers] = {}
+        self._planned_for: Tensor | None = None  # storage of the pool
 
     def __call__(
         self,
@@ -67,12 +70,26 @@ class Decoder:
         """As `Layers`."""
         hidden = self.embedded(tokens)
         places, delta, outputs = self.places(positions, slots, attention), None, dict[int, Tensor]()
-        for index, layer in enumerate(self._layers):
-            delta = layer(hidden, delta, places, pool.layer(index))
-            if index in self._taps:
-                outputs[index] = hidden + delta
+        for last, run in self._planned(pool).items():
+            delta = run(hidden, delta, places)
+            if last in self._taps:
+                outputs[last] = hidden + delta
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
+
+    def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
+        """The layers up to each tapped one and those behind, by the number of their last."""
+        if self._planned_for is not pool.storage:
+            count = len(self._layers)
+            ends = sorted({*self._taps, count - 1})
+            starts = [0, *(end + 1 for end in ends[:-1])]
+            pools = [pool.layer(index) for index in range(count)]
+            self._runs = {
+                end: self._ops.plan_layers(self._layers[start : end + 1], pools[start : end + 1])
+                for start, end in zip(starts, ends, strict=True)
+            }
+            self._planned_for = pool.storage
+        return self._runs
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """# [rows] int64 -> [rows, hidden]"""

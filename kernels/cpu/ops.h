@@ -1,0 +1,34 @@
+// Ops that others call, and what they are told of a forward.
+#pragma once
+#include "vector.h"
+
+struct Layer {
+    const float *keys, *values;  // [slots, kv_heads, dim]
+    int64_t query_heads, kv_heads, dim, window;
+    float scale, softcap;  // scale in powers of two; softcap 0: none
+
+    const float* at(const float* base, int64_t slot, int64_t head) const { return base + (slot * kv_heads + head) * dim; }
+    void prefetch(const float* base, int64_t slot, int64_t head) const {
+        for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(at(base, slot, head) + d);
+    }
+};
+
+struct Rows {
+    const int32_t *order, *seen, *path_start;  // row numbers by sequence; [rows]; [rows + 1]
+    const int64_t* path_slots;
+};
+
+template <class T>
+void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads);
+
+template <class T>
+void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads);
+
+template <class T>
+void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
+                  float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads, int64_t kv_heads,
+                  int64_t dim, int threads);
+
+template <class T>
+void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
+            int64_t table_width, const T* query, T* out, int threads);
