@@ -1,13 +1,13 @@
 """The compiled twins of what `kernels.layers` computes beside products and attention."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.decoder_layers import CompiledLayers, can_compile
 from kernels.cpu.library import address, function, halves
-from kernels.decoder_layer import DecoderLayer
 from kernels.layers import RunLayers
 from kernels.layers import plan_layers as op_by_op
 
@@ -50,6 +50,6 @@ def rotary_store(
     return query
 
 
-def plan_layers(layers: Sequence[DecoderLayer], pools: Sequence[Tensor]) -> RunLayers:
+def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
     """As the reference; layers with an odd number of columns run op by op."""
     return CompiledLayers(layers, pools) if can_compile(layers) else op_by_op(layers, pools)

@@ -154,6 +154,37 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
     )
 
 
+def _size(sequences: int) -> str:
+    return str(min(sequences, int(SIZES[-1])))
+
+
+_DRAFTING: Final[Table[StepStats]] = (
+    Gauge(
+        "drafting_gain_steps{sequences}",
+        "Net gain of a step that drafts, in plain steps, as believed for so many sequences or up to twice as many.",
+        lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain},
+        SIZES,
+    ),
+    Gauge(
+        "drafting_gain_deviation_steps{sequences}",
+        "Standard deviation of that belief.",
+        lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain_sd},
+        SIZES,
+    ),
+    Gauge(
+        "drafting_balance_seconds",
+        "What drafting may lose before it is suspended.",
+        lambda s: None if s.drafting is None else s.drafting.balance_seconds,
+    ),
+    Gauge(
+        "drafting_lost_seconds",
+        "Seconds lost by steps that drafted and lost, since the start.",
+        lambda s: None if s.drafting is None else s.drafting.lost_seconds,
+    ),
+)
+"""What the budget believes of drafting."""
+
+
 def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Table[StepStats]:
     """The rest of a step: what was drafted, what became of it, how many nodes were verified and why."""
     return (
@@ -199,36 +230,11 @@ def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Tab
             lambda s: {s.budget_reason: 1},
             budget_reasons,
         ),
-        Gauge(
-            "drafting_gain_steps{sequences}",
-            "Net gain of a step that drafts, in plain steps, as believed for so many sequences or up to twice as many.",
-            lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain},
-            SIZES,
-        ),
-        Gauge(
-            "drafting_gain_deviation_steps{sequences}",
-            "Standard deviation of that belief.",
-            lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain_sd},
-            SIZES,
-        ),
-        Gauge(
-            "drafting_balance_seconds",
-            "What drafting may lose before it is suspended.",
-            lambda s: None if s.drafting is None else s.drafting.balance_seconds,
-        ),
-        Gauge(
-            "drafting_lost_seconds",
-            "Seconds lost by steps that drafted and lost, since the start.",
-            lambda s: None if s.drafting is None else s.drafting.lost_seconds,
-        ),
+        *_DRAFTING,
         _histogram(
             "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
         ),
     )
-
-
-def _size(sequences: int) -> str:
-    return str(min(sequences, int(SIZES[-1])))
 
 
 def _accepted_per_position(stats: StepStats) -> dict[str, float]:

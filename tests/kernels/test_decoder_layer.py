@@ -12,6 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.layers import RunLayers
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import AttentionRows
 
@@ -60,7 +61,8 @@ class Layers:
                 hidden = module(hidden, attention_mask=mask, position_embeddings=(self.cos[None], self.sin[None]))
         return hidden[0]
 
-    def found(self, ops: Ops) -> Tensor:
+    def found(self, ops: Ops, plan: Callable[..., RunLayers] | None = None) -> Tensor:
+        plan = plan or ops.plan_layers
         hidden, slots, ends = self.hidden.clone(), torch.randperm(ROWS + 5)[:ROWS], torch.tensor([ROWS - 1])
         none = torch.zeros(1, 0, dtype=torch.int64)
         positions = torch.arange(ROWS)
@@ -71,12 +73,9 @@ class Layers:
         )  # fmt: skip
         attention = ops.plan_attention(rows, slots[None].clone(), query_heads=HEADS, kv_heads=KV_HEADS)
         places = RowPlaces(self.cos, self.sin, slots, attention)
-        delta: Tensor | None = None
-        for module in self.modules:
-            layer = _layer_of(module.state_dict(), ops)
-            delta = layer(hidden, delta, places, torch.zeros(2, ROWS + 5, KV_HEADS, DIM))
-        assert delta is not None
-        return hidden + delta
+        layers = [_layer_of(module.state_dict(), ops) for module in self.modules]
+        run = plan(layers, [torch.zeros(2, ROWS + 5, KV_HEADS, DIM) for _ in layers])
+        return hidden + run(hidden, None, places)
 
 
 def _layer_of(weights: dict[str, Tensor], ops: Ops) -> DecoderLayer:
@@ -90,6 +89,20 @@ def test_equals_transformers(family: str, dtype: torch.dtype, on_cpu: Ops) -> No
     found = layers.found(on_cpu)
     assert found.dtype == dtype
     torch.testing.assert_close(found, layers.expected(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("intermediate", [100, 99])
+def test_layers_in_one_call_have_the_bits_of_ops_one_by_one(
+    family: str, dtype: torch.dtype, intermediate: int, on_cpu: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "intermediate_size", intermediate)  # an odd one is no whole number of pairs
+    layers = Layers(family, dtype)
+    torch.manual_seed(0)
+    found = layers.found(on_cpu)
+    torch.manual_seed(0)
+    assert torch.equal(found, layers.found(on_cpu, REFERENCE.plan_layers))
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def test_a_standard_layer_that_is_used_in_another_way_keeps_its_modules(monkeypa
 
 def test_kernels_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table = ops.on(torch.device("cpu"))
-    true = table.silu_mul
-    monkeypatch.setattr(table, "silu_mul", lambda joined: -true(joined))
+    true = table.plan_linear
+    monkeypatch.setattr(table, "plan_linear", lambda weight, bias: true(-weight, bias))
     with pytest.raises(StartupError, match="make install"):
         tiny_target(loaded_tiny("llama"))
 
