@@ -10,6 +10,7 @@ from drafters.readback import Clock, Observe, Timestamp
 from drafters.regret import GainPosterior, PosteriorsBySize
 
 _EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
+_NOISE = 0.5  # steps that tokens of one more drafter save, of one sequence: most are had by the other, or wrong
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class AskGate:
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
-        self._gains = PosteriorsBySize()  # in steps without it, by range of the tokens expected
+        self._gains = PosteriorsBySize(_NOISE)  # in steps without it, by range of the tokens expected
         self._began = clock()
         self._asked: list[_Asked] = []  # in this step
         self._batch = 1
@@ -40,10 +41,10 @@ class AskGate:
         """A step's drafting begins, for so many sequences."""
         self._began, self._asked, self._batch = self._clock(), [], batch
 
-    def ask(self, expected: float) -> bool:
+    def ask(self, expected: float, *, can_answer: bool = True) -> bool:
         """Whether to ask, where so many tokens are expected per sequence."""
         posterior = self._gains.of(self._batch, bisect(_EDGES, expected))
-        if not posterior.promises:
+        if not (can_answer and posterior.promises):
             posterior.elapse()
             return False
         now = self._clock()

@@ -29,6 +29,7 @@ class MergedDrafter(Drafter):
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
         self._has_grown = False
+        self._follows = True  # texts, for the costly one
         fields = {"hashes": Field((2, 2 * max_nodes), NO_HASH, forgotten=True)}
         self._proposals = ProposalLog(sizes, fields)  # [rows, cheap and costly, nodes]
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
@@ -50,12 +51,14 @@ class MergedDrafter(Drafter):
         return self._known_credits
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
+        if contexts:  # of a text that it has not followed from its beginning the costly one knows too little
+            self._follows = self._gate.promises
         self._cheap.start(contexts)
         self._costly.start(contexts)
 
     def read(self, read: Read) -> None:
         self._cheap.read(read)
-        self._costly.read(replace(read, follow=read.follow and self._gate.promises))
+        self._costly.read(replace(read, follow=read.follow and self._follows))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
@@ -63,7 +66,7 @@ class MergedDrafter(Drafter):
         cheap = self._cheap.grow(rows, noise)
         self._remember(0, rows, cheap)
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
-        if not self._gate.ask(self._expected):
+        if not self._gate.ask(self._expected, can_answer=self._follows):
             return cheap
         costly = self._costly.grow(rows, noise)
         self._remember(1, rows, costly)
@@ -76,7 +79,8 @@ class MergedDrafter(Drafter):
             self._give_credit(committed)
         self._cheap.commit(committed)
         self._has_grown = False
-        follow = committed.follow and self._gate.promises
+        self._follows = self._follows and self._gate.promises
+        follow = committed.follow and self._follows
         self._costly.commit(replace(committed, follow=follow))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
@@ -86,6 +90,7 @@ class MergedDrafter(Drafter):
 
     def renew(self) -> None:
         self._gate.renew()
+        self._follows = True
         self._costly.renew()
 
     def rank_outcomes(self) -> RankOutcomes:

@@ -15,8 +15,8 @@ SHARE = 0.01
 _DOUBT = 2.0
 """z: of actions that neither gain nor cost anything one in 44 is given up by bad luck."""
 _DRIFT = 1.0 / 128**2
-"""Variance by which a mean moves per step: with a noise of 1 the last 128 observations count, the length of an answer.
-Of 64, 128 and 256 it had the least regret over the simulated worlds of tests/drafters/test_regret.py."""
+"""Variance by which a mean moves per step, where noise is 1: the last 128 observations count, an answer's length. With
+64 a loss of a fifth of a step would never be sure."""
 _NOISE_PRIOR = 8.0
 """Observations that the presumed noise weighs."""
 _NOISE_MEMORY = 128.0
@@ -25,7 +25,7 @@ _FARTHEST = 4.0  # standard deviations; no single observation, however odd, deci
 
 class GainPosterior:
     """Normal posterior of an action's mean net gain, in plain steps. The mean drifts; with r the variance of one
-    observation, presumed at first and then as seen,
+    observation, as presumed or as seen, whichever is larger (what never gains shows no noise, and nothing of other texts),
 
         gain = mean + N(0, r);    mean <- mean + N(0, drift)  per step, observed or not
 
@@ -38,7 +38,7 @@ class GainPosterior:
         """`mean`, `sd`: what is known before anything is observed; `noise`: presumed deviation of one observation."""
         self.mean = mean
         self._first = self._variance = sd * sd
-        self._noise = noise * noise
+        self._presumed = self._noise = noise * noise
         self._drift = drift
         self._count = 0
 
@@ -66,7 +66,8 @@ class GainPosterior:
             self._count += 1
             rate = 1.0 / min(self._count + _NOISE_PRIOR, _NOISE_MEMORY)
             # As much of the surprise as is noise.
-            self._noise += rate * (surprise * surprise * (1.0 - weight) - self._noise)
+            seen = self._noise + rate * (surprise * surprise * (1.0 - weight) - self._noise)
+            self._noise = max(self._presumed, seen)
         self.mean += weight * surprise
         self._variance *= 1.0 - weight
         self.elapse()
@@ -84,7 +85,9 @@ class PosteriorsBySize:
     """A posterior for each size of batch, in powers of two, and whatever else matters: a step's gain is a mean over its
     sequences, so that its variance falls with their number. A size never seen begins with its neighbour's mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 1.0) -> None:
+        """`noise`: presumed deviation of one observation of one sequence."""
+        self._noise = noise
         self._known: dict[tuple[Hashable, int], GainPosterior] = {}
 
     def of(self, num_sequences: int, kind: Hashable = None) -> GainPosterior:
@@ -93,8 +96,9 @@ class PosteriorsBySize:
         if found is None:
             near = (self._known.get((kind, other)) for other in (size - 1, size + 1))
             neighbour = next((one for one in near if one is not None), None)
-            mean, noise = neighbour.mean if neighbour else 0.0, 2.0 ** (-(size - 1) / 2)
-            found = self._known[kind, size] = GainPosterior(mean=mean, noise=noise)
+            mean, noise = neighbour.mean if neighbour else 0.0, self._noise * 2.0 ** (-(size - 1) / 2)
+            drift = self._noise**2 * _DRIFT
+            found = self._known[kind, size] = GainPosterior(mean=mean, noise=noise, drift=drift)
         return found
 
     def promises(self, num_sequences: int) -> bool:

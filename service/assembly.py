@@ -126,10 +126,14 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
         if config.load_format == "dummy":
             logger.warning("random weights: the text means nothing, and results are costs only")
+            if config.copies > 1:
+                raise StartupError("load_format dummy: name a larger shape in model instead of widening one")
             loaded = random_model(config.model, dtype=dtype, device=device)
         else:
             cache, source = config.state_dir / "cache", config.model_source
-            loaded = load_model(source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache)
+            loaded = load_model(
+                source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache, copies=config.copies
+            )
     return replace(loaded, in_8_bits=in_8_bits)
 
 

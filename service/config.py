@@ -27,6 +27,7 @@ from adaptation.config import REMOVED_SETTINGS, AdaptationConfig, usable_cores
 GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
+_WIDENED = re.compile(r"widen\((.+),\s*(\d+)\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _LARGEST_SHARE = 95  # percent; steps need what is left
@@ -71,6 +72,13 @@ def _memory(value: str | None) -> str | None:
     return value
 
 
+def _model(value: str) -> str:
+    match = _WIDENED.fullmatch(value)
+    if value.startswith("widen(") and (match is None or int(match[2]).bit_count() != 1 or int(match[2]) < 2):
+        raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
+    return value
+
+
 def _word_for_switch(value: object) -> object:
     """YAML reads `off` as false."""
     return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
@@ -99,10 +107,11 @@ class ServiceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    model: str = _setting(
+    model: Annotated[str, AfterValidator(_model)] = _setting(
         "smollm2-135m",
         "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
-        "folder, or a .gguf file.",
+        "folder, or a .gguf file. widen(MODEL, K): the same K times as wide (2, 4, 8 ...), which says the same and "
+        "costs what K^2 times the weights cost, to measure how drafting pays beside a dear target.",
         panel="Model",
         min_length=1,
     )
@@ -250,24 +259,36 @@ class ServiceConfig(BaseModel):
 
     @property
     def model_source(self) -> str:
-        """The model without its revision."""
-        return self.model if self._is_path else self.model.partition("@")[0]
+        """The model without its revision, and as it is before it is widened."""
+        return self._named if self._is_path else self._named.partition("@")[0]
+
+    @property
+    def copies(self) -> int:
+        """How many times as wide the model is to be."""
+        match = _WIDENED.fullmatch(self.model)
+        return 1 if match is None else int(match[2])
+
+    @property
+    def _named(self) -> str:
+        match = _WIDENED.fullmatch(self.model)
+        return self.model if match is None else match[1]
 
     @property
     def revision(self) -> str | None:
         """Branch, tag or commit of a Hugging Face id; None: its main branch."""
-        return None if self._is_path else self.model.partition("@")[2] or None
+        return None if self._is_path else self._named.partition("@")[2] or None
 
     @property
     def _is_path(self) -> bool:
-        return self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
+        return self._named.endswith(".gguf") or self._named.startswith(("/", "./", "../", "~"))
 
     @property
     def public_model_name(self) -> str:
         """What clients put into `model`."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return Path(self.model).name.removesuffix(".gguf") if self._is_path else self.model_source
+        name = Path(self._named).name.removesuffix(".gguf") if self._is_path else self.model_source
+        return name if self.copies == 1 else f"widen({name}, {self.copies})"
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:

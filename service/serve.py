@@ -163,7 +163,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         log_event(event)
         live.observe_event(event)
 
-    folder = learning_folder(config.state_dir, assembly.loaded.parts.identity, assembly.drafter_folder)
+    folder = learning_folder(config.state_dir, assembly.loaded.identity, assembly.drafter_folder)
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
     return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
 

@@ -37,11 +37,19 @@ def conditions_of(assembly: Assembly) -> Conditions:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": f"{assembly.config.model} {dtype}{made_up}",
+        "model": f"{assembly.config.model} {dtype}{_widened(assembly)}{made_up}",
         "drafter": assembly.drafter_name,
         "numerics": assembly.numerics,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _widened(assembly: Assembly) -> str:
+    copies = assembly.loaded.copies
+    if copies == 1:
+        return ""
+    millions = assembly.loaded.num_parameters / 1e6
+    return f", widened {copies} times: costs of {millions:,.0f}M parameters, texts of {assembly.config.model_source}"
 
 
 def write_report(

@@ -55,7 +55,9 @@ class TransformersPeer:
 
     @staticmethod
     def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """It does all that ours does."""
+        """It does all that ours does, but widen a model."""
+        if config.copies > 1:
+            raise StartupError(f"--peer transformers runs models as they are: give --model {config.model_source}")
 
     @torch.inference_mode()
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
@@ -153,7 +155,7 @@ PEERS: Mapping[PeerName, type[TransformersPeer] | type[LlamaCppPeer]] = {
 def _gguf_of(config: ServiceConfig) -> Path:
     """The file that is served. Raises StartupError where the model is something else."""
     file = gguf_file(config.model_source)
-    if file is None or config.load_format == "dummy":
+    if file is None or config.load_format == "dummy" or config.copies > 1:
         raise StartupError(
             f"--peer llama.cpp reads GGUF files, but the model is {config.model}: "
             f"give --model FILE.gguf or --model {EMBEDDED_NAME}"

@@ -50,6 +50,7 @@ class Load:
     max_nodes: int  # most nodes in all, because slots are short
     num_drafting: int = 1  # sequences that may have a tree
     num_sequences: int = 1  # all of the step's sequences
+    begins: bool = False  # whether a text begins with this step
     weights: Tensor | None = None  # [drafting] float32, what a token of each counts; None: all the same
 
 
@@ -183,16 +184,18 @@ class CostBudget(BudgetPolicy):
         self.gains = PosteriorsBySize()  # plain steps per step
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
+        self._last_seconds = 0.0
+        self._suspended: set[int] = set()  # sizes of batches
 
     def refusal(self, load: Load) -> str | None:
-        gain = self.gains.of(load.num_sequences)
-        if not (gain.promises and self.ledger.covers(DRAFTING, self._worst_seconds(load))):
+        if not self._may_draft(load):
             return "suspended"
+        gain = self.gains.of(load.num_sequences)
         baseline = _BY_BASELINE * self._forwards(load).sd
         return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
 
     def follows(self, load: Load) -> bool:
-        return self.gains.of(load.num_sequences).promises
+        return self._may_draft(load)
 
     def choose(
         self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
@@ -203,16 +206,34 @@ class CostBudget(BudgetPolicy):
     def renew(self) -> None:
         """What the old weights gained says little of the new ones."""
         self.gains.widen()
+        self._suspended.clear()
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
-        self.ledger.elapse(stats.draft_seconds + stats.verify_seconds + stats.other_seconds)
-        if load.num_drafting:
+        self._last_seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
+        self.ledger.elapse(self._last_seconds)
+        if budget.drafted:
             # Settled first: what a step with drafts took must not become what a plain one would have taken.
-            self._settle(budget, stats)
-        self._was_plain = not budget.drafted
+            self._settle(load, stats)
         rows = load.num_rows + stats.drafted_nodes
-        return self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
+        predicted = self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
+        if load.num_drafting and not budget.drafted:
+            self._settle_plain(load, stats, predicted)
+        self._was_plain = not budget.drafted
+        return predicted
+
+    def _may_draft(self, load: Load) -> bool:
+        """What was suspended comes back with a text that begins, for drafters know little of one they have not followed
+        from there on: a trial in the middle of a text would speak against any of them."""
+        size = load.num_sequences.bit_length()
+        is_open = size not in self._suspended or load.begins
+        promises = is_open and self.gains.of(load.num_sequences).promises
+        # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
+        if promises and self.ledger.covers(DRAFTING, self._last_seconds):
+            self._suspended.discard(size)
+            return True
+        self._suspended.add(size)
+        return False
 
     def outlook(self, load: Load) -> DraftingOutlook:
         gain = self.gains.of(load.num_sequences)
@@ -238,10 +259,6 @@ class CostBudget(BudgetPolicy):
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
         return self._forward_seconds(load) * self._forwards(load).mean
 
-    def _worst_seconds(self, load: Load) -> float:
-        """What is lost where no node comes true: drafting, and as many rows as may be worth a plain step."""
-        return self._drafts.draft_seconds(max(1, load.num_drafting)) + self._plain_seconds(load)
-
     def _forward_seconds(self, load: Load) -> float:
         batch = max(1, load.num_drafting)
         return float(self._costs.verify_seconds(np.array([float(batch)]), load.context, batch)[0])
@@ -250,17 +267,15 @@ class CostBudget(BudgetPolicy):
         """What a plain step takes, in forwards of the drafting sequences alone as they are predicted."""
         return self._plain[load.num_sequences.bit_length()]
 
-    def _settle(self, budget: Budget, stats: StepStats) -> None:
+    def _settle_plain(self, load: Load, stats: StepStats, forward_seconds: float) -> None:
+        self.ledger.settle(DRAFTING, -stats.follow_seconds)
+        self.gains.of(load.num_sequences).elapse()
+        # One that follows a step with drafts finds their rows in the caches.
+        if self._was_plain and load.num_rows == load.num_drafting:
+            self._forwards(load).observe((self._last_seconds - stats.follow_seconds) / forward_seconds)
+
+    def _settle(self, load: Load, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
-        load, gain, forwards = budget.load, self.gains.of(budget.load.num_sequences), self._forwards(budget.load)
-        if not budget.drafted:
-            self.ledger.settle(DRAFTING, -stats.follow_seconds)
-            gain.elapse()
-            # One that follows a step with drafts finds their rows in the caches.
-            if self._was_plain and load.num_rows == load.num_drafting:
-                seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds - stats.follow_seconds
-                forwards.observe(seconds / self._forward_seconds(load))
-            return
         rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
         plain, prompts = self._plain_seconds(load), without - self._forward_seconds(load)
@@ -269,9 +284,9 @@ class CostBudget(BudgetPolicy):
         gained = stats.accepted_tokens / load.num_drafting * plain - (
             drafting + verify + stats.other_seconds - prompts - plain
         )
-        gain.observe(gained / plain)
+        self.gains.of(load.num_sequences).observe(gained / plain)
         self.ledger.settle(DRAFTING, gained)
-        forwards.elapse()
+        self._forwards(load).elapse()
 
 
 def drafting_cap(costs: CostTable) -> float:

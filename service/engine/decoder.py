@@ -19,6 +19,7 @@ from kernels.tree_attention import Attention, AttentionRows
 from service.engine.kv_pool import KVPool
 from service.engine.linear import replace_linears
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers
+from service.engine.widening import copies_of
 from service.errors import StartupError
 
 _TRIAL_ROWS = 9  # of random tokens, by which modules and ops are compared
@@ -55,6 +56,7 @@ class Decoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(tap_layers)
+        self._tapped = text.hidden_size // copies_of(text)  # of a widened model the first copy
         self._runs: dict[int, RunLayers] = {}
         self._planned_for: Tensor | None = None  # storage of the pool
 
@@ -73,7 +75,7 @@ class Decoder:
         for last, run in self._planned(pool).items():
             delta = run(hidden, delta, places)
             if last in self._taps:
-                outputs[last] = hidden + delta
+                outputs[last] = (hidden + delta)[:, : self._tapped]
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
 

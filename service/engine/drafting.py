@@ -136,6 +136,7 @@ class DraftStage:
             max_nodes=num_free_slots - num_extend_rows,
             num_drafting=len(batch.drafting),
             num_sequences=len(batch.items),
+            begins=bool(batch.started),
             weights=None if pace is None else pace_weights(batch.drafting, pace, time.monotonic(), self._device),
         )
 

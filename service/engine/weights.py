@@ -29,6 +29,7 @@ from kernels.cpu import library
 from service.engine import dummy
 from service.engine.kv_pool import KVShape
 from service.engine.modules import ATTENTION_NAME
+from service.engine.widening import widened
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -51,7 +52,14 @@ class LoadedModel:
     parts: TargetParts
     kv_shape: KVShape
     read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
+    num_parameters: int
+    copies: int = 1  # how many times as wide it was made
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
+
+    @property
+    def identity(self) -> str:
+        """Under which is kept what was learnt beside this target."""
+        return self.parts.identity if self.copies == 1 else f"{self.parts.identity}-x{self.copies}"
 
     @property
     def dtype_name(self) -> str:
@@ -60,9 +68,10 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path
+    name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path, copies: int = 1
 ) -> LoadedModel:
-    """Load weights and tokenizer. Raises StartupError naming what is wrong with the model and what to do."""
+    """Load weights and tokenizer; `copies`: how many times as wide the model shall be. Raises StartupError naming what
+    is wrong with it and what to do."""
     source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -73,7 +82,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
-    return _made_ready(model, tokenizer, device)
+    return _made_ready(model, tokenizer, device, copies)
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -84,25 +93,38 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Load
     return _made_ready(model, dummy.dummy_tokenizer(config.get_text_config().vocab_size), device)
 
 
-def _made_ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> LoadedModel:
-    fingerprint = weights_fingerprint(model)
+def _made_ready(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, copies: int = 1
+) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
-    text = model.config.get_text_config()
+    narrow = _parts(model)  # a drafter reads one copy
+    if copies > 1:
+        model = widened(model, copies).eval().requires_grad_(False)
+    fingerprint = weights_fingerprint(model)
     table, head = _embedding_and_head(model)
     tied = head.data_ptr() == table.data_ptr()
     read_bytes = sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
-    # on a CPU products hold weights in a form of their own: a head that is not the table would be held twice
-    kept_head = table if tied else None if device.type == "cpu" else head
+    num_parameters = sum({value.data_ptr(): value.numel() for value in model.parameters()}.values())
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(model),
-        max_positions=text.max_position_embeddings,
+        max_positions=model.config.get_text_config().max_position_embeddings,
         fingerprint=fingerprint,
-        parts=TargetParts(identity_of(table, text.to_dict()), table, kept_head),
+        parts=narrow,
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if tied else table.nbytes),
+        num_parameters=num_parameters,
+        copies=copies,
     )
+
+
+def _parts(model: PreTrainedModel) -> TargetParts:
+    table, head = _embedding_and_head(model)
+    tied = head.data_ptr() == table.data_ptr()
+    # on a CPU products hold weights in a form of their own: a head that is not the table would be held twice
+    kept_head = table if tied else None if table.device.type == "cpu" else head
+    return TargetParts(identity_of(table, model.config.get_text_config().to_dict()), table, kept_head)
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

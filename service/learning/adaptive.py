@@ -132,7 +132,7 @@ def build_adaptive(
     )
     with _refusing():
         learner = Learner(config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, tuning=tuning)
-        worker, replicas = join_replicas(config, learner, drafter, target_identity=parts.identity)
+        worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.identity)
     shape = network.config
     tables = FeedbackRecorder(
         max_sequences=limits.max_sequences,
@@ -168,11 +168,11 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
     )
-    folder = learning_folder(config.state_dir, loaded.parts.identity, source)
+    folder = learning_folder(config.state_dir, loaded.identity, source)
     folder = folder.with_name(f"{folder.name}-trainer")
     with _refusing():
         learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event, serves=False)
-        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.parts.identity)
+        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.identity)
 
     def write() -> None:
         learner.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
@@ -180,7 +180,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     learner.weights.waits = write
     learner.restore()
     write()
-    logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
+    logger.info("learning for the replicas of target %s, state in %s", loaded.identity, folder)
     return worker, replicas
 
 

@@ -80,7 +80,7 @@ def test_of_several_that_answer_each_has_the_tokens_it_was_expected_to_bring() -
     """The first is expected to bring five times as much for the same seconds."""
     steps = Steps()
     asked = steps.play(3_000, extra=0.36, expected=(1.5, 0.3))
-    assert sum(count == 1 for count in asked[500:]) > 0.9 * 2_500
+    assert sum(count == 1 for count in asked[500:]) > 0.8 * 2_500
 
 
 def test_other_weights_are_asked_at_once() -> None:

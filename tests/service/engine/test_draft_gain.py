@@ -19,6 +19,8 @@ torch.set_num_threads(1)
 DRAFT_SECONDS = 0.2
 OTHER_SECONDS = 0.05
 DEPTH = 8
+TEXT = 50
+"""Steps from one text that begins to the next."""
 
 
 def true_seconds(rows: float) -> float:
@@ -79,7 +81,9 @@ class World:
 
     def step(self, truth: float) -> None:
         reads = self.one_reads and len(self.drafted) % 2 == 0
-        load = Load(self.batch, 1.0, 10_000, num_drafting=self.batch - reads, num_sequences=self.batch)
+        begins = len(self.drafted) % TEXT < 2  # with and without a prompt that is read
+        drafting, batch = self.batch - reads, self.batch
+        load = Load(batch, 1.0, 10_000, num_drafting=drafting, num_sequences=batch, begins=begins)
         drafted = self.policy.refusal(load) is None
         keep, accepted = ([0] * load.num_drafting, 0)
         if drafted:
@@ -124,27 +128,19 @@ class World:
         return count
 
 
-@pytest.mark.parametrize("claims", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize(("claims", "truth"), [(0.05, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.1), (0.3, 0.3)])
 @pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("error", [0.7, 1.0, 1.4])
-def test_a_drafter_that_is_always_wrong_costs_less_than_two_per_cent_within_a_hundred_steps(
-    claims: float, batch: int, error: float
+def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_the_time(
+    claims: float, truth: float, batch: int, error: float
 ) -> None:
     world = World(batch, claims, error=error, noise=0.1)
-    world.speed(100, lambda: 0.0)
-    assert world.speed(2_000, lambda: 0.0) >= 0.98 * world.plain_speed
-
-
-@pytest.mark.parametrize("truth", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_the_time(
-    batch: int, truth: float
-) -> None:
-    world = World(batch, truth, noise=0.1)
-    world.speed(8_000, lambda: truth)
-    one_action = 2 * true_seconds(batch * (1 + DEPTH))
-    # What a plain step takes is estimated, to a tenth.
-    assert world.lost_seconds <= 1.1 * (CAP * true_seconds(1) + SHARE * world.seconds + one_action)
+    one_action = true_seconds(batch * (1 + DEPTH))
+    for _ in range(8):
+        world.speed(1_000, lambda: truth)
+        # The table is off by up to two fifths; what a plain step takes is known to a tenth soon.
+        bound = 1.1 * (CAP * error * true_seconds(1) + SHARE * world.seconds) + one_action
+        assert world.lost_seconds <= bound + 0.1 * world.drafted_steps * (error < 1)
 
 
 @pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (0.4, False)])
@@ -152,7 +148,7 @@ def test_what_following_the_texts_takes_counts(follow_seconds: float, pays: bool
     world = World(8, 0.6, noise=0.1, follow_seconds=follow_seconds)
     world.speed(300, lambda: 0.5)
     assert world.speed(2_000, lambda: 0.5) >= (1.1 if pays else 0.98) * world.plain_speed
-    assert (world.drafted_steps > 2_000) == pays
+    assert (world.drafted_steps > 1_600) == pays
 
 
 @pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (1.5, False)])
@@ -180,7 +176,7 @@ def test_a_perfect_drafter_is_worth_four_times_plain() -> None:
 
 def test_hiccups_of_the_clock_do_not_speak_for_a_drafter_that_is_never_right() -> None:
     world = World(1, 0.05, noise=0.9)
-    world.speed(300, lambda: 0.0)
+    world.speed(3_000, lambda: 0.0)
     assert world.speed(3_000, lambda: 0.0) >= 0.97 * world.plain_speed
 
 
@@ -216,13 +212,18 @@ def test_costs_are_predicted_closely_after_a_while() -> None:
 
 
 def test_other_weights_are_tried_at_once() -> None:
-    waited = {}
-    for renews in (False, True):
-        world = World(2, 0.8, noise=0.1)
-        world.speed(1_000, lambda: 0.0)
-        if renews:
-            world.policy.renew()
-        world.drafted.clear()
-        world.speed(1_000, lambda: 0.85)
-        waited[renews] = world.drafted.index(True)
-    assert waited[True] == 0 < waited[False]
+    world = World(2, 0.8, noise=0.1)
+    world.speed(1_010, lambda: 0.0)
+    assert not world.drafted[-1]
+    world.policy.renew()
+    world.speed(100, lambda: 0.85)
+    assert sum(world.drafted[-100:]) > 90
+
+
+def test_a_trial_begins_with_a_text() -> None:
+    world = World(2, 0.8, noise=0.1)
+    world.speed(8_000, lambda: 0.0)
+    begun = [step for step in range(1, 8_000) if world.drafted[step] and not world.drafted[step - 1]]
+    trials = [step for step in begun if step > 500]
+    assert trials
+    assert all(step % TEXT < 2 for step in trials)
