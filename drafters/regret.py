@@ -25,7 +25,7 @@ _FARTHEST = 4.0  # standard deviations; no single observation, however odd, deci
 
 class GainPosterior:
     """Normal posterior of an action's mean net gain, in plain steps. The mean drifts; with r the variance of one
-    observation, as presumed or as seen, whichever is larger (what never gains shows no noise, and nothing of other texts),
+    observation, presumed or seen, whichever is larger (what never gains shows no noise, and nothing of other texts),
 
         gain = mean + N(0, r);    mean <- mean + N(0, drift)  per step, observed or not
 
