@@ -79,7 +79,7 @@ class CompiledLayers:
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether all products are packed, and none asks for columns of zeros."""
+    """Whether no product asks for columns of zeros."""
     return all(product.missing == 0 for layer in layers for product in _products(layer))
 
 
