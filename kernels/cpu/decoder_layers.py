@@ -10,6 +10,7 @@ from kernels.cpu.library import Layer, address, function, halves
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.tree_attention import CompiledAttention
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.linear import Product
 from kernels.tree_attention import LOG2_E
 
 
@@ -79,17 +80,16 @@ class CompiledLayers:
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether no product asks for columns of zeros."""
-    return all(product.missing == 0 for layer in layers for product in _products(layer))
+    """Whether all products are packed, and none asks for columns of zeros."""
+    return all(isinstance(one, PackedLinear) and not one.missing for layer in layers for one in _products(layer))
 
 
-def _products(layer: DecoderLayer) -> list[PackedLinear]:
-    products = layer.query_key_value, layer.output, layer.gate_up, layer.down
-    return [product for product in products if isinstance(product, PackedLinear)]
+def _products(layer: DecoderLayer) -> tuple[Product, ...]:
+    return layer.query_key_value, layer.output, layer.gate_up, layer.down
 
 
 def _record(layer: DecoderLayer, pool: Tensor) -> _DecoderLayer:
-    products = [_Product(*product.parts) for product in _products(layer)]
+    products = [_Product(*product.parts) for product in _products(layer) if isinstance(product, PackedLinear)]
     norms = layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None))
     sizes = layer.query_heads, pool.shape[2], pool.shape[3], layer.window or 0
     attention = Layer(*halves(pool), *sizes, layer.scale * LOG2_E, 0.0)
