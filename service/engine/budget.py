@@ -184,7 +184,7 @@ class CostBudget(BudgetPolicy):
         self.gains = PosteriorsBySize()  # plain steps per step
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
-        self._last_seconds = 0.0
+        self._step_seconds = 0.0  # of the last step that read no prompt
         self._suspended: set[int] = set()  # sizes of batches
 
     def refusal(self, load: Load) -> str | None:
@@ -210,8 +210,10 @@ class CostBudget(BudgetPolicy):
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
-        self._last_seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
-        self.ledger.elapse(self._last_seconds)
+        seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
+        self.ledger.elapse(seconds)
+        if load.num_rows == load.num_drafting:
+            self._step_seconds = seconds
         if budget.drafted:
             # Settled first: what a step with drafts took must not become what a plain one would have taken.
             self._settle(load, stats)
@@ -229,7 +231,7 @@ class CostBudget(BudgetPolicy):
         is_open = size not in self._suspended or load.begins
         promises = is_open and self.gains.of(load.num_sequences).promises
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        if promises and self.ledger.covers(DRAFTING, self._last_seconds):
+        if promises and self.ledger.covers(DRAFTING, self._step_seconds):
             self._suspended.discard(size)
             return True
         self._suspended.add(size)
@@ -272,7 +274,7 @@ class CostBudget(BudgetPolicy):
         self.gains.of(load.num_sequences).elapse()
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and load.num_rows == load.num_drafting:
-            self._forwards(load).observe((self._last_seconds - stats.follow_seconds) / forward_seconds)
+            self._forwards(load).observe((self._step_seconds - stats.follow_seconds) / forward_seconds)
 
     def _settle(self, load: Load, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
@@ -280,10 +282,9 @@ class CostBudget(BudgetPolicy):
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
         plain, prompts = self._plain_seconds(load), without - self._forward_seconds(load)
         drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
-        verify = min(stats.verify_seconds, _MOST_TIMES * predicted)
-        gained = stats.accepted_tokens / load.num_drafting * plain - (
-            drafting + verify + stats.other_seconds - prompts - plain
-        )
+        expected = drafting + predicted + plain - self._forward_seconds(load)
+        seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
+        gained = stats.accepted_tokens / load.num_drafting * plain - (seconds - prompts - plain)
         self.gains.of(load.num_sequences).observe(gained / plain)
         self.ledger.settle(DRAFTING, gained)
         self._forwards(load).elapse()
