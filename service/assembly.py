@@ -113,6 +113,13 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     return assembly
 
 
+def refuse_widened(config: ServiceConfig) -> None:
+    """Raises StartupError where a drafter would be trained for a widened target: it reads one copy, so that the one of
+    the model itself serves both."""
+    if config.copies > 1:
+        raise StartupError(f"train for the model as it is: set model to {config.model_source}")
+
+
 def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
     """The configured model, in the configured type unless another one is given. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):

@@ -74,7 +74,9 @@ def _memory(value: str | None) -> str | None:
 
 def _model(value: str) -> str:
     match = _WIDENED.fullmatch(value)
-    if value.startswith("widen(") and (match is None or int(match[2]).bit_count() != 1 or int(match[2]) < 2):
+    if value.startswith("widen(") and (
+        match is None or match[1].startswith("widen(") or int(match[2]).bit_count() != 1 or int(match[2]) < 2
+    ):
         raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
     return value
 

@@ -116,6 +116,8 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     forms, calls, expected = _recorded(model, trial)
     difference = _difference(model, trial, forms, calls, expected)
     if difference is not None:
+        if copies_of(model.config.get_text_config()) > 1:
+            raise StartupError(f"this model cannot be widened: {difference}")
         count = replace_linears(model, ops)
         logger.info("%s: the model's own modules run, %d linear layers of them planned", difference, count)
         return ModuleLayers(model, tap_layers)

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.parallel import Ranks, join, local_device
-from service.assembly import device_of, load_target
+from service.assembly import device_of, load_target, refuse_widened
 from service.config import ServiceConfig
 from service.engine.modules import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
 from service.errors import StartupError
@@ -261,6 +261,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
     """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
     wanted = read_responses(responses)
     device = device_of(config.device)
+    refuse_widened(config)
     loaded = load_target(config, device)
     taps = default_tap_layers(len(decoder_layers(loaded.model)))
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS

@@ -7,10 +7,13 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from service.assembly import assemble
+from service.assembly import assemble, refuse_widened
 from service.bench.driver import generate
 from service.bench.experiment import Measure, mismatches, plain_engine, requests_from, tau
 from service.config import ServiceConfig
+from service.engine.kv_pool import KVPool, KVShape
+from service.engine.modules import ATTENTION_NAME
+from service.engine.target import Target
 from service.engine.widening import widened
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
@@ -45,7 +48,8 @@ def test_other_families_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["widen(smollm2-135m, 3)", "widen(smollm2-135m, 1)", "widen(smollm2-135m)", "widen(2"]
+    "model",
+    ["widen(smollm2-135m, 3)", "widen(smollm2-135m, 1)", "widen(smollm2-135m)", "widen(2", "widen(widen(m, 2), 2)"],
 )
 def test_other_factors_are_refused_with_an_example(model: str) -> None:
     with pytest.raises(ValidationError, match=r"as in widen\(smollm2-135m, 2\)"):
@@ -69,6 +73,22 @@ def test_what_is_widened_is_named_as_alone(model: str, source: str, copies: int,
 def test_random_weights_are_not_widened(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="larger shape"):
         assemble(ServiceConfig(model="widen(tiny, 2)", load_format="dummy", state_dir=tmp_path))
+
+
+def test_drafters_are_trained_for_models_as_they_are() -> None:
+    with pytest.raises(StartupError, match="set model to smollm2-135m"):
+        refuse_widened(ServiceConfig(model="widen(smollm2-135m, 2)"))
+
+
+def test_layers_that_are_no_standard_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their modules would hand the drafter all copies."""
+    wide = widened(loaded_tiny("llama").model, 2).eval()
+    wide.set_attn_implementation(ATTENTION_NAME)
+    config = wide.config
+    shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, torch.float32)
+    monkeypatch.setattr("service.engine.decoder._difference", lambda *trial: "layer 0 is no standard one")
+    with pytest.raises(StartupError, match="cannot be widened: layer 0"):
+        Target(wide, KVPool(shape, 64, wide.device), tap_layers=(0,))
 
 
 @pytest.mark.slow
