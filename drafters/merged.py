@@ -11,7 +11,8 @@ from drafters import readback
 from drafters.gating import AskGate
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
-from drafters.tree import NO_HASH, Candidates, joined_trees, merge_trees, node_hashes, prefix_hashes
+from drafters.tree import ROOT, Candidates, joined_trees
+from kernels import ops
 
 
 class MergedDrafter(Drafter):
@@ -26,12 +27,15 @@ class MergedDrafter(Drafter):
         self.name, self.tap_layers = f"{cheap.name}+{costly.name}", costly.tap_layers
         self._max_nodes = max_nodes
         self._gate = gate or AskGate(readback.clock_of(device))
+        self._ops = ops.on(torch.device(device))
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
         self._has_grown = False
         self._follows = True  # texts, for the costly one
-        fields = {"hashes": Field((2, 2 * max_nodes), NO_HASH, forgotten=True)}
-        self._proposals = ProposalLog(sizes, fields)  # [rows, cheap and costly, nodes]
+        both = (2 * max_nodes,)  # the cheap one's nodes, then the costly one's
+        fields = {"tokens": Field(both, 0), "parents": Field(both, ROOT), "depths": Field(both, 0, forgotten=True)}
+        self._proposals = ProposalLog(sizes, fields)
+        self._num_cheap = 0  # nodes of the cheap one in the last trees, padded
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._known_credits = {cheap.name: 0, costly.name: 0}
 
@@ -64,13 +68,14 @@ class MergedDrafter(Drafter):
         self._has_grown = True
         self._gate.begin(rows.shape[0])
         cheap = self._cheap.grow(rows, noise)
-        self._remember(0, rows, cheap)
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
+        self._num_cheap = cheap.width
         if not self._gate.ask(self._expected, can_answer=self._follows):
+            self._remember(rows, cheap)
             return cheap
-        costly = self._costly.grow(rows, noise)
-        self._remember(1, rows, costly)
-        tree, _ = merge_trees(joined_trees([cheap, costly]), self._max_nodes)
+        both = joined_trees(cheap, self._costly.grow(rows, noise))
+        self._remember(rows, both)
+        tree, _ = self._ops.merge_trees(both, self._max_nodes)
         self._gate.answered()
         return tree
 
@@ -96,8 +101,8 @@ class MergedDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()
 
-    def _remember(self, source: int, rows: Tensor, tree: Candidates) -> None:
-        self._proposals["hashes"][rows, source, : tree.width] = node_hashes(tree)
+    def _remember(self, rows: Tensor, tree: Candidates) -> None:
+        self._proposals.keep(rows, tokens=tree.tokens, parents=tree.parents, depths=tree.depths)
 
     def _observe_expected(self, expected: Sequence[float]) -> None:
         (self._expected,) = expected
@@ -108,12 +113,10 @@ class MergedDrafter(Drafter):
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
-        wanted = prefix_hashes(committed.tokens)  # [batch, depth + 1], the last accepted, then the bonus
-        accepted = torch.arange(wanted.shape[1], device=wanted.device) < committed.result.num_accepted[:, None]
-        hashes = self._proposals["hashes"][committed.rows].transpose(0, 1)  # [2, batch, nodes]
-        right = (hashes[:, :, None] == wanted[:, :, None]).any(3) & accepted
-        alone = right[1] & ~right[0]
-        counts = torch.stack([right[0].sum(), right[1].sum(), alone.sum()])
+        nodes = (self._proposals[name][committed.rows] for name in ("tokens", "parents", "depths"))
+        _, right = self._ops.fates(*nodes, committed.tokens, committed.result.num_accepted)
+        cheap, costly = right[:, : self._num_cheap].sum(1), right[:, self._num_cheap :].sum(1)  # of a path each
+        counts = torch.stack([cheap, costly, (costly - cheap).clamp(min=0)]).sum(1)
         self._credits += counts
         self._totals.read(self._credits, self._observe_credits)
         observe = self._gate.end()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, ancestor_matrix
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
+from kernels.trees import ancestor_matrix
 
 _STRIDE = 2_147_483_647  # a prime above any vocabulary, hence coprime to its size: multiples of it never collide early
 

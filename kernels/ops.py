@@ -18,11 +18,14 @@ from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise, gumbel_noise_of
+from kernels.hit_rates import correct_survival, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import plan_linear, plan_linear_int8
+from kernels.lookup import find_matches, merge_copies
 from kernels.rank_features import rank_features
 from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
+from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
@@ -43,6 +46,15 @@ class Ops:
     commit_slots = staticmethod(commit_slots)
     rank_features = staticmethod(rank_features)
     draft_objective = staticmethod(draft_objective)
+    find_matches = staticmethod(find_matches)
+    merge_copies = staticmethod(merge_copies)
+    merge_trees = staticmethod(merge_trees)
+    likeliest_nodes = staticmethod(likeliest_nodes)
+    select_nodes = staticmethod(select_nodes)
+    ancestor_matrix = staticmethod(ancestor_matrix)
+    fates = staticmethod(fates)
+    count_hits = staticmethod(count_hits)
+    correct_survival = staticmethod(correct_survival)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
         """`others` take the places of references."""

@@ -1,16 +1,16 @@
-"""Turns continuations into one tree, and says how often nodes with such evidence come true. Equal beginnings become one
-node, named by (depth, match) of the first, hence strongest, match whose continuation runs through it.
-Legend: batch, matches, depth as in drafters/lookup/matching.py."""
-
-from dataclasses import dataclass
+"""How often copied nodes come true, by evidence: how strong the match is, how many matches agree, how deep the node."""
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from drafters.calibration import HitTable
-from drafters.lookup.matching import CONTEXT, NUM_STRENGTHS, PREDICTED, REACH, SEPARATOR, Matches
-from drafters.tree import ROOT, prefix_hashes
+from kernels.lookup import CONTEXT, PREDICTED, Evidence
+
+REACH = 48
+"""Tokens that a match is continued: a copy as long as the default budget of nodes."""
+
+MAX_MATCHES = 12
+
+NUM_STRENGTHS = PREDICTED + CONTEXT + 1
 
 # A match weighs twice as much for each equal token, and 0.8 times for each match before it.
 _RANK_FACTOR = 0.8
@@ -37,59 +37,12 @@ _SHARE_STRIDE = len(_VOTE_LOGITS) * len(_DEPTH_LOGITS)
 _SAMPLED_STRIDE = 2 * len(_SUPPORT_LOGITS) * len(_SHARE_LOGITS) * _SHARE_STRIDE
 
 ABSENT = 2 * _SAMPLED_STRIDE
-"""Bucket of what is no node; what it learns means nothing."""
+"""The last bucket, of what is no node; what it learns means nothing."""
 
 _PRIOR_WEIGHT = 20.0  # labels
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.01, 0.98)
 """Rates stay inside: below 1 so that survival falls strictly, and high enough that a long path does not underflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergedTree:
-    """All continuations as nodes (depth, match), each field [batch, depth, matches]."""
-
-    first: Tensor  # int64, the match whose node this is: the first with the same beginning
-    absent: Tensor  # bool, no node: an earlier match runs through it, or the continuation has ended
-    parents: Tensor  # int64, flat (depth, match) index of the parent, ROOT below the root
-    share: Tensor  # float32, part of the parent's weight that goes on through this node
-    votes: Tensor  # float32, how many matches run through this node
-
-
-class Merger:
-    """Merges equal beginnings, found by their hashes."""
-
-    def __init__(self, max_matches: int, *, device: torch.device | str) -> None:
-        self._order = torch.arange(max_matches, device=device)
-        self._row_above = torch.arange(REACH - 1, device=device)[:, None] * max_matches
-        self._strength_weights = _strength_weights().to(device)
-        # One column of weights to fill in, one that counts.
-        self._rank_weights = torch.stack([_RANK_FACTOR**self._order, torch.ones(max_matches, device=device)], dim=1)
-
-    def merge(self, matches: Matches) -> MergedTree:
-        """The tree of these matches' continuations."""
-        continuations = matches.continuations[:, :-1]
-        beginnings = prefix_hashes(continuations)
-        same = beginnings[:, :, :, None] == beginnings[:, :, None]  # [batch, depth, matches, other matches]
-        first = same.view(torch.uint8).argmax(3)  # [batch, depth, matches]
-        weights = self._strength_weights[matches.strengths] * self._rank_weights  # [batch, matches, 2]
-        through, votes = (same.flatten(1, 2).float() @ weights).view(*first.shape, 2).unbind(3)
-        total = weights[:, None, :, 0].sum(2, keepdim=True).expand(-1, 1, first.shape[2])
-        return MergedTree(
-            first=first,
-            absent=(first != self._order) | (continuations == SEPARATOR),
-            parents=pad(first[:, :-1] + self._row_above, (0, 0, 1, 0), value=ROOT),
-            share=through / torch.cat([total, through[:, :-1]], dim=1),
-            votes=votes.contiguous(),
-        )
-
-
-def _strength_weights() -> Tensor:
-    """Weight of a match by strength, and 1 in the column that counts. # [NUM_STRENGTHS, 2]"""
-    lengths = torch.arange(CONTEXT + 1).float()
-    weights = torch.cat([lengths.exp2(), _PREDICTED_FACTOR * lengths.exp2()])
-    weights[0] = weights[PREDICTED] = _NO_MATCH
-    return torch.stack([weights, torch.ones(NUM_STRENGTHS)], dim=1)
 
 
 class LookupCalibration(HitTable):
@@ -99,20 +52,29 @@ class LookupCalibration(HitTable):
         logits = _prior_logits()
         tried = torch.full_like(logits, _PRIOR_WEIGHT)
         super().__init__((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS)
-        self._share_edges = torch.tensor(_SHARE_EDGES, device=device)
-        self._vote_edges = torch.tensor(_VOTE_EDGES, device=device)
-        self._strength_part = _strength_part().to(device)
-        self._depth_part = _bucket_of(REACH, _DEPTH_EDGES)[:, None].to(device)
+        self.evidence = Evidence(
+            rates=self.rates,
+            weights=_strength_weights(),
+            rank_weights=_RANK_FACTOR ** torch.arange(MAX_MATCHES),
+            of_strength=_strength_part(),
+            of_depth=_bucket_of(REACH, _DEPTH_EDGES),
+            share_edges=torch.tensor(_SHARE_EDGES),
+            vote_edges=torch.tensor(_VOTE_EDGES),
+            sampled=_SAMPLED_STRIDE,
+            share=_SHARE_STRIDE,
+            votes=len(_DEPTH_LOGITS),
+        ).to(self.rates.device)
 
-    def buckets(self, matches: Matches, tree: MergedTree, temperatures: Tensor) -> Tensor:
-        """Flat bucket of each node. # temperatures [batch] -> [batch, depth, matches] int64"""
-        matched = self._strength_part[matches.strengths] + _SAMPLED_STRIDE * (temperatures > 0)[:, None]
-        places = matched[:, None] + self._depth_part
-        places.add_(torch.bucketize(tree.share, self._share_edges), alpha=_SHARE_STRIDE)
-        return places.add_(torch.bucketize(tree.votes, self._vote_edges), alpha=len(_DEPTH_LOGITS))
+
+def _strength_weights() -> torch.Tensor:
+    """Weight of a match by strength. # [NUM_STRENGTHS] float32"""
+    lengths = torch.arange(CONTEXT + 1).float()
+    weights = torch.cat([lengths.exp2(), _PREDICTED_FACTOR * lengths.exp2()])
+    weights[0] = weights[PREDICTED] = _NO_MATCH
+    return weights
 
 
-def _prior_logits() -> Tensor:
+def _prior_logits() -> torch.Tensor:
     sampled, predicted = (0.0, _SAMPLED_LOGIT), (0.0, _PREDICTED_LOGIT)
     logits = torch.zeros(1)
     for weights in (sampled, predicted, _SUPPORT_LOGITS, _SHARE_LOGITS, _VOTE_LOGITS, _DEPTH_LOGITS):
@@ -120,11 +82,11 @@ def _prior_logits() -> Tensor:
     return torch.cat([logits, torch.zeros(1)])  # the last one is ABSENT's
 
 
-def _strength_part() -> Tensor:
+def _strength_part() -> torch.Tensor:
     """What a match's strength contributes to the bucket. # [NUM_STRENGTHS] int64"""
     support = _bucket_of(CONTEXT + 1, _SUPPORT_EDGES)
     return torch.cat([support, support + len(_SUPPORT_LOGITS)]) * len(_SHARE_LOGITS) * _SHARE_STRIDE
 
 
-def _bucket_of(values: int, edges: tuple[float, ...]) -> Tensor:
+def _bucket_of(values: int, edges: tuple[float, ...]) -> torch.Tensor:
     return torch.bucketize(torch.arange(float(values)), torch.tensor(edges))

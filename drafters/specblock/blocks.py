@@ -21,7 +21,8 @@ from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live
-from drafters.tree import DraftTree, likeliest_nodes, merge_trees
+from drafters.tree import DraftTree
+from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 
 NOWHERE = -1
@@ -102,6 +103,7 @@ class Blocks:
         config = weights.network.config
         self._policy = POLICIES[weights.policy]
         self._max_nodes = sizes.max_nodes
+        self._ops = ops.on(torch.device(sizes.device))
         further = (weights.blocks - 1) * weights.starts * config.block_size
         live = config.block_size - config.entries + further
         self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)
@@ -169,7 +171,7 @@ class Blocks:
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
         likely = survival * ((survival >= MIN_SURVIVAL) & anchored[:, None])
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
-        merge = merge_trees if len(grown) > 1 else likeliest_nodes  # of one block no two paths are equal
+        merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
         tree, chosen = merge(raw, self._max_nodes)
         buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
         self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))

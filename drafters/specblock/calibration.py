@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from drafters.calibration import CEILING, HitTable
+from drafters.calibration import HitTable
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import DraftingSizes, RankOutcomes
 from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
-from drafters.tree import NO_HASH, ROOT, Candidates, came_true, node_hashes
+from drafters.tree import ROOT, Candidates
+from kernels import ops
+from kernels.hit_rates import CEILING
 
 _PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
@@ -28,13 +30,14 @@ class RankCalibration:
         self._buckets = torch.stack([first, first + self.first_further])
         nodes = (sizes.max_nodes,)
         fields = {
-            "hashes": Field(nodes, NO_HASH, forgotten=True),
+            "tokens": Field(nodes, 0),
             "parents": Field(nodes, ROOT),
-            "depths": Field(nodes, 0),
+            "depths": Field(nodes, 0, forgotten=True),
             "predicted": Field(nodes, 0.0),
             "buckets": Field(nodes, 0),
         }
         self._trees = ProposalLog(sizes, fields)
+        self._ops = ops.on(even.device)
         self.forget = self._trees.forget
 
     def buckets(self, block: int) -> Tensor:
@@ -43,31 +46,26 @@ class RankCalibration:
 
     def correct(self, conditional: Tensor, block: int) -> Tensor:
         """Conditional probabilities after what was learned. # [..., block, rank] float32"""
-        corrected: Tensor = conditional * self._table.ratios[self.buckets(block)]
+        corrected: Tensor = conditional * self._table.rates[self.buckets(block)]
         return corrected.clamp(max=CEILING)
 
     def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
         """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
-        nodes = {"parents": tree.parents, "depths": tree.depths, "predicted": predicted, "buckets": buckets}
-        self._trees.keep(rows, hashes=node_hashes(tree), **nodes)
+        nodes = {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths}
+        self._trees.keep(rows, predicted=predicted, buckets=buckets, **nodes)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
         tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
-        hashes, parents, buckets = (self._trees[name][rows] for name in ("hashes", "parents", "buckets"))
-        true = came_true(hashes, tokens, counts)
-        tried = torch.where(parents < 0, True, true.gather(1, parents.clamp(min=0))) & (hashes != NO_HASH)
-        self.observe(buckets, self._trees["predicted"][rows], true, tried)
-        further = (buckets >= self.first_further) & (self._trees["depths"][rows] < counts[:, None])
+        parents, depths, buckets = (self._trees[name][rows] for name in ("parents", "depths", "buckets"))
+        tried, true = self._ops.fates(self._trees["tokens"][rows], parents, depths, tokens, counts)
+        self._table.observe(buckets, true, self._trees["predicted"][rows] * tried)
+        further = true & (buckets >= self.first_further) & (depths < counts[:, None])
         self.forget(rows)
-        return torch.stack([(true & tried & further).sum(), counts.sum()])
-
-    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
-        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
-        self._table.observe(buckets, true & tried, predicted * tried)
+        return torch.stack([further.sum(), counts.sum()])
 
     def outcomes(self) -> RankOutcomes:
         """By class of the rank: recent tokens predicted, and those that came true."""
-        sums = torch.stack([self._table.expected, self._table.true]).view(2, -1, _CLASSES).sum(1)
+        sums = torch.stack([self._table.counts.expected, self._table.counts.came_true]).view(2, -1, _CLASSES).sum(1)
         predicted, right = sums.tolist()  # planned transfer
         return RankOutcomes(dict(zip(CLASS_NAMES, predicted, strict=True)), dict(zip(CLASS_NAMES, right, strict=True)))

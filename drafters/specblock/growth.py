@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.calibration import CEILING
 from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
 from drafters.specblock.model import RANK_CLASSES
 from drafters.tree import MAX_DEPTH, ROOT
+from kernels.hit_rates import CEILING
 from kernels.rank_features import TOP
 
 Policy = Callable[[BlockChances], Tensor]

@@ -17,7 +17,8 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
-from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, came_true, path_hashes
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,9 @@ def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *,
         inside = ahead < ends[rows, None]
         said = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
         # A text's last token is the target's own.
-        true = came_true(path_hashes(tree.tokens, tree.parents, tree.depths), said, (inside.sum(1) - 1).clamp(min=0))
-        accepted = (true & tree.valid).sum(1)
+        known = (inside.sum(1) - 1).clamp(min=0)
+        fates = ops.on(device).fates(tree.tokens, tree.parents, tree.depths, said, known)
+        accepted = fates.came_true.sum(1)
         places = (at[:, None] + reach).clamp(max=longest - 1)
         nothing = tokens.new_zeros(len(rows), 0)
         drafter.commit(

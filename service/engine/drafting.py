@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
-from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, RankOutcomes
-from drafters.tree import Candidates, DraftTree, VerifyResult
+from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes
+from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
 from service.engine.scheduler import Batch
@@ -98,14 +98,15 @@ class DraftStage:
         nodes += [0] * (lines - len(nodes))
         return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=True, followed=True)
 
-    def learn(self, budget: Budget, tree: DraftTree, result: VerifyResult, stats: StepStats) -> StepStats:
+    def learn(self, budget: Budget, committed: Committed, stats: StepStats) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted, and what
         drafter and calibration say of themselves.
 
-        Lines of tree and result are the completing sequences, of which the drafting ones stand first.
+        Lines of what was committed are the completing sequences, of which the drafting ones stand first.
         """
-        if budget.drafted and tree.width:
-            self._pruning.learn(result.path[: budget.load.num_drafting])
+        if budget.drafted and committed.tree.width:
+            drafting = budget.load.num_drafting
+            self._pruning.learn(committed.tokens[:drafting], committed.counts[:drafting])
         self._num_learnt += 1
         is_due = self._num_learnt % _REPORT_EVERY == 0
         ranks = self._drafter.rank_outcomes() if is_due else RankOutcomes()

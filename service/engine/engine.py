@@ -183,7 +183,7 @@ class Engine:
             gaps=gaps,
             preemptions=self.scheduler.take_preemptions(),
         )
-        return StepReport(outputs, finished, self._draft_stage.learn(budget, verified.tree, verified.result, stats))
+        return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats))
 
     def _close(
         self, completing: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]

@@ -10,7 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from drafters.tree import ROOT, DraftTree, ancestor_matrix
+from drafters.tree import ROOT, DraftTree
+from kernels import ops
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 
@@ -82,7 +83,7 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         extend_end=extend_end,
         node_slots=node_slots,
         node_depths=tree.depths,
-        ancestors=ancestor_matrix(tree.parents),
+        ancestors=ops.on(slots.device).ancestor_matrix(tree.parents),
     )
     return ForwardRows(tokens, attention, slots, num_extend_rows, logit_rows, logit_sequence, completing)
 

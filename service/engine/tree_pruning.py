@@ -4,16 +4,24 @@ and what became of them learnt.
 Legend: batch, nodes as in drafters/tree.py; a step's calls come in their order.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from drafters.calibration import Claims, SurvivalCalibration
-from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, select_nodes
+from drafters.calibration import SurvivalCalibration
+from drafters.tree import MAX_DEPTH, Candidates, DraftTree
+from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from service.engine.budget import allocate_nodes
 
 _NO_SEQUENCE = -1
-_Pruned = tuple[DraftTree, Claims]
+
+
+class _Pruned(NamedTuple):
+    trees: DraftTree
+    claimed: Tensor  # of their nodes before correction, as of `Corrected`
+    buckets: Tensor
 
 
 class TreePruning:
@@ -30,13 +38,14 @@ class TreePruning:
     ) -> None:
         """`width` is that of the widest candidates to capture."""
         self._calibration = calibration
+        self._ops = ops.on(torch.device(device))
         self._corrected: _Pruned
         self._kept: _Pruned
         self._batch = 0
         batches = batches_up_to(max_batch) if capture else []
         nodes = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         none, ones = nodes.new_zeros(max_batch), torch.ones(max_batch, device=device)
-        path = torch.full((max_batch, MAX_DEPTH), ROOT, device=device)
+        text = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
         endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
         candidates = DraftTree(nodes, nodes, nodes, nodes.float(), none)
         self._correct = GraphRunner(
@@ -48,12 +57,13 @@ class TreePruning:
             capture,
             (
                 ((none[:batch] + _NO_SEQUENCE, endless[: batch * width + 1], ones[:batch]), (trees,))
-                for batch, (trees, _) in corrected
+                for batch, (trees, *_) in corrected
             ),
         )
-        self._keep = GraphRunner(_keep, capture, (((none[:batch], width), given) for batch, given in corrected))
+        self._keep = GraphRunner(self._run_keep, capture, (((none[:batch], width), given) for batch, given in corrected))
         kept = zip(batches, self._keep.results, strict=True)
-        self._learn = GraphRunner(self._run_learn, capture, (((path[:batch],), given) for batch, given in kept))
+        learnt = (((text[:batch], none[:batch]), given) for batch, given in kept)
+        self._learn = GraphRunner(self._run_learn, capture, learnt)
 
     def correct(self, candidates: Candidates, deepest: Tensor) -> Candidates:
         """With survival as it turns out, and none below what can be emitted. # deepest [batch] int64"""
@@ -72,23 +82,25 @@ class TreePruning:
         self._kept = self._keep((num_keep, width), self._corrected)
         return self._kept[0].first(self._batch, width)
 
-    def learn(self, path: Tensor) -> None:
-        """Take in which nodes of these trees were accepted. # path [batch, depth] int64, -1 padded"""
-        self._learn((path,), self._kept)
+    def learn(self, tokens: Tensor, counts: Tensor) -> None:
+        """Take in what was committed of these trees. # tokens [batch, longest], counts [batch] as of `Committed`"""
+        self._learn((tokens, counts), self._kept)
 
     def _run_correct(self, candidates: Candidates, deepest: Tensor) -> _Pruned:
-        emitted = candidates.depths <= deepest[:, None]
-        return self._calibration.correct(candidates._replace(survival=candidates.survival * emitted))
+        survival, claimed, buckets = self._calibration.correct(candidates, deepest)
+        return _Pruned(candidates._replace(survival=survival), claimed, buckets)
 
-    def _run_learn(self, path: Tensor, tree: DraftTree, claims: Claims) -> tuple[()]:
-        self._calibration.learn(claims, tree, path)
+    def _run_keep(self, num_keep: Tensor, width: int, candidates: Candidates, claimed: Tensor, buckets: Tensor) -> _Pruned:
+        tree, kept = self._ops.select_nodes(candidates, num_keep, width)
+        return _Pruned(tree, claimed.gather(1, kept), buckets.gather(1, kept))
+
+    def _run_learn(
+        self, tokens: Tensor, counts: Tensor, tree: DraftTree, claimed: Tensor, buckets: Tensor
+    ) -> tuple[()]:
+        self._calibration.learn(claimed, buckets, tree, tokens, counts)
         return ()
 
 
 def _share(limits: Tensor, seconds: Tensor, weights: Tensor, candidates: Candidates) -> Tensor:
     return allocate_nodes(candidates, limits, seconds, weights)
 
-
-def _keep(num_keep: Tensor, width: int, candidates: Candidates, claims: Claims) -> _Pruned:
-    tree, kept = select_nodes(candidates, num_keep, width)
-    return tree, claims.take(kept)

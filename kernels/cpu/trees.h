@@ -1,0 +1,23 @@
+// Draft trees as arrays, and the one way to cut them.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+constexpr int64_t ROOT = -1;
+using Numbers = std::vector<int64_t>;
+
+struct Trees {  // [batch, width] each, and [batch]
+    int64_t *tokens, *parents, *depths;
+    float* survival;
+    int64_t *num_nodes, width;
+
+    Trees line(int64_t b) const {
+        return {tokens + b * width, parents + b * width, depths + b * width, survival + b * width, num_nodes + b, width};
+    }
+};
+
+// Of the first so many nodes those that survive, by falling survival.
+Numbers likeliest_first(const Trees& tree, int64_t count);
+
+// The first of these nodes, as many as fit, as a tree; with `leaders` each node hangs below its parent's leader.
+void cut(const Trees& from, const Numbers& nodes, const Numbers* leaders, const Trees& to, int64_t* chosen);

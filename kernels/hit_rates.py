@@ -1,0 +1,64 @@
+"""How often proposals come true, counted by bucket, and survival corrected by it.
+Legend: batch, nodes as in kernels/trees.py; buckets = kinds of evidence; conditional = survival given that the parent
+survives."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.trees import DraftTree, accumulated
+
+CEILING = 0.98  # below 1: survival must fall strictly along a path
+DEPTHS = 8  # deeper nodes count as of this depth
+CLAIMS = 8  # bins of the claimed conditional
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """Labels by bucket; all [buckets] float32, changed in place: captured computations read them where they stand."""
+
+    prior_true: Tensor
+    prior_expected: Tensor
+    came_true: Tensor
+    expected: Tensor
+    rates: Tensor  # (prior + came true) / (prior + expected), within limits
+    decay: float  # what labels weigh after each later call of `count_hits`
+    low: float
+    high: float
+
+    def estimate(self) -> None:
+        """Rates of what has been counted."""
+        hits = (self.prior_true + self.came_true).div_(self.prior_expected + self.expected)
+        torch.clamp(hits, self.low, self.high, out=self.rates)
+
+
+def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
+    """Count labels; both are 0 where there is none. # all three [...], came_true and expected bool or float32"""
+    flat = buckets.flatten()
+    counts.came_true.mul_(counts.decay).index_add_(0, flat, came_true.float().flatten())
+    counts.expected.mul_(counts.decay).index_add_(0, flat, expected.float().flatten())
+    counts.estimate()
+
+
+class Corrected(NamedTuple):
+    """What was claimed of nodes and what is made of it; all [batch, nodes]."""
+
+    survival: Tensor  # float32
+    conditional: Tensor  # float32, as claimed
+    buckets: Tensor  # int64, by depth and claim
+
+
+def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
+    """Survival as claims of its kind turned out; what had none keeps none, nodes below `deepest` get none, and it still
+    falls along every path. # deepest [batch] int64; rates [DEPTHS * CLAIMS]"""
+    claimed = candidates.survival * (candidates.depths <= deepest[:, None])
+    above = pad(claimed, (1, 0), value=1.0).gather(1, candidates.parents + 1)
+    conditional = (claimed / above.clamp(min=1e-9)).clamp(max=1.0)
+    claim = (conditional * CLAIMS).long().clamp(max=CLAIMS - 1)
+    buckets = (candidates.depths - 1).clamp(0, DEPTHS - 1) * CLAIMS + claim
+    corrected = (conditional * rates[buckets]).clamp(max=CEILING)
+    survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)
+    return Corrected(survival, conditional, buckets)

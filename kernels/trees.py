@@ -1,0 +1,225 @@
+"""Draft trees, and the ops that merge, cut and judge them.
+Legend: batch = sequences in the step, nodes = padded node count. The root (the last committed token, depth 0) is not a
+node: a node whose parent is -1 hangs below the root."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.tree_attention import MAX_DEPTH
+
+ROOT = -1
+"""Parent index of a node that hangs directly below the root; also the padding of node indices."""
+
+
+class DraftTree(NamedTuple):
+    """Nodes to verify, in an order where every parent stands before its children. Also the form of a drafter's
+    *candidates*: a tree from which the budget keeps the likeliest nodes."""
+
+    tokens: Tensor  # [batch, nodes] int64, 0 padded
+    parents: Tensor  # [batch, nodes] int64, parents[i] < i, ROOT below the root
+    depths: Tensor  # [batch, nodes] int64, 1 below the root, 0 padded
+    survival: Tensor  # [batch, nodes] float32, estimated probability to be on the accepted path, 0 padded
+    num_nodes: Tensor  # [batch] int64
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Padded number of nodes."""
+        return self.tokens.shape[1]
+
+    def take(self, lines: Tensor) -> "DraftTree":
+        """The trees of some sequences. # lines [picked] int64"""
+        return DraftTree(*(value[lines] for value in self))
+
+    def first(self, batch: int, width: int | None = None) -> "DraftTree":
+        """The first trees, and of each so many nodes, as views."""
+        tokens, parents, depths, survival = (value[:batch, :width] for value in self[:4])
+        return DraftTree(tokens, parents, depths, survival, self.num_nodes[:batch])
+
+    @property
+    def valid(self) -> Tensor:
+        """True for nodes, False for padding. # [batch, nodes]"""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """The same trees on another device."""
+        return DraftTree(*(value.to(device) for value in self))
+
+    @staticmethod
+    def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
+        """Trees without padding whose nodes all survive. # tokens, parents [batch, nodes] int64"""
+        depths = torch.ones_like(parents)
+        for _ in range(min(parents.shape[1], MAX_DEPTH)):
+            depths = torch.where(parents < 0, 1, depths.gather(1, parents.clamp(min=0)) + 1)
+        num_nodes = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+        return DraftTree(tokens, parents, depths, torch.ones_like(tokens, dtype=torch.float32), num_nodes)
+
+    @staticmethod
+    def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
+        """One batch of several trees of equal width."""
+        return DraftTree(*(torch.cat(values) for values in zip(*trees, strict=True)))
+
+    @staticmethod
+    def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":
+        """The tree of zero nodes: verifying it is plain decoding."""
+        none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return DraftTree(none, none, none, none.float(), torch.zeros(batch, dtype=torch.int64, device=device))
+
+
+class Fates(NamedTuple):
+    """What became of proposed nodes once the text went on; both [batch, nodes] bool."""
+
+    tried: Tensor  # the parent came true and the text goes on behind it: only such a node says something of its drafter
+    came_true: Tensor  # the node is on the text
+
+
+def fates(
+    tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor
+) -> Fates:
+    """Which nodes the committed text tried, and which it took. # tokens, parents, depths [batch, nodes] int64 in any
+    order, depth 0 = padding; committed [batch, longest] int64, the text behind the root; counts [batch] int64, how much
+    of it is known"""
+    places = (depths - 1).clamp(0, committed.shape[1] - 1)
+    known = (depths > 0) & (depths <= counts[:, None])
+    equal = known & (tokens == committed.gather(1, places))
+    came_true = accumulated(pad(equal, (0, 1), value=True), parents, torch.logical_and)
+    above = pad(came_true, (1, 0), value=True).gather(1, parents + 1)
+    return Fates(above & known, came_true)
+
+
+def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
+    """The likeliest nodes of a raw tree, each path once, by falling survival, and which raw nodes they were; those of
+    padding mean nothing. Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the
+    likeliest stays and takes over the others' children, so that survival still falls along every path.
+    # -> tree, [batch, nodes] int64"""
+    hashes = path_hashes(raw.tokens, raw.parents, raw.depths)
+    order = raw.survival.sort(dim=1, descending=True, stable=True).indices  # likeliest first
+    representative = _first_with_equal_hash(hashes, order)
+    is_kept = (representative == torch.arange(raw.width, device=order.device)) & (raw.survival > 0)
+    leaders = pad(representative, (1, 0), value=ROOT)
+    unified = raw._replace(parents=leaders.gather(1, raw.parents + 1), survival=raw.survival * is_kept)
+    return likeliest_nodes(unified, max_nodes)
+
+
+def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
+    """The same of a raw tree in which no path stands twice."""
+    best = raw.survival.sort(dim=1, descending=True, stable=True)
+    survival, chosen = best.values[:, :max_nodes], best.indices[:, :max_nodes]
+    exists = survival > 0
+    tree = DraftTree(
+        tokens=raw.tokens.gather(1, chosen) * exists,
+        parents=_renumbered(raw.parents, chosen).masked_fill(~exists, ROOT),
+        depths=raw.depths.gather(1, chosen) * exists,
+        survival=survival,
+        num_nodes=exists.sum(1),
+    )
+    return tree, chosen
+
+
+def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
+    """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
+    padding mean nothing. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
+    # num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64"""
+    width = min(width, candidates.width)
+    if width == 0:
+        tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
+        return tree, tree.parents
+    num_nodes = torch.minimum(num_keep, candidates.num_nodes)
+    by_survival = falling(candidates).indices  # [batch, nodes]
+    kept = torch.arange(by_survival.shape[1], device=by_survival.device) < num_nodes[:, None]
+    depths = candidates.depths.gather(1, by_survival).masked_fill(~kept, MAX_DEPTH + 1)
+    chosen = by_survival.gather(1, depths.sort(dim=1, stable=True).indices)[:, :width]
+    valid = kept[:, :width]
+    tree = DraftTree(
+        tokens=candidates.tokens.gather(1, chosen) * valid,
+        parents=_renumbered(candidates.parents, chosen).masked_fill(~valid, ROOT),
+        depths=candidates.depths.gather(1, chosen) * valid,
+        survival=candidates.survival.gather(1, chosen) * valid,
+        num_nodes=num_nodes,
+    )
+    return tree, chosen
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """True at [b, i, j] where node j is on the path from the root to node i, i itself included.
+    # parents [batch, nodes] -> [batch, nodes, nodes] bool"""
+    batch, nodes = parents.shape
+    if nodes == 0:
+        return parents.new_zeros(batch, 0, 0, dtype=torch.bool)
+    root = torch.full((batch, 1), nodes, dtype=parents.dtype, device=parents.device)
+    # The root becomes the last row, its own parent and nobody's ancestor, so that every jump is defined.
+    jump = torch.cat([torch.where(parents < 0, nodes, parents), root], dim=1)  # [batch, nodes + 1]
+    above = torch.eye(nodes + 1, nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    for _ in range(_doublings(nodes)):
+        above = above | above.gather(1, jump[:, :, None].expand(-1, -1, nodes))
+        jump = jump.gather(1, jump)
+    return above[:, :nodes]
+
+
+def falling(candidates: DraftTree) -> torch.return_types.sort:
+    """Survival, likeliest first, and whose it is; -1 for padding."""
+    return candidates.survival.masked_fill(~candidates.valid, -1.0).sort(dim=1, descending=True, stable=True)
+
+
+def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Values combined from the root's child down to each node. # values [batch, nodes + 1], the last column the root's,
+    which changes nothing; parents [batch, nodes] -> like parents"""
+    nodes = parents.shape[1]
+    jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
+    for _ in range(_doublings(nodes)):
+        values, jump = combine(values, values.gather(1, jump)), jump.gather(1, jump)
+    return values[:, :nodes]
+
+
+def _doublings(nodes: int) -> int:
+    """Jumps to the parent's parent that reach the root from any of so many nodes."""
+    return max(0, min(nodes, MAX_DEPTH) - 1).bit_length()
+
+
+def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
+    """A 64-bit sum over the path of tokens times random odd numbers by depth; equal paths have equal sums. Different
+    ones collide with probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64"""
+    return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
+
+
+def prefix_hashes(tokens: Tensor) -> Tensor:
+    """The same sums for the beginnings of texts after the root, as far as trees reach.
+    # tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64"""
+    tokens = tokens[:, :MAX_DEPTH]
+    factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
+    return ((tokens + 1) * factors.view(-1, *[1] * (tokens.ndim - 2))).cumsum(1)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """By depth. # -> [MAX_DEPTH + 1] int64"""
+    generator = torch.Generator().manual_seed(2)
+    return (torch.randint(-(2**62), 2**62, (MAX_DEPTH + 1,), generator=generator) | 1).to(device)
+
+
+def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
+    """For each node the first node in `order` with the same path. # both [batch, nodes] -> [batch, nodes] int64"""
+    ordered = hashes.gather(1, order)
+    grouped = ordered.sort(dim=1, stable=True)  # equal hashes side by side, likeliest first
+    begins = pad(grouped.values[:, 1:] != grouped.values[:, :-1], (1, 0), value=True)
+    places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
+    head = torch.where(begins, places, 0).cummax(1).values  # where each group begins
+    leaders = order.gather(1, grouped.indices.gather(1, head))
+    members = order.gather(1, grouped.indices)
+    return torch.empty_like(members).scatter_(1, members, leaders)
+
+
+def _renumbered(parents: Tensor, chosen: Tensor) -> Tensor:
+    """Parents of the chosen nodes in the new numbers. # parents [batch, nodes], chosen [batch, width] -> like chosen"""
+    places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
+    numbers = parents.new_full((parents.shape[0], parents.shape[1] + 1), ROOT)  # old + 1 -> new
+    numbers.scatter_(1, chosen + 1, places)
+    return numbers.gather(1, parents.gather(1, chosen) + 1)
