@@ -113,7 +113,7 @@ class MergedDrafter(Drafter):
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
-        nodes = (self._proposals[name][committed.rows] for name in ("tokens", "parents", "depths"))
+        nodes = self._proposals.of(committed.rows, "tokens", "parents", "depths")
         _, right = self._ops.fates(*nodes, committed.tokens, committed.result.num_accepted)
         cheap, costly = right[:, : self._num_cheap].sum(1), right[:, self._num_cheap :].sum(1)  # of a path each
         counts = torch.stack([cheap, costly, (costly - cheap).clamp(min=0)]).sum(1)

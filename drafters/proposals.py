@@ -1,7 +1,7 @@
 """What each row's last tree proposed, kept until the committed text tells what became of it.
 Legend: rows = sequences of the engine's table, nodes = those of a tree, batch = some rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ class ProposalLog:
         }
         self._fills = {name: field.fill for name, field in fields.items() if field.forgotten}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tables[name]
+    def of(self, rows: Tensor, *names: str) -> Iterator[Tensor]:
+        """What these rows proposed. # each [batch, ...]"""
+        return (self._tables[name].index_select(0, rows) for name in names)
 
     def keep(self, rows: Tensor, **values: Tensor) -> None:
         """What these rows propose now, as far as it reaches. # each [batch, <= what a row holds, ...]"""

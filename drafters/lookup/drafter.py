@@ -70,11 +70,11 @@ class LookupDrafter(Drafter):
 
     def _learn(self, committed: Committed) -> None:
         rows, counts = committed.rows, committed.counts
-        tokens, strengths = self._proposals["tokens"][rows], self._proposals["strengths"][rows]
+        tokens, strengths, buckets = self._proposals.of(rows, "tokens", "strengths", "buckets")
         grid = (shape.expand(len(rows), -1) for shape in (self._parents, self._depths))
         fates = self._ops.fates(tokens.flatten(1), *grid, committed.tokens, counts)
         tried, came_true = (fate.view(tokens.shape) for fate in fates)
         predicted = came_true & (strengths >= PREDICTED)[:, None]
         self._predicted[rows] += predicted.any(2).sum(1)
-        self._calibration.observe(self._proposals["buckets"][rows], came_true[:, :REACH], tried[:, :REACH])
+        self._calibration.observe(buckets, came_true[:, :REACH], tried[:, :REACH])
         self._proposals.forget(rows)

@@ -15,6 +15,7 @@ _PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
+_FIELDS = "tokens", "parents", "depths", "predicted", "buckets"  # of a node
 
 
 class RankCalibration:
@@ -57,9 +58,9 @@ class RankCalibration:
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
         tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
-        parents, depths, buckets = (self._trees[name][rows] for name in ("parents", "depths", "buckets"))
-        tried, true = self._ops.fates(self._trees["tokens"][rows], parents, depths, tokens, counts)
-        self._table.observe(buckets, true, self._trees["predicted"][rows] * tried)
+        proposed, parents, depths, predicted, buckets = self._trees.of(rows, *_FIELDS)
+        tried, true = self._ops.fates(proposed, parents, depths, tokens, counts)
+        self._table.observe(buckets, true, predicted * tried)
         further = true & (buckets >= self.first_further) & (depths < counts[:, None])
         self.forget(rows)
         return torch.stack([further.sum(), counts.sum()])

@@ -14,6 +14,7 @@ from drafters.specblock.checkpoint import VOCABULARY
 from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
 from kernels import ops
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.layers import RunLayers
 from kernels.linear import Product
 from kernels.ops import Ops
 
@@ -73,6 +74,9 @@ class _Planned:
         self.asked = hand.tensor(asked.to(fuse.dtype))  # [block, hidden]
         window = config.trained_length * config.entries
         self.layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        self._runs: list[RunLayers] = []
+        self._planned_for: Tensor | None = None  # pool
+        self._plan_layers = hand.table.plan_layers
         further = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [hand.product(weights[f"shift_proj.{number}.weight"]) for number in further]
         self.norm = hand.vector("decoder.norm.weight")
@@ -80,6 +84,14 @@ class _Planned:
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
+
+
+    def runs(self, pool: Tensor) -> list[RunLayers]:
+        """The layers, each in one call. # pool as of `EntryPool`"""
+        if self._planned_for is not pool:
+            self._runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
+            self._planned_for = pool
+        return self._runs
 
 
 class ServingNetwork:
@@ -161,7 +173,7 @@ class ServingNetwork:
         """States after the output norm; keys and values go to the pool. # hidden [rows, hidden], overwritten; previous
         [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> [rows, hidden]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
-        delta = self._planned.layers[-1](hidden, delta, places, pool[-1])
+        delta = self._planned.runs(pool)[-1](hidden, delta, places)
         return self.ops.add_rms_norm(hidden, delta, self._planned.norm, self.shape.epsilon)
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
@@ -174,8 +186,8 @@ class ServingNetwork:
     ) -> tuple[Tensor, Tensor | None]:
         """What the last layer receives."""
         delta, shifts = None, self._planned.shifts
-        for number, layer in enumerate(self._planned.layers[:-1]):
-            delta = layer(hidden, delta, places, pool[number])
+        for number, run in enumerate(self._planned.runs(pool)[:-1]):
+            delta = run(hidden, delta, places)
             if shifts:
                 whole = hidden + delta
                 hidden, delta = shifts[number](torch.cat([whole, whole.index_select(0, previous)], dim=-1)), None

@@ -1,11 +1,10 @@
 """The compiled twin of `kernels.tree_attention`: a row's keys are a range of its text's slots, then its path's."""
 
-from ctypes import byref
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.cpu.library import Layer, Rows, address, function, halves
 from kernels.tree_attention import LOG2_E, Attention, AttentionRows
@@ -52,22 +51,16 @@ def plan_attention(
     kv_heads: int,
 ) -> Attention:
     """As the reference."""
-    heads = query_heads // kv_heads
-    rows_at_once = max(1, _LANES // heads)
-    (of_nodes,) = (rows.node >= 0).nonzero(as_tuple=True)
-    seen = rows.positions + 1  # [rows]
-    seen[of_nodes] = rows.extend_end[rows.sequence[of_nodes]] + 1
-    path = rows.ancestors[rows.sequence[of_nodes], rows.node[of_nodes]]  # [node rows, nodes], parents first
-    row, node = path.nonzero(as_tuple=True)
-    path_slots = rows.node_slots[rows.sequence[of_nodes[row]], node]
-    lengths = torch.zeros_like(seen).index_copy_(0, of_nodes, path.sum(1))
-    path_start = functional.pad(lengths.cumsum(0), (1, 0))
-    order = rows.sequence.argsort(stable=True)
-    counts = rows.sequence.bincount(minlength=rows.table_rows.shape[0]).tolist()
-    groups, first = [], 0
-    for line, count in zip(rows.table_rows.tolist(), counts, strict=True):
-        groups += [(first + done, min(rows_at_once, count - done), line) for done in range(0, count, rows_at_once)]
-        first += count
-    order, seen, path_start = (values.to(torch.int32) for values in (order, seen, path_start))
-    kept = (order, seen, path_start, path_slots)
-    return CompiledAttention(Rows(*map(address, kept)), torch.tensor(groups, dtype=torch.int32), slot_table, kept)
+    (num_rows,), (sequences, nodes) = rows.sequence.shape, rows.node_slots.shape
+    order, seen, path_start = (torch.empty(num_rows + more, dtype=torch.int32) for more in (0, 0, 1))
+    path_slots = torch.empty(num_rows * nodes, dtype=torch.int64)
+    groups = torch.empty(num_rows, 3, dtype=torch.int32)
+    given = [value.contiguous() for value in (rows.sequence, rows.positions, rows.node)]
+    texts = [value.contiguous() for value in (rows.table_rows, rows.extend_end, rows.node_slots, rows.ancestors)]
+    kept = order, seen, path_start, path_slots
+    call = function("plan_rows", "pppnppppnnnppppp")
+    call.restype = c_int64
+    rows_at_once = max(1, _LANES // (query_heads // kv_heads))
+    sizes = sequences, nodes, rows_at_once
+    count = call(*map(address, given), num_rows, *map(address, texts), *sizes, *map(address, kept), groups.data_ptr())
+    return CompiledAttention(Rows(*map(address, kept)), groups[:count], slot_table, kept)

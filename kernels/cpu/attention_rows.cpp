@@ -1,0 +1,38 @@
+// Who attends to what in one forward, for all its layers: `Rows` of ops.h, and groups of rows that share a text.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+extern "C" {
+
+// `groups` gets (first place in the order, rows, line of the slot table) of each; returns how many there are.
+int64_t plan_rows(const int64_t* sequence, const int64_t* positions, const int64_t* node, int64_t num_rows,
+                  const int64_t* table_rows, const int64_t* extend_end, const int64_t* node_slots, const bool* ancestors,
+                  int64_t sequences, int64_t nodes, int64_t rows_at_once, int32_t* order, int32_t* seen, int32_t* path_start,
+                  int64_t* path_slots, int32_t* groups) {
+    std::vector<int64_t> first(sequences + 1);  // place in the order of each sequence's first row
+    int64_t paths = 0, count = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t text = sequence[row];
+        first[text + 1]++;
+        path_start[row] = int32_t(paths);
+        seen[row] = int32_t((node[row] < 0 ? positions[row] : extend_end[text]) + 1);
+        if (node[row] < 0) continue;
+        const bool* above = ancestors + (text * nodes + node[row]) * nodes;
+        for (int64_t i = 0; i <= node[row]; i++)  // parents stand first
+            if (above[i]) path_slots[paths++] = node_slots[text * nodes + i];
+    }
+    path_start[num_rows] = int32_t(paths);
+    for (int64_t text = 0; text < sequences; text++) {
+        const int64_t mine = first[text + 1];
+        for (int64_t done = 0; done < mine; done += rows_at_once, count++) {
+            groups[3 * count] = int32_t(first[text] + done);
+            groups[3 * count + 1] = int32_t(std::min(rows_at_once, mine - done));
+            groups[3 * count + 2] = int32_t(table_rows[text]);
+        }
+        first[text + 1] += first[text];
+    }
+    for (int64_t row = 0; row < num_rows; row++) order[first[sequence[row]]++] = int32_t(row);
+    return count;
+}
+}
