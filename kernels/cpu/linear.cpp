@@ -10,7 +10,7 @@ namespace {
 
 constexpr int COLUMNS = 2 * LANES;
 constexpr int MOST_ROWS = 12;  // with two accumulators each they fill 24 of 32 registers
-constexpr int AHEAD = 16;      // steps of a block between a prefetch and its use
+constexpr int AHEAD = 256;     // steps between a prefetch into the second cache and its use: 32 KB
 
 template <class T>
 constexpr int PAIR = sizeof(float) / sizeof(T);  // columns of x that one step takes
@@ -34,8 +34,8 @@ void block(const T* x, const T* w, const float* bias, T* y, int64_t in, int64_t 
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < 2; h++) sums[r][h] = bias ? load(bias + h * LANES) : Vec{};
     for (int64_t i = 0; i < in; i += PAIR<T>, w += PAIR<T> * COLUMNS) {
-        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS);
-        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS + PAIR<T> * LANES);
+        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS, 0, 2);
+        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS + PAIR<T> * LANES, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
             sums[r][0] = dot(sums[r][0], x + r * in + i, w);

@@ -14,7 +14,7 @@ namespace {
 constexpr int TILE = 2 * LANES;  // outputs
 constexpr int COLUMNS = 32;
 constexpr int MOST_ROWS = 12;
-constexpr int AHEAD = 2;  // blocks between a prefetch and its use
+constexpr int AHEAD = 28;  // blocks between a prefetch into the second cache and its use: 32 KB
 constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
 
 struct Block {
@@ -74,7 +74,7 @@ void tile(const Activations* x, const Block* w, const float* bias, T* y, int64_t
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < 2; h++) sums[r][h] = bias ? load(bias + h * LANES) : Vec{};
     for (int64_t block = 0; block < blocks; block++, w++) {
-        for (size_t i = 0; i < sizeof(Block); i += 64) __builtin_prefetch((const char*)(w + AHEAD) + i);
+        for (size_t i = 0; i < sizeof(Block); i += 64) __builtin_prefetch((const char*)(w + AHEAD) + i, 0, 2);
         Vec low = load(w->scales), high = load(w->scales + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
