@@ -29,9 +29,9 @@ class HitTable:
         self, prior_true: Tensor, prior_expected: Tensor, *, decay: float, limits: tuple[float, float] = (0.0, 1.0)
     ) -> None:
         """Both priors [buckets]."""
-        priors = prior_true.float(), prior_expected.float()
-        counted = (torch.zeros_like(prior) for prior in priors)
-        self.counts = HitCounts(*priors, *counted, torch.empty_like(priors[0]), decay, *limits)
+        prior_true, prior_expected = prior_true.float(), prior_expected.float()
+        came_true, expected, rates = (torch.zeros_like(prior_true) for _ in range(3))
+        self.counts = HitCounts(prior_true, prior_expected, came_true, expected, rates, decay, *limits)
         self.counts.estimate()
         self._ops = ops.on(prior_true.device)
 

@@ -27,7 +27,6 @@ class MergedDrafter(Drafter):
         self.name, self.tap_layers = f"{cheap.name}+{costly.name}", costly.tap_layers
         self._max_nodes = max_nodes
         self._gate = gate or AskGate(readback.clock_of(device))
-        self._ops = ops.on(torch.device(device))
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
         self._has_grown = False
@@ -37,6 +36,7 @@ class MergedDrafter(Drafter):
         self._proposals = ProposalLog(sizes, fields)
         self._num_cheap = 0  # nodes of the cheap one in the last trees, padded
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
+        self._ops = ops.on(self._credits.device)
         self._known_credits = {cheap.name: 0, costly.name: 0}
 
     @property
@@ -113,8 +113,8 @@ class MergedDrafter(Drafter):
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
-        nodes = self._proposals.of(committed.rows, "tokens", "parents", "depths")
-        _, right = self._ops.fates(*nodes, committed.tokens, committed.result.num_accepted)
+        tokens, parents, depths = self._proposals.of(committed.rows, "tokens", "parents", "depths")
+        _, right = self._ops.fates(tokens, parents, depths, committed.tokens, committed.result.num_accepted)
         cheap, costly = right[:, : self._num_cheap].sum(1), right[:, self._num_cheap :].sum(1)  # of a path each
         counts = torch.stack([cheap, costly, (costly - cheap).clamp(min=0)]).sum(1)
         self._credits += counts

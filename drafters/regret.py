@@ -19,7 +19,7 @@ _DRIFT = 1.0 / 128**2
 64 a loss of a fifth of a step would never be sure."""
 _NOISE_PRIOR = 8.0
 """Observations that the presumed noise weighs."""
-_NOISE_MEMORY = 128.0
+_NOISE_MEMORY = 128.0  # observations: as many as the mean remembers
 _FARTHEST = 4.0  # standard deviations; no single observation, however odd, decides
 
 
@@ -110,10 +110,6 @@ class PosteriorsBySize:
     def widen(self) -> None:
         for posterior in self._known.values():
             posterior.widen()
-
-    def report(self) -> Mapping[tuple[Hashable, int], GainPosterior]:
-        """By kind and number of bits of the batch."""
-        return self._known
 
 
 class RegretLedger:

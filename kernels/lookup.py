@@ -9,7 +9,7 @@ Legend: batch = lines that are looked up, matches, strongest first, reach = toke
 kinds of evidence.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -104,10 +104,6 @@ class Evidence:
     share: int  # what each share edge that is passed adds
     votes: int  # what each vote edge adds
 
-    def to(self, device: torch.device | str) -> "Evidence":
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Evidence(**{name: part.to(device) if isinstance(part, Tensor) else part for name, part in own.items()})
-
 
 def merge_copies(
     matches: Matches, temperatures: Tensor, evidence: Evidence, max_nodes: int, least: float
@@ -142,5 +138,5 @@ def _likeliest(tokens: Tensor, parents: Tensor, survival: Tensor, max_nodes: int
     """By falling survival: strictly so along a path, hence parents come first. # all [batch, reach, matches]"""
     depths = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)[:, None].expand_as(tokens)
     survival = survival.masked_fill(survival < least, 0.0)
-    raw = (value.flatten(1) for value in (tokens, parents, depths, survival))
-    return likeliest_nodes(DraftTree(*raw, tokens.new_zeros(tokens.shape[0])), max_nodes)[0]
+    tokens, parents, depths, survival = (value.flatten(1) for value in (tokens, parents, depths, survival))
+    return likeliest_nodes(DraftTree(tokens, parents, depths, survival, depths[:, 0]), max_nodes)[0]

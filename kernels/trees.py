@@ -81,9 +81,7 @@ class Fates(NamedTuple):
     came_true: Tensor  # the node is on the text
 
 
-def fates(
-    tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor
-) -> Fates:
+def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
     """Which nodes the committed text tried, and which it took. # tokens, parents, depths [batch, nodes] int64 in any
     order, depth 0 = padding; committed [batch, longest] int64, the text behind the root; counts [batch] int64, how much
     of it is known"""

@@ -54,16 +54,16 @@ class LookupCalibration(HitTable):
         super().__init__((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS)
         self.evidence = Evidence(
             rates=self.rates,
-            weights=_strength_weights(),
-            rank_weights=_RANK_FACTOR ** torch.arange(MAX_MATCHES),
-            of_strength=_strength_part(),
-            of_depth=_bucket_of(REACH, _DEPTH_EDGES),
-            share_edges=torch.tensor(_SHARE_EDGES),
-            vote_edges=torch.tensor(_VOTE_EDGES),
+            weights=_strength_weights().to(device),
+            rank_weights=(_RANK_FACTOR ** torch.arange(MAX_MATCHES)).to(device),
+            of_strength=_strength_part().to(device),
+            of_depth=_bucket_of(REACH, _DEPTH_EDGES).to(device),
+            share_edges=torch.tensor(_SHARE_EDGES, device=device),
+            vote_edges=torch.tensor(_VOTE_EDGES, device=device),
             sampled=_SAMPLED_STRIDE,
             share=_SHARE_STRIDE,
             votes=len(_DEPTH_LOGITS),
-        ).to(self.rates.device)
+        )
 
 
 def _strength_weights() -> torch.Tensor:

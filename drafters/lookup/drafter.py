@@ -25,8 +25,7 @@ class LookupDrafter(Drafter):
     name = "lookup"
 
     def __init__(self, sizes: DraftingSizes) -> None:
-        device = torch.device(sizes.device)
-        self._ops = ops.on(device)
+        device = sizes.device
         self._history = History(sizes.max_sequences, sizes.max_length, device)
         self._calibration = LookupCalibration(device=device)
         self._max_nodes = sizes.max_nodes
@@ -40,6 +39,7 @@ class LookupDrafter(Drafter):
         }
         self._proposals = ProposalLog(sizes, fields)
         self._predicted = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
+        self._ops = ops.on(self._predicted.device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
@@ -71,8 +71,8 @@ class LookupDrafter(Drafter):
     def _learn(self, committed: Committed) -> None:
         rows, counts = committed.rows, committed.counts
         tokens, strengths, buckets = self._proposals.of(rows, "tokens", "strengths", "buckets")
-        grid = (shape.expand(len(rows), -1) for shape in (self._parents, self._depths))
-        fates = self._ops.fates(tokens.flatten(1), *grid, committed.tokens, counts)
+        parents, depths = (of_node.expand(len(rows), -1) for of_node in (self._parents, self._depths))
+        fates = self._ops.fates(tokens.flatten(1), parents, depths, committed.tokens, counts)
         tried, came_true = (fate.view(tokens.shape) for fate in fates)
         predicted = came_true & (strengths >= PREDICTED)[:, None]
         self._predicted[rows] += predicted.any(2).sum(1)

@@ -1,4 +1,4 @@
-"""The texts of all running sequences in one table. Legend: rows = lines of the table, columns as in kernels/lookup.py."""
+"""The texts of all running sequences in one table, laid out as in kernels/lookup.py. Legend: rows = its lines."""
 
 from collections.abc import Sequence
 

@@ -22,7 +22,6 @@ from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live
 from drafters.tree import DraftTree
-from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 
 NOWHERE = -1
@@ -103,7 +102,7 @@ class Blocks:
         config = weights.network.config
         self._policy = POLICIES[weights.policy]
         self._max_nodes = sizes.max_nodes
-        self._ops = ops.on(torch.device(sizes.device))
+        self._ops = weights.network.ops
         further = (weights.blocks - 1) * weights.starts * config.block_size
         live = config.block_size - config.entries + further
         self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)

@@ -60,10 +60,14 @@ class RankCalibration:
         tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
         proposed, parents, depths, predicted, buckets = self._trees.of(rows, *_FIELDS)
         tried, true = self._ops.fates(proposed, parents, depths, tokens, counts)
-        self._table.observe(buckets, true, predicted * tried)
+        self.observe(buckets, predicted, true, tried)
         further = true & (buckets >= self.first_further) & (depths < counts[:, None])
         self.forget(rows)
         return torch.stack([further.sum(), counts.sum()])
+
+    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
+        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
+        self._table.observe(buckets, true & tried, predicted * tried)
 
     def outcomes(self) -> RankOutcomes:
         """By class of the rank: recent tokens predicted, and those that came true."""

@@ -85,7 +85,6 @@ class _Planned:
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
 
-
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """The layers, each in one call. # pool as of `EntryPool`"""
         if self._planned_for is not pool:

@@ -280,14 +280,15 @@ class CostBudget(BudgetPolicy):
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
         rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
-        plain, prompts = self._plain_seconds(load), without - self._forward_seconds(load)
+        forward, forwards = self._forward_seconds(load), self._forwards(load)
+        plain, prompts = forward * forwards.mean, without - forward
         drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
-        expected = drafting + predicted + plain - self._forward_seconds(load)
+        expected = drafting + predicted + plain - forward
         seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         gained = stats.accepted_tokens / load.num_drafting * plain - (seconds - prompts - plain)
         self.gains.of(load.num_sequences).observe(gained / plain)
         self.ledger.settle(DRAFTING, gained)
-        self._forwards(load).elapse()
+        forwards.elapse()
 
 
 def drafting_cap(costs: CostTable) -> float:

@@ -38,13 +38,13 @@ class TreePruning:
     ) -> None:
         """`width` is that of the widest candidates to capture."""
         self._calibration = calibration
-        self._ops = ops.on(torch.device(device))
         self._corrected: _Pruned
         self._kept: _Pruned
         self._batch = 0
         batches = batches_up_to(max_batch) if capture else []
         nodes = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         none, ones = nodes.new_zeros(max_batch), torch.ones(max_batch, device=device)
+        self._ops = ops.on(nodes.device)
         text = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
         endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
         candidates = DraftTree(nodes, nodes, nodes, nodes.float(), none)
@@ -60,7 +60,9 @@ class TreePruning:
                 for batch, (trees, *_) in corrected
             ),
         )
-        self._keep = GraphRunner(self._run_keep, capture, (((none[:batch], width), given) for batch, given in corrected))
+        self._keep = GraphRunner(
+            self._run_keep, capture, (((none[:batch], width), given) for batch, given in corrected)
+        )
         kept = zip(batches, self._keep.results, strict=True)
         learnt = (((text[:batch], none[:batch]), given) for batch, given in kept)
         self._learn = GraphRunner(self._run_learn, capture, learnt)
@@ -90,7 +92,9 @@ class TreePruning:
         survival, claimed, buckets = self._calibration.correct(candidates, deepest)
         return _Pruned(candidates._replace(survival=survival), claimed, buckets)
 
-    def _run_keep(self, num_keep: Tensor, width: int, candidates: Candidates, claimed: Tensor, buckets: Tensor) -> _Pruned:
+    def _run_keep(
+        self, num_keep: Tensor, width: int, candidates: Candidates, claimed: Tensor, buckets: Tensor
+    ) -> _Pruned:
         tree, kept = self._ops.select_nodes(candidates, num_keep, width)
         return _Pruned(tree, claimed.gather(1, kept), buckets.gather(1, kept))
 
@@ -103,4 +107,3 @@ class TreePruning:
 
 def _share(limits: Tensor, seconds: Tensor, weights: Tensor, candidates: Candidates) -> Tensor:
     return allocate_nodes(candidates, limits, seconds, weights)
-

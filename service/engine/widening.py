@@ -51,12 +51,8 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
 
 def _fill(module: nn.Module, source: nn.Module, copies: int) -> None:
     """The module's own parameters and buffers from those of the one it is K times as wide as."""
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    for name, value in own:
+    for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         narrow: Tensor = getattr(source, name)
         times = [wide // size for wide, size in zip(value.shape, narrow.shape, strict=True)]
         takes_copies = isinstance(module, nn.Linear) and value.dim() == 2 and times[1] == copies
         value.copy_(narrow.repeat(times) / copies if takes_copies else narrow.repeat(times))
-    for name, narrow in source.named_buffers(recurse=False):
-        if name not in dict(own):
-            setattr(module, name, narrow)

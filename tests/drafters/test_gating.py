@@ -39,8 +39,8 @@ class Steps:
             observe((extra, 2.0))
         return asked
 
-    def play(self, count: int, extra: float, **given: object) -> list[int]:
-        return [self.step(extra, **given) for _ in range(count)]  # type: ignore[arg-type]
+    def play(self, count: int, extra: float, *, expected: tuple[float, ...] = (0.5,)) -> list[int]:
+        return [self.step(extra, expected=expected) for _ in range(count)]
 
 
 def test_what_is_worth_its_seconds_goes_on() -> None:

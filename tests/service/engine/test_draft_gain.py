@@ -112,13 +112,15 @@ class World:
         places = torch.arange(DEPTH).expand(load.num_drafting, -1)
         survival = torch.full(places.shape, self.claims).cumprod(1)
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
-        candidates, claims = self.calibration.correct(raw)
+        corrected, claimed, buckets = self.calibration.correct(raw, torch.full((load.num_drafting,), DEPTH))
+        candidates = raw._replace(survival=corrected)
         chosen, _ = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
         keep: list[int] = chosen.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
-        tree = DraftTree(places, places - 1, places + 1, candidates.survival, chosen)
-        path = torch.where(places < lengths[:, None], places, -1)
-        self.calibration.learn(claims, tree, path)
+        kept = places < chosen[:, None]
+        tree = DraftTree(places, places - 1, (places + 1) * kept, candidates.survival * kept, chosen)
+        text = torch.arange(DEPTH + 1).where(torch.arange(DEPTH + 1) < lengths[:, None], DEPTH)
+        self.calibration.learn(claimed, buckets, tree, text, lengths + 1)
         return keep, int(lengths.sum())
 
     def _survived(self, truth: float) -> int:

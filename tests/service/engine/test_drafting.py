@@ -180,12 +180,13 @@ class Watcher(BudgetPolicy):
         return 7.0
 
 
-def verified(tree: DraftTree, accepted: int) -> VerifyResult:
+def committed(tree: DraftTree, accepted: int) -> Committed:
     """Chains of which so many nodes were accepted."""
-    places = torch.arange(max(1, tree.width)).expand(tree.batch, -1)
-    path = torch.where(places < accepted, places, -1)
+    nothing = torch.zeros(tree.batch, 0, dtype=torch.int64)
     counts = torch.full((tree.batch,), accepted)
-    return VerifyResult(path, counts, counts, torch.zeros(tree.batch, tree.width + 1, dtype=torch.int64))
+    said = torch.cat([tree.tokens[:, :accepted], nothing.new_full((tree.batch, 1), -1)], 1)
+    result = VerifyResult(nothing, counts, counts, nothing)
+    return Committed(counts, said, counts + 1, tree, result, None, counts, nothing)
 
 
 def watched() -> tuple[DraftStage, Recorder, Watcher]:
@@ -196,7 +197,7 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
     tree, budget = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
-    stats = stage.learn(budget, tree, verified(tree, 1), step_stats(nodes=4, accepted=2))
+    stats = stage.learn(budget, committed(tree, 1), step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     ((told, taken),) = watcher.outcomes
@@ -212,7 +213,7 @@ def test_a_suspended_policy_asks_no_drafter() -> None:
     watcher.reason = "suspended"
     tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
-    stage.learn(budget, tree, verified(tree, 0), step_stats())
+    stage.learn(budget, committed(tree, 0), step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
 
 
@@ -221,7 +222,7 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stats = step_stats()
     for _ in range(64):
         tree, budget = stage.build(batch_of(decoding(0)), 100)
-        stats = stage.learn(budget, tree, verified(tree, 0), step_stats(nodes=2))
+        stats = stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
     assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error > 0
@@ -232,7 +233,7 @@ def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     stage, recorder, watcher = watched()
     for _ in range(64):
         tree, budget = stage.build(batch_of(decoding(0)), 100)
-        stage.learn(budget, tree, verified(tree, 0), step_stats(nodes=2))
+        stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
     before = watcher.survival[0]
     recorder.version = 1
     stage.build(batch_of(decoding(0)), 100)

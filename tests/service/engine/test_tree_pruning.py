@@ -1,5 +1,7 @@
 """Captured pruning keeps the trees, and learns the labels, of pruning as it is asked for."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from kernels import ops
 from kernels.graph_runner import Capture
 from service.engine.tree_pruning import TreePruning
 from tests.drafters.trees import assert_valid_tree
-from tests.kernels.tensor_program import record
+from tests.kernels.tensor_program import kernels, record
 
 torch.set_num_threads(1)
 BATCH, WIDTH = 6, 20
@@ -32,13 +34,16 @@ def random_trees(batch: int, width: int, generator: torch.Generator) -> DraftTre
     return DraftTree(*nodes, num_nodes)
 
 
-def accepted_path(tree: DraftTree, generator: torch.Generator) -> Tensor:
-    """What a target says that agrees with half of the nodes, in as many columns as the walk has. # [batch, depth]"""
+def committed(tree: DraftTree, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What a target says that agrees with half of the nodes, in as many columns as the walk has and one more.
+    # [batch, depth + 1], [batch]"""
     after = torch.full((tree.batch, tree.width + 1), -1)
     agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.5
     for line, node in (tree.valid & agrees).nonzero().tolist():
         after[line, tree.parents[line, node] + 1] = tree.tokens[line, node]
-    return ops.on(tree.tokens.device).accept(tree.tokens, tree.parents, tree.num_nodes, after).path
+    found = ops.on(tree.tokens.device).accept(tree.tokens, tree.parents, tree.num_nodes, after)
+    accepted = tree.tokens.gather(1, found.path.clamp(min=0)).masked_fill(found.path < 0, -1)
+    return torch.cat([accepted, torch.full((tree.batch, 1), -1)], 1), found.num_accepted + 1
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
@@ -68,10 +73,17 @@ class Steps:
         kept = self.pruning.keep(num_keep, int(num_keep.max()))
         kept = DraftTree(*(value.clone() for value in kept))
         if kept.width:
-            self.pruning.learn(accepted_path(kept, generator))
+            self.pruning.learn(*committed(kept, generator))
         if seed % 7 == 0:
             self.calibration.renew()
         return corrected, kept
+
+
+@pytest.fixture(autouse=True)
+def _captured_ops() -> Iterator[None]:
+    """What is compiled for this processor cannot be recorded."""
+    with kernels():
+        yield
 
 
 @pytest.fixture
@@ -104,5 +116,6 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
 def test_a_captured_capture_learns_nothing_before_it_is_asked() -> None:
     fresh, captured = SurvivalCalibration(), Steps(record).calibration
     raw = random_trees(3, 9, torch.Generator().manual_seed(1))
-    assert torch.equal(fresh.correct(raw)[0].survival, captured.correct(raw)[0].survival)
+    deepest = torch.full((3,), MAX_DEPTH)
+    assert torch.equal(fresh.correct(raw, deepest).survival, captured.correct(raw, deepest).survival)
     assert captured.error() == 0.0
