@@ -48,13 +48,10 @@ class AdaptationConfig(BaseModel):
     )
     epsilon: Annotated[tuple[float, float], BeforeValidator(_numbers)] = Field(
         default=(0.30, 0.10),
-        description="Share of queries, at most, that explore where an arm pays (epsilon): in the beginning, and from "
+        description="Share of queries that explore, where the ledger covers it (epsilon): in the beginning, and from "
         "the 8th update on.",
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
-    measured_queries: int = _knob(
-        10, "Queries whose throughput is what an update's gain is measured against (N).", ge=1, le=200
-    )
     head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
     full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
@@ -124,9 +121,7 @@ class Tuning:
     gate_texts: int = 8  # least number of them for a publish
     gate_standard_errors: float = 1.25  # by which a candidate must win; above 1 no single text decides
     drift_texts: int = 8  # validation texts, the first ones, on which the distance to the anchor is measured
-    window_texts: int = 16  # of one window of the alarms
-    fall_standard_errors: float = 3.0  # that a fall over three windows must exceed; 0 is the paper's bare rule
-    collapse_verifies: int = 64  # that the collapse alarm looks at
+    alarm_texts: int = 8  # of one window of the alarms
     snapshots_in_memory: int = 2  # published drafters that a rollback finds at once
     snapshots_on_disk: int = 8  # published drafters kept (ring)
 
@@ -143,6 +138,7 @@ REMOVED_SETTINGS: Mapping[str, str] = {
     **{number.name: f"fixed at {number.default}" for number in fields(Tuning)},
     **{name: f"fixed at {value}" for name, value in (pair.split() for pair in _FIXED.split(","))},
     "measured_seconds": "fixed: the gain of an update is known from a replay, without waiting",
+    "measured_queries": "fixed: the gain of an update is known from a replay, whatever was served before",
     "min_signal": "s_min",
     "epsilon_start": "epsilon, whose first number it is",
     "epsilon_end": "epsilon, whose second number it is",

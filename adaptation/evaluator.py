@@ -94,11 +94,6 @@ class OfflineEvaluator:
         before = self._scores(self._weights.previous(), [text])[0] if compares else None
         return TextScores(self.serving([text])[0], self.anchor([text])[0], before)
 
-    def better_than_anchor(self, texts: Sequence[ValidationText]) -> bool:
-        """Whether the serving drafter beats the anchor by more than chance would."""
-        ours, theirs = self.serving(texts), self.anchor(texts)
-        return self._gate.decide(ours, theirs, theirs).publish
-
     def serving(self, texts: Sequence[ValidationText]) -> list[float]:
         if self._weights.latest.origin == ANCHOR:
             return self.anchor(texts)
@@ -108,10 +103,6 @@ class OfflineEvaluator:
 
     def anchor(self, texts: Sequence[ValidationText]) -> list[float]:
         return self._lookup(self._anchor, self._weights.unchanged, texts)
-
-    def anchor_once(self, text: ValidationText) -> float:
-        """Of a text that will not be asked for again."""
-        return self._scores(self._weights.unchanged(), [text])[0]
 
     def probe(self, text: ValidationText) -> None:
         """Measure the distance to the anchor on this text too. Of enough texts, the set stays as it is, so that numbers

@@ -7,7 +7,7 @@ Requests with `store: false` leave no trace here. Recording costs the engine 1 t
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,6 @@ from adaptation.samples import (
     training_sample,
     undrafted_steps,
 )
-from adaptation.traffic import ChangeDetector
 from drafters.feedback import QueryFeedback
 
 QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
@@ -34,9 +33,8 @@ _LEAST_OFFERS = 2.0  # queries; who offers less would lower the cap of others wi
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
-_RESTING_SHARE = 0.125  # of queries that are recorded while nothing promises a gain
+_RESTING_SHARE = 1 / 32  # of queries that are recorded while nothing promises a gain
 _IN_A_ROW = 8  # sequences; steps of recorded ones beside others cost as much as if all were
-_ALERT_QUERIES = 32  # recorded once something has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ class FeedbackFilter:
         """Whether of many queries in a row none had a text that may be scored, so that no update could be validated."""
         return self._num_without_text >= _MANY_WITHOUT_TEXT
 
-    def take(self, feedback: QueryFeedback, *, training_cost: float, learning: bool) -> FilteredQuery:
+    def take(self, feedback: QueryFeedback, *, learning: bool) -> FilteredQuery:
         """One finished query; with `learning` off it only counts."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
@@ -187,14 +185,8 @@ class FeedbackFilter:
         example = sample.example if admission.admitted else None
         validates = example is not None and self.validation.draws()
         learns = admission.admitted and learning and not validates
-        report = QueryReport(
-            emitted_tokens=feedback.emitted_tokens,
-            draft_cost=query.draft_cost,
-            verify_cost=query.verify_cost,
-            training_cost=training_cost,
-            signal=sample.signal if learns else None,
-        )
-        decision = self._policy.decide(report)
+        signal = sample.signal if learns else None
+        decision = self._policy.decide(QueryReport(query.seconds, signal, feedback.recorded))
         if learns and example is not None:
             self.buffers.remember(sample)
         if decision.arm is not None:
@@ -221,37 +213,15 @@ class FeedbackFilter:
 
 
 class RecordingSampler:
-    """Which queries are recorded at all: a small share while nothing promises a gain, enough to notice that this has
-    changed.
-
-    What is accepted is known of every query; it depends on the budget of trees too, which may draft nothing at all, so
-    that a change of it says no more than: record all for a while. `draws` belongs to the engine's thread, everything
-    else to the one that learns.
-    """
+    """Which queries are recorded at all: a small share while nothing promises a gain. `draws` belongs to the engine's
+    thread, `resting` to the one that learns."""
 
     def __init__(self, *, share: float = _RESTING_SHARE) -> None:
         self._round = round(_IN_A_ROW / share)
-        self._change = ChangeDetector()
         self.resting = False
         self._num_begun = 0
-        self._alert = 0
 
     def draws(self) -> bool:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
         return not self.resting or self._num_begun % self._round < _IN_A_ROW
-
-    def observe(self, accepted: Sequence[int]) -> bool:
-        """One finished query; whether its accepted lengths are not what they were. # by step"""
-        self._alert = max(0, self._alert - 1)
-        changed = self._change.observe_values(accepted)
-        if changed:
-            self._alert = _ALERT_QUERIES
-        return changed
-
-    def rest(self, allowed: bool) -> None:
-        """Whether nothing promises a gain, as things stand."""
-        self.resting = allowed and not self._alert
-
-    def weights_changed(self) -> None:
-        self._change.weights_changed()

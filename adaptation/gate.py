@@ -41,12 +41,6 @@ class GateDecision:
     def gain(self) -> float:
         return self.candidate_mean - self.serving_mean
 
-    @property
-    def sure_gain(self) -> float:
-        """What is left of it without luck: of many candidates the lucky ones pass, so that those that pass seem to gain
-        where none is better."""
-        return self.gain - self.needed
-
 
 class Gate:
     """Lets a candidate pass that beats the serving drafter by `standard_errors` and is no worse than the anchor.

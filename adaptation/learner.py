@@ -4,6 +4,7 @@ Every decision becomes an event with its reason. Whoever owns the learner calls 
 exception calls `recover`.
 """
 
+import math
 import random
 import time
 from collections import Counter, deque
@@ -21,8 +22,8 @@ from adaptation.evaluator import OfflineEvaluator, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
 from adaptation.losses import TextDivergence
-from adaptation.monitor import Alarm, RollbackMonitor
-from adaptation.policy import Arm, Policy
+from adaptation.monitor import RollbackMonitor
+from adaptation.policy import Arm, Judgement, Policy
 from adaptation.process import TrainingTime, training_process
 from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit, Event, EventKind, NotStored
 from adaptation.samples import SampleBuffers, ValidationSet
@@ -74,6 +75,7 @@ class Learner:
         replay = replay_of(drafter.embed) if process is None else process.replay
         self.time = TrainingTime(device, self.process, serves=serves)
         self._policy = policy_of(config, tuning, rng=random.Random(seed))
+        self._serves, self.time.covers = serves, self._covers
         self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
         self._buffers, self._validation = self._feedback.buffers, self._feedback.validation
         # Replicas record every query: none of them knows what the others' queries promise.
@@ -87,7 +89,7 @@ class Learner:
             weights, gate, replay, divergence, drift_texts=tuning.drift_texts, max_known=known
         )
         self._monitor = RollbackMonitor(tuning)
-        self._traffic = TrafficMonitor(vocab, self._evaluator)
+        self._traffic = TrafficMonitor(vocab)
         self._checkpoint = LearnerCheckpoint(folder)
         self._pace = Pace()
         self._policy_name = config.policy
@@ -111,16 +113,17 @@ class Learner:
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """One finished query."""
         feedback = received(feedback, self.weights.train_device)
-        filtered = self._feedback.take(
-            feedback, training_cost=self.time.charge(feedback.query), learning=not self.paused
-        )
+        self._policy.elapse(self.time.served() if self._serves else feedback.query.seconds)
+        filtered = self._feedback.take(feedback, learning=not self.paused)
         if filtered.validates and filtered.text is not None:
             self._evaluator.probe(filtered.text)
         if filtered.admission.admitted and not filtered.validates:
             self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
-        self._notice_change(feedback, filtered)
+        if feedback.query.store and self._traffic.observe(feedback.query.answer):
+            self._traffic_changed()
+            self._tell("changed", "other_words")
         self._watch(feedback.query, filtered)
-        self.sampler.rest(self._may_rest())
+        self.sampler.resting = self._may_rest()
         return filtered
 
     def update(self, interrupted: Callable[[], bool] = lambda: False) -> UpdateReport | None:
@@ -135,7 +138,7 @@ class Learner:
         if report.applied:
             self._conclude(report)
         else:
-            self._discarded(counted=report.outcome != "interrupted")
+            self._ended(None)
             if report.outcome not in ("nothing_to_learn", "interrupted"):
                 self._buffers.clear_replay()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
@@ -180,7 +183,7 @@ class Learner:
             self.process.quiet()
         self._tell("failed", error)
         if self._updating:
-            self._discarded()
+            self._ended(None)
         self._buffers.clear_replay()
         self._start_over()
 
@@ -229,8 +232,8 @@ class Learner:
             newest=weights.newest,
             condemned=tuple(sorted(weights.condemned)),
             snapshots=tuple(weights.snapshots.versions),
-            collapsed=self._monitor.collapsed,
             values={arm: value for arm, value in self._policy.values.items()},
+            balance_seconds=self._policy.balance_seconds,
             waiting={arm: count for arm, count in self._buffers.counts.items()},
             held_back=len(self._validation.texts),
             queries_heard=feedback.decisions.total(),
@@ -251,19 +254,9 @@ class Learner:
             events=tuple(self._last_events),
         )
 
-    def _notice_change(self, feedback: QueryFeedback, filtered: FilteredQuery) -> None:
-        if self.sampler.observe(feedback.query.accepted_by_step):
-            self._traffic.suspect()
-        admitted, validates = filtered.admission.admitted, filtered.validates
-        change = self._traffic.observe(feedback, filtered.text, admitted=admitted, validates=validates)
-        if change is not None:
-            self._traffic_changed()
-            self._tell("changed", change)
-
     def _traffic_changed(self) -> None:
-        """What was usual, which arm paid, and the texts that validated are of the past."""
-        self._traffic.reset()
-        for part in (self._policy, self._validation, self._monitor, self._pace):
+        """What arms gained, and the texts that validated, are of the past."""
+        for part in (self._policy, self._validation, self._pace):
             part.traffic_changed()
         self._buffers.clear_replay()
 
@@ -275,34 +268,19 @@ class Learner:
         return not is_new and (learns_nothing or (self._policy.resting and self._validation.suffices))
 
     def _watch(self, query: Query, filtered: FilteredQuery) -> None:
-        """Ask the alarms, unless the query was served by weights that are no longer served."""
-        if not query.first_version == query.version == self.weights.newest:
+        """Ask the alarms where the text may validate, and of any text while the weights are new; unless the query was
+        served by weights that are no longer served."""
+        is_current = query.first_version == query.version == self.weights.newest
+        if not is_current or self.weights.latest.origin == ANCHOR:
             return
-        alarm = self._monitor.observe_served(query.accepted)
-        if alarm is None and self.weights.latest.origin != ANCHOR:
-            alarm = self._compare(filtered)
-        if alarm is not None:
-            self._answer(alarm)
-
-    def _compare(self, filtered: FilteredQuery) -> Alarm | None:
-        """What was learnt against the anchor, and for a while against what it replaced, where the text may validate."""
         probing = self._monitor.take_probation()
         if filtered.text is None or not (filtered.validates or probing):
-            return None
-        return self._monitor.observe_scores(self._evaluator.scored(filtered.text, with_previous=probing))
-
-    def _answer(self, alarm: Alarm) -> None:
-        numbers = {"statistic": alarm.statistic, "limit": alarm.limit}
-        falling, is_deployed = alarm.reason == "falling", self.weights.latest.origin == ANCHOR
-        if is_deployed:
-            self._tell("alarm", alarm.reason, numbers)
-        elif falling and self._evaluator.better_than_anchor(self._validation.texts):
-            self._tell("dismissed", "other_traffic", numbers)
-        else:
-            self._roll_back(alarm.reason, numbers)
             return
-        if falling:
-            self._traffic_changed()
+        with self.time.spent():
+            scores = self._evaluator.scored(filtered.text, with_previous=probing)
+        alarm = self._monitor.observe(scores)
+        if alarm is not None:
+            self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
 
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
@@ -317,7 +295,7 @@ class Learner:
         """Weights serve that no update has made: nothing is known of what updates do to them."""
         self._policy.reset()
         self._buffers.clear()
-        self._weights_changed()
+        self._monitor.weights_changed()
         self._start_over()
 
     def _train(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
@@ -341,40 +319,34 @@ class Learner:
         except NotStored:
             return self._refuse(report, decision, "not_stored", numbers)
         self._evaluator.published()
-        self._policy.published(1 + decision.sure_gain / decision.serving_mean)
+        self._ended(_judgement(report, decision), published=True)
         self._pace.published(report.arm)
         self._num_refused = 0
-        self._updating = False
-        self._weights_changed()
+        self._monitor.weights_changed()
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
 
     def _refuse(self, report: UpdateReport, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
-        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while. What is not
-        served has gained nothing; but one that seems better says nothing of its arm yet, and neither does the first one
-        at a rate that still rises: replays are too noisy to tell small gains from none."""
+        """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""
         self._tell("refused", reason, numbers)
+        self._ended(_judgement(report, decision))
         if reason == "too_little_evidence":
-            self._discarded()
             return
         self._num_refused += 1
         clearly_worse = not decision.gain >= -decision.standard_error
         if clearly_worse:
             self._pace.clearly_worse(report.arm)
         if clearly_worse or self._num_refused > self.tuning.kept_refusals:
-            self._discarded()
             self._start_over()
-        else:
-            self._discarded(counted=not (reason == "within_noise" or report.is_warming_up))
 
-    def _discarded(self, *, counted: bool = True) -> None:
+    def _covers(self, taken: float) -> bool:
+        """Whether training may have taken so much from serving; asked while an update or a replay is under way."""
+        self._policy.elapse(self.time.served())
+        return self._policy.covers(taken)
+
+    def _ended(self, judgement: Judgement | None, *, published: bool = False) -> None:
+        self._policy.ended(judgement, self.time.taken(), published=published)
         self._updating = False
-        self._policy.discarded(counted=counted)
-
-    def _weights_changed(self) -> None:
-        """Whatever was known of how queries fare was about other weights."""
-        for part in (self._monitor, self._traffic, self.sampler):
-            part.weights_changed()
 
     def _start_over(self) -> None:
         """Train on from what is served."""
@@ -442,6 +414,14 @@ def _feedback_of(
         rng=random.Random(seed + 1),
     )
     return FeedbackFilter(policy, quota, buffers, validation)
+
+
+def _judgement(report: UpdateReport, decision: GateDecision) -> Judgement | None:
+    """None where there was nothing to judge by, or the update's rate was still rising: it says nothing of its arm."""
+    if report.is_warming_up or not decision.serving_mean > 0:
+        return None
+    numbers = [number / decision.serving_mean for number in (decision.gain, decision.standard_error, decision.needed)]
+    return Judgement(*numbers) if all(map(math.isfinite, numbers)) else None
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:

@@ -1,27 +1,28 @@
-"""Is the drafter that serves getting worse? Alarms over windows of scores (emitted tokens per verify).
+"""Is what was learnt worse than what it came from? Two alarms over scores (emitted tokens per verify) of the same
+texts: against the drafter as deployed, and for a while against the weights that were replaced.
 
-`PairedCusum` compares it with the anchor drafter on the same texts; `FallingWindows` is the paper's rule on what was
-served; `Collapse` sees a drafter that earns nothing. `RollbackMonitor` gathers their windows, query by query.
+Of pairs nothing remains but the drafters, whatever the traffic does; a fall of what is served (SpecBlock section 3.4)
+is as often other traffic.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from adaptation.config import Tuning
 from adaptation.policy import State
 
-AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before", "falling", "collapsed"]
+AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before"]
 
 _SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
 _THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
-_COLLAPSE_MARGIN = 0.05  # a drafter that earns less than this per verify has collapsed
 _FORGET = 0.9  # weight of the past in the spread of the pairs, per window
 _GROUP = 4  # pairs
+_PROBATION = 4  # windows of pairs during which weights count as new
 _LEAST_SPREAD = 0.01  # emitted per verify; a smaller spread is a replay of equal drafters, not knowledge
 
 
@@ -34,38 +35,15 @@ class Alarm:
     limit: float
 
 
-class _Known(BaseModel):
+class _CusumState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-Known = TypeVar("Known", bound=_Known)
-
-
-class _Resumable(Generic[Known]):
-    """An alarm, with what it knows as a record that can be stored."""
-
-    def __init__(self, known: Known) -> None:
-        self._now = known
-
-    def reset(self) -> None:
-        """Another drafter serves now."""
-        self._now = type(self._now)()
-
-    def state(self) -> State:
-        return self._now.model_dump(mode="json")
-
-    def restore(self, state: State) -> None:
-        """Raises ValueError for a state that is not one, and then changes nothing."""
-        self._now = type(self._now).model_validate(state)
-
-
-class _CusumState(_Known):
     total: NonNegativeFloat = 0.0
     squares: NonNegativeFloat = 0.0
     freedom: NonNegativeFloat = 0.0
 
 
-class PairedCusum(_Resumable[_CusumState]):
+class PairedCusum:
     """Cumulative sum of how far the serving drafter falls behind the anchor on the same sequences.
 
         S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
@@ -79,7 +57,7 @@ class PairedCusum(_Resumable[_CusumState]):
         assert least_pairs >= 2, "one pair has no spread"
         self._least_pairs = least_pairs
         self._threshold = threshold
-        super().__init__(_CusumState())
+        self._now = _CusumState()
 
     def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Alarm | None:
         """One window: scores of both drafters, sequence by sequence."""
@@ -96,6 +74,13 @@ class PairedCusum(_Resumable[_CusumState]):
         """Another drafter serves now. How far pairs spread is a matter of the traffic and stays known."""
         self._now = self._now.model_copy(update={"total": 0.0})
 
+    def state(self) -> State:
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError for a state that is not one, and then changes nothing."""
+        self._now = _CusumState.model_validate(state)
+
     def _add(self, differences: Sequence[float]) -> float:
         """The highest the sum came to in this window."""
         freedom = _FORGET * self._now.freedom + len(differences) - 1
@@ -111,71 +96,6 @@ class PairedCusum(_Resumable[_CusumState]):
         return highest
 
 
-class _Window(_Known):
-    mean: float
-    squared_error: NonNegativeFloat  # of the mean
-
-
-class _FallState(_Known):
-    windows: tuple[_Window, ...] = ()
-
-
-class FallingWindows(_Resumable[_FallState]):
-    """Accepted length falling over three windows in a row (SpecBlock section 3.4), when the fall is significant.
-
-    On pure noise every sixth triple of windows falls; `standard_errors` = 0 is that bare rule.
-    """
-
-    def __init__(self, *, standard_errors: float) -> None:
-        self._standard_errors = standard_errors
-        super().__init__(_FallState())
-
-    def observe(self, scores: Sequence[float]) -> Alarm | None:
-        """One window of what was served."""
-        if len(scores) < 2 or not all(map(math.isfinite, scores)):
-            return None
-        window = _Window(mean=fmean(scores), squared_error=variance(scores) / len(scores))
-        self._now = _FallState(windows=(*self._now.windows, window)[-3:])
-        if len(self._now.windows) < 3:
-            return None
-        first, middle, last = self._now.windows
-        if not first.mean > middle.mean > last.mean:
-            return None
-        error = math.sqrt(first.squared_error + last.squared_error)
-        fall = (first.mean - last.mean) / max(error, _LEAST_SPREAD)
-        return Alarm("falling", fall, self._standard_errors) if fall > self._standard_errors else None
-
-
-class _CollapseState(_Known):
-    emitted_tokens: NonNegativeInt = 0
-    verifies: NonNegativeInt = 0
-    collapsed: bool = False
-
-
-class Collapse(_Resumable[_CollapseState]):
-    """Tau near 1: drafting is pure cost. Judged whenever enough verifies have come together, and told once."""
-
-    def __init__(self, *, least_verifies: int) -> None:
-        self._least_verifies = least_verifies
-        super().__init__(_CollapseState())
-
-    @property
-    def collapsed(self) -> bool:
-        """What the last full window said; stays until a better one or a reset."""
-        return self._now.collapsed
-
-    def observe(self, emitted_tokens: int, verifies: int) -> Alarm | None:
-        """Steps that verified at least one drafted node: the others emit one token whoever drafts."""
-        emitted = self._now.emitted_tokens + emitted_tokens
-        total = self._now.verifies + verifies
-        if total < self._least_verifies:
-            self._now = self._now.model_copy(update={"emitted_tokens": emitted, "verifies": total})
-            return None
-        loss, was_collapsed = 1.0 - emitted / total, self.collapsed
-        self._now = _CollapseState(collapsed=loss > -_COLLAPSE_MARGIN)
-        return Alarm("collapsed", loss, -_COLLAPSE_MARGIN) if self.collapsed and not was_collapsed else None
-
-
 @dataclass(frozen=True, slots=True)
 class TextScores:
     """Scores of one text."""
@@ -186,32 +106,18 @@ class TextScores:
 
 
 class RollbackMonitor:
-    """Four alarms and the scores that do not fill a window yet.
+    """Both alarms, and the scores that do not fill a window yet.
 
     Beside the anchor, new weights are for a while compared with those they replaced: a drafter that has learnt a lot
     can lose all of it and still be no worse than the anchor.
     """
 
     def __init__(self, tuning: Tuning) -> None:
-        self._window = tuning.window_texts  # queries as served, or half as many replayed ones
-        self._num_pairs = max(2, self._window // 2)
+        self._num_pairs = tuning.alarm_texts
         self._cusum, self._cusum_before = (PairedCusum(least_pairs=self._num_pairs) for _ in range(2))
-        self._falling = FallingWindows(standard_errors=tuning.fall_standard_errors)
-        self._collapse = Collapse(least_verifies=tuning.collapse_verifies)
-        self._alarms: dict[str, PairedCusum | FallingWindows | Collapse] = {
-            "cusum": self._cusum,
-            "cusum_before": self._cusum_before,
-            "falling": self._falling,
-            "collapse": self._collapse,
-        }
-        self._served: list[float] = []
+        self._alarms = {"cusum": self._cusum, "cusum_before": self._cusum_before}
         self._pairs: list[TextScores] = []
         self._probation = 0
-
-    @property
-    def collapsed(self) -> bool:
-        """Whether drafting earns nothing now."""
-        return self._collapse.collapsed
 
     @property
     def on_probation(self) -> bool:
@@ -224,21 +130,7 @@ class RollbackMonitor:
         self._probation -= on_probation
         return on_probation
 
-    def observe_served(self, accepted: Sequence[int]) -> Alarm | None:
-        """How far the serving drafter got in each verify of a query. # -> the first alarm, if any"""
-        if not accepted:
-            return None
-        emitted = sum(accepted) + len(accepted)
-        alarm = self._collapse.observe(emitted, len(accepted))
-        if alarm is not None:
-            return alarm
-        self._served.append(emitted / len(accepted))
-        if len(self._served) < self._window:
-            return None
-        window, self._served = self._served, []
-        return self._falling.observe(window)
-
-    def observe_scores(self, pair: TextScores) -> Alarm | None:
+    def observe(self, pair: TextScores) -> Alarm | None:
         """How several drafters did on the same text. # -> an alarm, if any"""
         self._pairs.append(pair)
         if len(self._pairs) < self._num_pairs:
@@ -253,17 +145,12 @@ class RollbackMonitor:
         alarm = self._cusum_before.observe([ours for ours, _ in known], [theirs for _, theirs in known])
         return None if alarm is None else replace(alarm, reason="worse_than_before")
 
-    def traffic_changed(self) -> None:
-        """What was served before says nothing of what is served now; pairs are of the same texts and go on."""
-        self._falling.reset()
-        self._served = []
-
     def weights_changed(self) -> None:
         """Other weights serve now."""
         for alarm in self._alarms.values():
             alarm.reset()
-        self._served, self._pairs = [], []
-        self._probation = 2 * self._window
+        self._pairs = []
+        self._probation = _PROBATION * self._num_pairs
 
     def state(self) -> dict[str, State]:
         return {name: alarm.state() for name, alarm in self._alarms.items()}

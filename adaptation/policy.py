@@ -1,8 +1,5 @@
-"""Policies of learning: which finished queries are learnt from, and when an update is due.
-
-Throughput is emitted tokens per cost. Costs are seconds divided by what the cost table predicts for the same load, so
-that a busier hour is not mistaken for a worse drafter. `EveryBatch` asks no bandit: it shows what deciding by gain is
-worth.
+"""Policies of learning: which finished queries are learnt from, and when an update is due. `EveryBatch` asks no bandit:
+it shows what deciding by gain is worth.
 """
 
 import math
@@ -16,13 +13,13 @@ Arm = Literal["head", "full"]
 ARMS: tuple[Arm, ...] = ("head", "full")
 
 Reason = Literal[
-    "warm_up",  # too few queries for a baseline
-    "not_admitted",  # the query must not be learnt from
+    "warm_up",  # too few queries to know how long one takes
+    "not_admitted",  # the query must not be learnt from, or was not recorded
     "unusable",  # its numbers make no sense
-    "untried",  # too little is known of the arm
-    "explore",  # drawn by chance
-    "gain",  # the larger predicted gain
-    "no_gain",  # no arm promises any
+    "explore",  # an arm may gain, or is drawn by chance
+    "gain",  # an arm is believed to gain
+    "no_gain",  # no arm is
+    "not_covered",  # one might, but the ledger has nothing left to find out with
     "fixed",  # the policy always says so
     "never",  # the policy never learns
 ]
@@ -31,29 +28,30 @@ State = dict[str, JsonValue]
 """Whatever an object needs to go on exactly where it stopped, as plain values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class QueryReport:
     """One query at its end."""
 
-    emitted_tokens: int
-    draft_cost: float
-    verify_cost: float
-    training_cost: float  # what updates took from this query's steps
-    signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it must not be learnt from
+    seconds: float  # of serving; what all queries' add up to is time
+    signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
+    recorded: bool = True
 
     @property
     def usable(self) -> bool:
-        costs = (self.draft_cost, self.verify_cost, self.training_cost)
-        return (
-            all(math.isfinite(cost) and cost >= 0 for cost in costs)
-            and self.serving_cost > 0
-            and self.emitted_tokens >= 0
-            and (self.signal is None or (math.isfinite(self.signal) and self.signal >= 0))
-        )
+        seconds_count = math.isfinite(self.seconds) and self.seconds > 0
+        return seconds_count and (self.signal is None or (math.isfinite(self.signal) and self.signal >= 0))
 
-    @property
-    def serving_cost(self) -> float:
-        return self.draft_cost + self.verify_cost
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What an update made of the drafter, by replays of the same texts; relative to what it serves."""
+
+    gain: float  # of emitted tokens per verify; less than 0: a loss
+    error: float  # its standard error
+    needed: float = 0.0  # what may be luck: of many candidates the lucky ones are published
+
+    def __post_init__(self) -> None:
+        assert all(map(math.isfinite, (self.gain, self.error, self.needed))), "a judgement that is none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Decision:
 class Policy(Protocol):
     """All calls come from the adaptation thread.
 
-    An update begins with `take_update` and ends with `published` or `discarded`; there is one at a time.
+    An update begins with `take_update` and ends with `ended`; there is one at a time.
     """
 
     @property
@@ -80,8 +78,21 @@ class Policy(Protocol):
         ...
 
     @property
+    def balance_seconds(self) -> float | None:
+        """What learning may still lose; None where nobody counts it, or not yet."""
+        ...
+
+    @property
     def resting(self) -> bool:
-        """Whether nothing promises a gain, so that queries are learnt from by chance or not at all."""
+        """Whether nothing promises a gain that the ledger would cover finding out."""
+        ...
+
+    def elapse(self, seconds: float) -> None:
+        """So much serving time went by."""
+        ...
+
+    def covers(self, seconds: float) -> bool:
+        """Whether training may take so much from serving, and not been charged for it yet."""
         ...
 
     def decide(self, query: QueryReport) -> Decision:
@@ -92,19 +103,16 @@ class Policy(Protocol):
         """The arm whose buffer is full and may be trained on now, if any; its update has begun with this call."""
         ...
 
-    def published(self, tau_ratio: float) -> None:
-        """`tau_ratio`: replayed tau of the new weights to that of the old, less what may be luck."""
+    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
+        """The update has taken so much from serving. Without a judgement it says nothing of its arm."""
         ...
 
-    def discarded(self, *, counted: bool = True) -> None:
-        """The update failed or was refused. Not `counted`, it says nothing of its arm: further ones may make of it what
-        shall be served."""
+    def traffic_changed(self) -> None:
+        """Other texts are served: what arms gained is less sure."""
         ...
-
-    def traffic_changed(self) -> None: ...
 
     def reset(self) -> None:
-        """Forget everything learnt, an update under way too: the drafter it was about is no longer served."""
+        """Other weights are served, and no update has made them; one under way is over."""
         ...
 
     def state(self) -> State: ...
@@ -132,8 +140,18 @@ class EveryBatch:
         return {}
 
     @property
+    def balance_seconds(self) -> float | None:
+        return None
+
+    @property
     def resting(self) -> bool:
         return self._arm is None
+
+    def elapse(self, seconds: float) -> None:
+        """It counts no time."""
+
+    def covers(self, seconds: float) -> bool:
+        return True
 
     def decide(self, query: QueryReport) -> Decision:
         if self._arm is None:
@@ -152,11 +170,7 @@ class EveryBatch:
         self._training = True
         return self._arm
 
-    def published(self, tau_ratio: float) -> None:
-        assert self._training, "an update ends that never began"
-        self._training = False
-
-    def discarded(self, *, counted: bool = True) -> None:
+    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
         assert self._training, "an update ends that never began"
         self._training = False
 

@@ -6,6 +6,7 @@ the update under way; the next request starts another one.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import pickle
@@ -35,7 +36,6 @@ from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
-from drafters.feedback import Query
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
@@ -45,9 +45,14 @@ _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _LEAST_WEIGHTS = 1_000_000
 """Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
-_LEAST_TAKEN = 0.1
+_TAKEN_BESIDE = 0.1
 """Of the time of training on a core of its own: what training and serving share is the memory, and in a thread the
 interpreter. On two cores a process that trained 40 % of the time made forwards of the target 3 % longer."""
+_TAKEN_AMONG = 0.22
+"""Of the time that a process trains beside serving that uses all cores: so much slower were answers, whatever its
+priority (two cores, both serving; German after MT-Bench, one query at a time)."""
+_GLANCE_SECONDS = 0.05  # between two looks at whether it may go on
+_BUSY_SECONDS = 1.0  # after a step began, while serving counts as busy: longer than most steps
 _CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
@@ -77,12 +82,14 @@ class TrainingProcess:
         self.seconds = 0.0  # that it has computed
         self.num_started = 0
         self.before_asking: Callable[[], None] = lambda: None  # may hold the request up
+        self.may_compute: Callable[[], bool] = lambda: True  # asked all the while that a request is under way
         self.is_asked = False  # and somebody waits for its answer
         self._memory = memory
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closing = threading.Lock()
+        self._is_frozen = self._waits = False  # by whoever holds it, and by `may_compute`
         weakref.finalize(self, os.close, memory)
 
     @property
@@ -122,10 +129,12 @@ class TrainingProcess:
 
     def freeze(self) -> None:
         """Stop it where it is, until `thaw`; who waits for its answer waits on."""
+        self._is_frozen = True
         self._send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self._send_signal(signal.SIGCONT)
+        self._is_frozen = False
+        self._wait(self._waits)
 
     def quiet(self) -> None:
         """Let nothing compute on the shared weights: whoever asked last may have died before the answer."""
@@ -162,7 +171,7 @@ class TrainingProcess:
         self.is_asked = True
         try:
             _send(connection, (call, given, named))
-            while (answer := _received(connection)) == _INTERRUPTED:
+            while (answer := self._awaited(connection)) == _INTERRUPTED:
                 _send(connection, interrupted())
         except (EOFError, OSError) as error:
             self.close()
@@ -174,6 +183,19 @@ class TrainingProcess:
             raise RuntimeError(f"the process that trains has failed:\n{failure}")
         return result
 
+    def _awaited(self, connection: Connection) -> object:
+        """The next answer; until it comes the process computes only while it may."""
+        while not connection.poll(_GLANCE_SECONDS):
+            waits = not self.may_compute()
+            if waits != self._waits:
+                self._wait(waits)
+        self._wait(False)
+        return _received(connection)
+
+    def _wait(self, waits: bool) -> None:
+        self._waits = waits
+        self._send_signal(signal.SIGSTOP if waits or self._is_frozen else signal.SIGCONT)
+
     def _send_signal(self, number: signal.Signals) -> None:
         process = self._process
         if process is not None:
@@ -181,36 +203,75 @@ class TrainingProcess:
 
 
 class TrainingTime:
-    """Seconds that training has computed, and those that no query was charged for yet.
+    """Seconds of serving, those that training has computed, and those that it took from serving and nobody was charged
+    for yet.
 
-    On a CPU training waits whenever others want a core, and that does not count; nor does serving lack all of it where
-    its own threads leave a core free."""
+    A thread takes what it computes, on a CPU only where serving needs its core too. A process takes a share of the time
+    that it computes beside serving, and may go on beside it only as far as that is covered."""
 
-    def __init__(self, device: torch.device, process: TrainingProcess | None, *, serves: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        process: TrainingProcess | None,
+        *,
+        serves: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         has_core = device.type == "cpu" and usable_cores() > torch.get_num_threads()
+        among = 1.0 if process is None else _TAKEN_AMONG
         self.seconds = 0.0
-        self.taken_share = (_LEAST_TAKEN if has_core else 1.0) if serves else 0.0  # of these, from serving
-        self._clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self.taken_share = (_TAKEN_BESIDE if has_core else among) if serves else 0.0  # of these, from serving
+        self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
+        self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self._clock = clock
         self._process = process
         self._uncharged = 0.0
+        self._stepped_at = self._glanced_at = -math.inf
+        self._served = 0.0
+        self._computed = False  # since the last glance
+        if process is not None:
+            process.may_compute = self.may_compute
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
         began = self._now()
+        self._glanced_at, self._computed = self._clock(), True
         yield
         seconds = self._now() - began
         self.seconds += seconds
-        self._uncharged += seconds * self.taken_share
+        if self._process is None:
+            self._uncharged += seconds * self.taken_share
+        else:
+            self.may_compute()
 
-    def charge(self, query: Query) -> float:
-        """What training took since the query before, in the units of this query's costs."""
-        if query.seconds <= 0:
-            return 0.0
+    def stepped(self) -> None:
+        """A step of serving begins. Called by the engine's thread."""
+        now = self._clock()
+        self._served += min(now - self._stepped_at, _BUSY_SECONDS)
+        self._stepped_at = now
+
+    def served(self) -> float:
+        """Seconds of serving since the last time."""
+        seconds, self._served = self._served, 0.0
+        return seconds
+
+    def taken(self) -> float:
+        """Seconds that training took from serving since the last time."""
         seconds, self._uncharged = self._uncharged, 0.0
-        return seconds * (query.draft_cost + query.verify_cost) / query.seconds
+        return seconds
+
+    def may_compute(self) -> bool:
+        """Whether a process may go on: while nobody is served, or what it takes is covered."""
+        now = self._clock()
+        is_busy = now - self._stepped_at < _BUSY_SECONDS
+        if is_busy and self._computed:
+            self._uncharged += (now - self._glanced_at) * self.taken_share
+        self._glanced_at = now
+        self._computed = not is_busy or self.covers(self._uncharged)
+        return self._computed
 
     def _now(self) -> float:
-        return self._clock() + (0.0 if self._process is None else self._process.seconds)
+        return self._cpu_clock() + (0.0 if self._process is None else self._process.seconds)
 
 
 def training_process(

@@ -59,8 +59,6 @@ EventKind = Literal[
     "refused",  # the gate, or the disk, kept an update from being served
     "discarded",  # an update could not be computed
     "rolled_back",  # an alarm or an operator took the serving weights back
-    "alarm",  # an alarm fired and there is nothing to go back to
-    "dismissed",  # an alarm fired for a reason that is not the drafter's
     "changed",  # the traffic is another than before: what was learnt about updates is tried anew
     "paused",
     "resumed",
@@ -114,8 +112,8 @@ class AdaptationStatus:
     newest: int  # the highest version there was, staged or served
     condemned: tuple[int, ...]  # versions that are never gone back to
     snapshots: tuple[int, ...]  # versions that are kept
-    collapsed: bool  # drafting earns nothing now
     values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: nobody estimates it
+    balance_seconds: float | None  # what learning may still lose; None: nobody counts it, or not yet
     waiting: Mapping[str, int]  # by arm, samples in its buffer
     held_back: int  # texts in the validation set
     queries_heard: int

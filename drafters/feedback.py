@@ -65,9 +65,7 @@ class Query:
     version: int  # and its last
     accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
     plain_steps: int  # steps without one
-    draft_cost: float  # seconds, each step's divided by what the cost table predicts for its load
-    verify_cost: float
-    seconds: float  # its share of the same steps as they were measured: what all queries' add up to is time
+    seconds: float  # its share of its steps: what all queries' add up to is time
 
     @property
     def answer(self) -> Sequence[int]:
@@ -100,10 +98,6 @@ class QueryFeedback:
     @property
     def recorded(self) -> bool:
         return self.prompt < len(self.query.tokens)
-
-    @property
-    def emitted_tokens(self) -> int:
-        return sum(self.query.accepted) + self.query.num_steps
 
 
 class FeedbackRecorder:

@@ -50,7 +50,21 @@ class GainPosterior:
     @property
     def promises(self) -> bool:
         """Whether the mean gain may be above 0, as far as is known."""
-        return self.mean + _DOUBT * self.sd > 0.0
+        return self.best_case > 0.0
+
+    @property
+    def best_case(self) -> float:
+        """What the mean gain may be at best, as far as is known."""
+        return self.mean + _DOUBT * self.sd
+
+    @property
+    def worst_case(self) -> float:
+        """What it is at least."""
+        return self.mean - _DOUBT * self.sd
+
+    def believe(self, sd: float) -> None:
+        """The mean is as sure as it was found to be before."""
+        self._variance = min(self._first, sd * sd)
 
     def is_sure_beside(self, deviation: float) -> bool:
         """Whether the gain's sign is known, with something of this standard deviation added."""

@@ -82,7 +82,6 @@ class Assembly:
             drafter or self.drafter(limits=limits),
             policy or build.make_policy(self.costs, self.limits),
             learning=learning,
-            costs=None if self.costs is None else self.costs.verify,
             pace_seconds=self.config.budget_pace_seconds,
             capture=capture_for(self.target.device) if self.target.is_captured else None,
         )

@@ -213,7 +213,6 @@ def learning_stream(
             warm_up_steps=1,
             head_learning_rate=1e-3,
             full_learning_rate=1e-3,
-            collapse_verifies=10**6,
             snapshots_in_memory=1,
             snapshots_on_disk=3,
             train_in=train_in,

@@ -18,7 +18,7 @@ QUICK: dict[str, object] = {
     "gate_texts": 4,
     "validation_texts": 8,
     "validation_share": 0.5,
-    "window_texts": 8,
+    "alarm_texts": 4,
     "drift_texts": 2,
     "client_free_queries": 1000,
 }

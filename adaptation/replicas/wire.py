@@ -39,7 +39,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
-_AS_THEY_ARE = ("client", "temperature", "plain_steps", "draft_cost", "verify_cost", "seconds")  # fields of a query
+_AS_THEY_ARE = ("client", "temperature", "plain_steps", "seconds")  # fields of a query
 
 
 def sign(kind: Kind, content: object, secret: Secret) -> bytes:
@@ -141,8 +141,6 @@ class QueryHeader:
     temperature: Seconds
     accepted: list[NonNegativeInt]
     plain_steps: NonNegativeInt
-    draft_cost: Seconds
-    verify_cost: Seconds
     seconds: Seconds
     prompt: NonNegativeInt
 

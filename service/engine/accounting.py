@@ -1,42 +1,18 @@
-"""What each step cost running queries and brought them, until a query ends and is learnt from; and the step's records.
-
-A step's seconds are divided by what the same step would have taken without trees, so that a busier hour is not
-mistaken for a worse drafter. Steps that read prompts belong to nobody.
+"""What each step took of running queries and brought them, until a query ends and is learnt from; and the step's
+records. Steps that read prompts belong to nobody.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from functools import cache
 from typing import Protocol
-
-import numpy as np
 
 from drafters.feedback import Query
 from service.engine.budget import Budget
-from service.engine.costs.model import CostTable
 from service.engine.requests import SequenceOutput
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import FinishStats, StepStats
-
-PlainSeconds = Callable[[int, float], float]
-"""What a step of so many rows without trees takes at a mean context length."""
-
-_CONTEXT_STEP = 32  # tokens; costs hardly change over so few
-
-
-def plain_seconds(costs: CostTable | None) -> PlainSeconds:
-    """The table's prediction, asked once per number of rows and stretch of context; 1 where nothing was measured."""
-
-    @cache
-    def seconds(num_rows: int, stretch: int) -> float:
-        if costs is None:
-            return 1.0
-        middle = (stretch + 0.5) * _CONTEXT_STEP
-        return float(costs.verify_seconds(np.array([float(num_rows)]), middle, num_rows)[0])
-
-    return lambda num_rows, context: seconds(num_rows, int(context) // _CONTEXT_STEP)
 
 
 class StepClock:
@@ -58,7 +34,6 @@ def charge(
     drafted: Items[int],
     accepted: Items[int],
     seconds: Mapping[str, float],
-    plain_seconds: PlainSeconds,
 ) -> None:
     """Note a step with the sequences that took part. `drafted` by item of the batch, `accepted` by completing one."""
     completing = batch.completing
@@ -66,12 +41,8 @@ def charge(
         sequence.account.served_by(version)
     if len(batch.drafting) != len(batch.items):
         return
-    context = sum(len(sequence.tokens) for sequence in completing) / len(completing)
-    plain = plain_seconds(len(completing), context)
     for sequence, nodes, length in zip(completing, drafted, accepted, strict=True):
         account = sequence.account
-        account.draft_cost += seconds["draft"] / plain
-        account.verify_cost += seconds["verify"] / plain
         account.seconds += (seconds["draft"] + seconds["verify"]) / len(completing)
         if nodes:
             account.accepted.append(length)
@@ -93,8 +64,6 @@ def query_of(sequence: Sequence, row: int) -> Query:
         version=account.version,
         accepted=tuple(account.accepted),
         plain_steps=account.plain_steps,
-        draft_cost=account.draft_cost,
-        verify_cost=account.verify_cost,
         seconds=account.seconds,
     )
 

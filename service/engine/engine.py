@@ -16,10 +16,9 @@ from torch import Tensor
 from drafters.protocol import Committed, Drafter
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import Learning, StepClock, charge, finish_stats, plain_seconds, query_of, step_stats
+from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, step_stats
 from service.engine.budget import BudgetPolicy
 from service.engine.commit import commit, lay_out, reads
-from service.engine.costs.model import CostTable
 from service.engine.drafting import DraftStage
 from service.engine.emit import EmitStage, read_tokens
 from service.engine.kv_pool import SlotPool, SlotTable
@@ -78,11 +77,10 @@ class Engine:
         policy: BudgetPolicy,
         *,
         learning: Learning | None = None,
-        costs: CostTable | None = None,
         pace_seconds: float | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """`costs` is what those who learn count in; with `capture` trees are pruned by CUDA graphs."""
+        """With `capture` trees are pruned by CUDA graphs."""
         self.target = target
         self.drafter = drafter
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
@@ -108,7 +106,6 @@ class Engine:
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
         self._learning = learning
-        self._plain_seconds = plain_seconds(costs)
         self._credited: dict[str, int] = dict(drafter.credits())
 
     @property
@@ -168,7 +165,7 @@ class Engine:
         drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
         self.slots.free(freed[: sum(drafted) - sum(accepted)])
         gaps = _advance(batch, drafted, accepted)
-        charge(batch, version, drafted, accepted, clock.seconds, self._plain_seconds)
+        charge(batch, version, drafted, accepted, clock.seconds)
         emit, remove = self._emit_stage.emit, self.scheduler.remove
         outputs = emit(completing, tokens, failed, drafted, verified, output.logits, remove)
         finished = self._close(completing, host.rows, outputs)

@@ -77,14 +77,12 @@ class TextStream:
 
 @dataclass(slots=True)
 class Account:
-    """What steps cost one sequence and brought it."""
+    """What steps took of one sequence and brought it."""
 
     first_version: int = -1  # drafter that served its first step
     version: int = -1  # and its last
     accepted: list[int] = field(default_factory=list)  # of each step with nodes
     plain_steps: int = 0
-    draft_cost: float = 0.0  # in plain steps
-    verify_cost: float = 0.0
     seconds: float = 0.0
 
     def served_by(self, version: int) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner
+from adaptation.process import TrainingTime
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
@@ -33,7 +34,7 @@ from service.errors import InvalidRequest, StartupError
 logger = logging.getLogger(__name__)
 
 _HASH_LENGTH = 16
-_WORTH_A_LOOK: Final[frozenset[EventKind]] = frozenset({"rolled_back", "alarm", "failed", "not_stored"})
+_WORTH_A_LOOK: Final[frozenset[EventKind]] = frozenset({"rolled_back", "failed", "not_stored"})
 _STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and the thread gives way to everybody
 
 
@@ -145,7 +146,7 @@ def build_adaptive(
     )
     recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
-    hooks = _EngineHooks(learner.weights, tables, replicas)
+    hooks = _EngineHooks(learner.weights, learner.time, tables, replicas)
     engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks)
     learner.restore()
     return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
@@ -206,10 +207,12 @@ class _EngineHooks:
     """The engine's `Learning`: weights come in here, and what a query left behind goes out."""
 
     weights: DrafterWeights
+    time: TrainingTime
     tables: FeedbackRecorder
     replicas: Replicas
 
     def between_steps(self) -> int:
+        self.time.stepped()
         return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:

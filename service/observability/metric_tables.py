@@ -253,7 +253,7 @@ def _cost_errors(stats: StepStats) -> tuple[float, ...]:
 OTHER: Final = "other"  # reasons that are sentences; the log has them
 
 _GATE: Final = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise")
-_ALARMS: Final = ("not_finite", "worse_than_anchor", "worse_than_before", "falling", "collapsed")
+_ALARMS: Final = ("not_finite", "worse_than_anchor", "worse_than_before")
 _STAGES: Final = ("hear", "update", "command", "recover", "save")
 _TRAINER: Final = (
     "nothing_to_learn",
@@ -269,9 +269,7 @@ EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     "refused": (*_GATE, "not_stored", OTHER),
     "discarded": (*_TRAINER, OTHER),
     "rolled_back": ("operator", *_ALARMS, OTHER),
-    "alarm": (*_ALARMS, OTHER),
-    "dismissed": ("other_traffic", OTHER),
-    "changed": ("other_traffic", "other_words", OTHER),
+    "changed": ("other_words", OTHER),
     "paused": ("operator", OTHER),
     "resumed": ("operator", OTHER),
     "loaded": ("operator", "leader", OTHER),
@@ -330,8 +328,8 @@ EVENTS: Final[Table[Event]] = (
 
 ARMS: Final = ("head", "full")
 DECISIONS: Final = (
-    *(f"skip:{reason}" for reason in ("warm_up", "not_admitted", "unusable", "no_gain", "never")),
-    *(f"{arm}:{reason}" for arm in ARMS for reason in ("untried", "explore", "gain", "fixed")),
+    *(f"skip:{reason}" for reason in ("warm_up", "not_admitted", "unusable", "no_gain", "not_covered", "never")),
+    *(f"{arm}:{reason}" for arm in ARMS for reason in ("explore", "gain", "fixed")),
 )
 EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
 STANDINGS: Final = ("alone", "following", "leading")
@@ -356,7 +354,11 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
         "drafter_exchanged_tokens", "Draft tokens that the deployed vocabulary lacked.", lambda s: s.exchanged_tokens
     ),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
-    Gauge("adaptation_collapsed", "1 while drafting earns nothing.", lambda s: s.collapsed),
+    Gauge(
+        "adaptation_balance_seconds",
+        "Serving time that learning may still lose; NaN where nobody counts it, or not yet.",
+        lambda s: float("nan") if s.balance_seconds is None else s.balance_seconds,
+    ),
     Gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
     Gauge(
         "adaptation_kl_to_anchor",

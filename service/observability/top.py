@@ -101,7 +101,7 @@ class Screen:
 
 
 def _arms(learning: Json) -> Group:
-    doing = "paused" if learning["paused"] else "collapsed" if learning["collapsed"] else "learning"
+    doing = "paused" if learning["paused"] else "learning"
     counts = f"{learning['publishes']} published, {learning['refusals']} refused, {learning['rollbacks']} rolled back"
     table = Table(box=None)
     for column in ("arm", "value", "waiting", "updates"):

@@ -59,8 +59,6 @@ def query(
         version=version,
         accepted=accepted,
         plain_steps=0,
-        draft_cost=1.0,
-        verify_cost=4.0,
         seconds=0.5,
     )
 

@@ -52,7 +52,7 @@ class Parts:
     def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
         """Whether it became a sample, and whether its text may judge."""
         before = self.buffers.counts["head"]
-        taken = self.feedback_filter.take(heard, training_cost=0.0, learning=learning)
+        taken = self.feedback_filter.take(heard, learning=learning)
         return self.buffers.counts["head"] > before, taken.validates
 
 
@@ -67,7 +67,7 @@ def test_all_that_is_learnt_from_is_rehearsed_by_full_updates_whatever_arm_it_we
     parts = Parts(update_samples=100)
     fates = [parts.take(feedback(seed)) for seed in range(20)]
     assert parts.take(feedback(20), learning=False)[0] is False
-    parts.feedback_filter.take(feedback(21, store=False), training_cost=0.0, learning=True)
+    parts.feedback_filter.take(feedback(21, store=False), learning=True)
     heard = parts.buffers.take("full")
     assert len(heard) == sum(learnt for learnt, _ in fates)
     assert all(sample.example is not None for sample in heard)
@@ -78,7 +78,7 @@ def test_what_must_not_be_stored_leaves_no_trace() -> None:
     for seed in range(20):
         heard = feedback(seed)
         private = replace(heard, query=replace(heard.query, store=False))
-        taken = parts.feedback_filter.take(private, training_cost=0.0, learning=True)
+        taken = parts.feedback_filter.take(private, learning=True)
         assert (taken.text, taken.validates, taken.admission.reason) == (None, False, "not_stored")
     assert (parts.buffers.counts["head"], parts.validation.texts) == (0, ())
     assert parts.feedback_filter.refusals == {"not_stored": 20}
@@ -107,7 +107,7 @@ def test_while_paused_nothing_is_learnt() -> None:
 
 def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
     parts = Parts(policy="full_only")
-    taken = [parts.feedback_filter.take(undrafted(seed), training_cost=0.0, learning=True) for seed in range(40)]
+    taken = [parts.feedback_filter.take(undrafted(seed), learning=True) for seed in range(40)]
     samples = parts.buffers.take("full")
     assert len(samples) + len(parts.validation.texts) == 40
     assert len(parts.validation.texts) > 10
@@ -337,62 +337,19 @@ def sampler(share: float = 0.125) -> RecordingSampler:
     return RecordingSampler(share=share)
 
 
-def served(asked: RecordingSampler, tau: float, count: int, rng: random.Random) -> list[bool]:
-    """Queries of twenty verifies each, about so many tokens of which are accepted."""
-    return [asked.observe([round(max(0.0, rng.gauss(tau, 0.7))) for _ in range(20)]) for _ in range(count)]
-
-
 def test_every_query_is_recorded_until_it_may_rest() -> None:
     asked = sampler()
     assert all(asked.draws() for _ in range(100))
-    asked.rest(True)
-    asked.rest(False)
+    asked.resting = True
+    asked.resting = False
     assert all(asked.draws() for _ in range(100))
 
 
 @pytest.mark.parametrize("share", [0.125, 0.25, 1.0])
 def test_while_it_rests_a_share_is_recorded_in_a_row(share: float) -> None:
     asked = sampler(share)
-    asked.rest(True)
+    asked.resting = True
     drawn = [asked.draws() for _ in range(640)]
     assert sum(drawn) == 640 * share
     turns = sum(one != other for one, other in pairwise(drawn))
     assert turns <= 2 * 640 * share / 8
-
-
-def test_other_acceptance_wakes_it_for_a_while() -> None:
-    asked, rng = sampler(), random.Random(0)
-    assert not any(served(asked, 2.0, 60, rng))
-    asked.rest(True)
-    assert asked.resting
-    noticed = served(asked, 0.8, 30, rng).index(True)
-    assert noticed < 15
-    asked = sampler()
-    served(asked, 2.0, 60, rng)
-    while not served(asked, 0.8, 1, rng)[0]:
-        asked.rest(True)
-        assert asked.resting
-    for _ in range(30):
-        asked.rest(True)
-        assert not asked.resting
-        assert asked.draws()
-        served(asked, 0.8, 1, rng)
-    served(asked, 0.8, 5, rng)
-    asked.rest(True)
-    assert asked.resting
-
-
-def test_steps_without_drafts_say_nothing() -> None:
-    assert not sampler().observe(())
-
-
-def test_what_other_weights_do_is_not_other_traffic() -> None:
-    for tells, expected in ((False, True), (True, False)):
-        asked, rng = sampler(), random.Random(1)
-        served(asked, 1.0, 200, rng)
-        heard = []
-        for tau in (1.09, 1.18, 1.27, 1.36):
-            if tells:
-                asked.weights_changed()
-            heard += served(asked, tau, 10, rng)
-        assert any(heard) is expected

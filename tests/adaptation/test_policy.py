@@ -5,8 +5,8 @@ import pytest
 from adaptation.policy import Arm, EveryBatch, Policy, QueryReport, State
 
 
-def report(signal: float | None = 7.0, verify_cost: float = 2.0) -> QueryReport:
-    return QueryReport(emitted_tokens=9, draft_cost=1.0, verify_cost=verify_cost, training_cost=0.0, signal=signal)
+def report(signal: float | None = 7.0, seconds: float = 2.0) -> QueryReport:
+    return QueryReport(seconds, signal)
 
 
 @pytest.mark.parametrize("arm", ["head", "full"])
@@ -17,7 +17,7 @@ def test_every_eighth_query_completes_a_batch(arm: Arm) -> None:
         assert policy.decide(report()).arm == arm
         if policy.take_update() == arm:
             taken.append(number)
-            policy.published(1.0)
+            policy.ended(None, 1.0, published=True)
     assert taken == [8, 16, 24, 32]
 
 
@@ -29,14 +29,14 @@ def test_an_update_waits_for_the_one_under_way() -> None:
     for _ in range(5):
         policy.decide(report())
         assert policy.take_update() is None
-    policy.discarded()
+    policy.ended(None, 1.0, published=False)
     assert policy.take_update() == "full"
 
 
 def test_what_must_not_or_cannot_be_learnt_from_counts_for_nothing() -> None:
     policy = EveryBatch("full", 1)
     assert policy.decide(report(signal=None)).reason == "not_admitted"
-    assert policy.decide(report(verify_cost=float("nan"))).reason == "unusable"
+    assert policy.decide(report(seconds=float("nan"))).reason == "unusable"
     assert policy.take_update() is None
 
 

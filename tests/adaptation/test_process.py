@@ -3,19 +3,21 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.process import TrainingProcess, mapped, shared
+from adaptation.process import TrainingProcess, TrainingTime, mapped, shared
 from adaptation.records import TrainingLost
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
+from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
@@ -163,3 +165,42 @@ def test_who_maps_the_memory_finds_and_changes_what_was_put_in() -> None:
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:
     assert AdaptationConfig().train_in == "auto"
     assert bench(tmp_path).learner.process is None
+
+
+class Stopped:
+    """A process that is asked all the while."""
+
+    seconds = 0.0
+    may_compute: Callable[[], bool]
+
+
+def timed(covered: float) -> tuple[TrainingTime, Clock, Stopped]:
+    """With so many seconds to take from serving, of which training takes half."""
+    clock, process = Clock(), Stopped()
+    time = TrainingTime(torch.device("cpu"), cast(TrainingProcess, process), serves=True, clock=clock)
+    time.taken_share, time.covers = 0.5, lambda taken: taken < covered
+    return time, clock, process
+
+
+def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
+    time, clock, process = timed(covered=0.0)
+    with time.spent():
+        for _ in range(100):
+            clock.now += 0.05
+            assert process.may_compute()
+    assert (time.taken(), time.served()) == (0.0, 0.0)
+
+
+def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
+    time, clock, process = timed(covered=1.0)
+    went = 0
+    with time.spent():
+        for _ in range(100):
+            time.stepped()
+            clock.now += 0.05
+            went += process.may_compute()
+        assert 35 <= went <= 41  # two seconds, of which half is lost
+        clock.now += 5.0
+        assert process.may_compute(), "nobody is served any more"
+    assert 0.9 < time.taken() <= 1.05
+    assert time.served() == pytest.approx(1.0 + 99 * 0.05)

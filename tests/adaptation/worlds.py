@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from adaptation.policy import Arm, Policy, QueryReport
+from adaptation.policy import Arm, Judgement, Policy, QueryReport
 
 
 @dataclass
@@ -18,49 +18,51 @@ class Clock:
 
 @dataclass
 class World:
-    """Tokens per cost rise with each update of an arm, up to a ceiling; an update takes its cost from one query."""
+    """Queries of 20 seconds each, that an update of an arm makes shorter, down to a floor; it takes its seconds from
+    serving. Replays tell what it gains with this error, and what gains more than they can err is published."""
 
-    gains: Mapping[Arm, float]
-    costs: Mapping[Arm, float]
-    ceiling: float
-    throughput: float = 2.0
+    gains: Mapping[Arm, float]  # of throughput, of one update
+    costs: Mapping[Arm, float]  # seconds
+    floor: float = 10.0
+    error: float = 0.02
+    seconds: float = 20.0
 
-    def update(self, arm: Arm) -> float:
-        self.throughput = min(self.ceiling, self.throughput + self.gains[arm])
-        return self.costs[arm]
+    def judged(self, arm: Arm, rng: random.Random) -> tuple[Judgement, bool]:
+        gain = min(self.gains[arm], self.seconds / self.floor - 1.0)
+        seen, needed = rng.gauss(gain, self.error), 1.25 * self.error
+        published = seen > needed
+        if published:
+            self.seconds /= 1.0 + gain
+        return Judgement(seen, self.error, needed), published
 
 
 @dataclass
 class Served:
-    tokens: int = 0
-    cost: float = 0.0
+    seconds: float = 0.0  # of queries and updates
+    plain_seconds: float = 0.0  # of the same queries without any update
     updates: Counter[str] = field(default_factory=Counter)
+    recorded: int = 0
 
     @property
-    def net_throughput(self) -> float:
-        return self.tokens / self.cost
+    def net_gain(self) -> float:
+        return self.plain_seconds / self.seconds - 1.0
 
 
 def serve(policy: Policy, world: World, *, queries: int, rng: random.Random) -> Served:
-    served = Served()
-    training_cost = 0.0
-    for _ in range(queries):
-        cost = rng.uniform(15, 25)
-        tokens = round(cost * world.throughput * rng.gauss(1.0, 0.02))
-        served.tokens += tokens
-        served.cost += cost + training_cost
-        policy.decide(_report(tokens, cost, training_cost, rng.uniform(8, 16)))
-        training_cost = 0.0
+    served, first = Served(), world.seconds
+    for number in range(queries):
+        luck = rng.uniform(0.75, 1.25)
+        recorded = not policy.resting or number % 32 == 0
+        served.recorded += recorded
+        served.plain_seconds += luck * first
+        seconds = luck * world.seconds * (1.02 if recorded else 1.0)
+        served.seconds += seconds
+        policy.elapse(seconds)
+        policy.decide(QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
         arm = policy.take_update()
         if arm is not None:
-            before = world.throughput
-            training_cost = world.update(arm)
+            judgement, published = world.judged(arm, rng)
+            policy.ended(judgement, world.costs[arm], published=published)
+            served.seconds += world.costs[arm]
             served.updates[arm] += 1
-            policy.published(world.throughput / before)
     return served
-
-
-def _report(tokens: int, cost: float, training_cost: float, signal: float) -> QueryReport:
-    return QueryReport(
-        emitted_tokens=tokens, draft_cost=0.2 * cost, verify_cost=0.8 * cost, training_cost=training_cost, signal=signal
-    )

@@ -37,8 +37,6 @@ def query(row: int, length: int) -> Query:
         version=1,
         accepted=(2, 0),
         plain_steps=3,
-        draft_cost=1.0,
-        verify_cost=2.0,
         seconds=0.1,
     )
 
@@ -170,10 +168,6 @@ def test_rows_beside_each_other_do_not_mix() -> None:
         assert torch.equal(beside.features, heard.features)
         assert torch.equal(beside.top_ids, heard.top_ids)
         assert torch.equal(beside.draft_labels.states, heard.draft_labels.states)
-
-
-def test_emitted_tokens_count_the_bonus() -> None:
-    assert drive(recorder(), 0, 3, 0, [1]).emitted_tokens == 2 + 2 + 3
 
 
 def test_what_comes_out_can_be_learnt_from() -> None:

@@ -4,7 +4,7 @@ What was recorded: 32 answers of a tiny target, as its engine told them, feature
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -14,17 +14,13 @@ import torch
 from torch import Tensor
 
 from adaptation.learner import Learner
-from adaptation.monitor import FallingWindows, PairedCusum
+from adaptation.monitor import PairedCusum
 from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
-from drafters.specblock.checkpoint import VOCABULARY
-from service.bench.driver import generate
 from tests.adaptation.drafts import same
-from tests.drafters.specblock.parts import serves
-from tests.practised import Practised, greedy_requests, practised
-from tests.service.learning_parts import learning, texts
+from tests.practised import Practised, practised
 
 torch.set_num_threads(1)
 
@@ -38,7 +34,7 @@ KNOBS: dict[str, object] = {
     "validation_share": 0.5,
     "validation_texts": TEXTS,
     "gate_texts": WINDOW,
-    "window_texts": WINDOW,
+    "alarm_texts": WINDOW // 2,
     "client_free_queries": 10**6,
     "client_share": 1.0,
     "snapshots_on_disk": 3,
@@ -121,7 +117,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
 def test_poison_that_was_published_is_taken_back_within_one_window(known: Practised, tmp_path: Path, seed: int) -> None:
     """The gate was off. What was recorded as served says nothing, so that replays alone must see it."""
     events: list[Event] = []
-    built = serving_the_good_one(known, tmp_path, events, collapse_verifies=10**6)
+    built = serving_the_good_one(known, tmp_path, events)
     observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
@@ -139,43 +135,6 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     assert [event.kind for event in events] == ["rolled_back"]
     assert (built.weights.origin, built.weights.condemned) == (1, {poisoned})
     assert same(built.weights._served.weights, known.good)
-
-
-def head(name: str) -> bool:
-    return name.startswith("lm_head")
-
-
-def everything(name: str) -> bool:
-    return name != VOCABULARY
-
-
-@pytest.mark.parametrize("negated", [head, everything])
-def test_weights_overwritten_behind_the_pair_are_mended_within_one_window(
-    known: Practised, tmp_path: Path, negated: Callable[[str], bool]
-) -> None:
-    """No replay can see it, for the learner still knows the good weights; but what is served earns nothing any more."""
-    events: list[Event] = []
-    asked = greedy_requests(8)
-    plain = texts(known.assembly.engine(known.assembly.drafter("none")), asked)
-    with learning(known.assembly, tmp_path, events=events, policy="never", window_texts=WINDOW) as adaptive:
-        adaptive.worker.ask(lambda: adaptive.learner.adopt(known.good)).result()
-        assert texts(adaptive.engine, asked) == plain
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
-        assert [event.kind for event in events] == ["loaded"]
-        adaptive.network.prepare({name: -value if negated(name) else value for name, value in known.good.items()})()
-        queries = 0
-        while len(events) == 1 and queries < WINDOW:
-            which = queries % len(asked)
-            assert texts(adaptive.engine, [asked[which]]) == [plain[which]]
-            assert adaptive.worker.settle(PATIENCE_SECONDS)
-            queries += 1
-        run = generate(adaptive.engine, asked)
-        mended = serves(adaptive.network, adaptive.learner.weights._served.weights)
-    print(f"mended after {queries} queries")
-    assert [answer.token_ids for answer in run.answers] == plain
-    assert [(event.kind, event.reason) for event in events[1:]] == [("rolled_back", "collapsed")]
-    assert mended
-    assert fmean(sum(answer.accepted_per_step) / len(answer.accepted_per_step) for answer in run.answers) > 0.5
 
 
 def scores_of(known: Practised, built: Learner, weights: dict[str, Tensor]) -> list[float]:
@@ -200,26 +159,17 @@ def twin_of(known: Practised, built: Learner) -> dict[str, Tensor]:
     return min(map(twin, range(16)), key=lambda weights: abs(fmean(scores_of(known, built, weights)) - good))
 
 
-def bare_rule(stream: Sequence[QueryFeedback]) -> int:
-    """False alarms of the paper's rule: three windows in a row, each below the one before."""
-    rule = FallingWindows(standard_errors=0.0)
-    served = [1 + fmean(feedback.query.accepted) for feedback in stream]
-    windows = (served[start : start + WINDOW] for start in range(0, len(served), WINDOW))
-    return sum(rule.observe(window) is not None for window in windows)
-
-
 def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised, tmp_path: Path) -> None:
     """The drafter that serves, the one it has replaced and the anchor are equally good, and not the same: in the mean
     of four streams, for which windows are condemned by chance hangs on the last bit of a score."""
     streams = 4
     found = [false_rollbacks(known, tmp_path / str(seed), seed) for seed in range(streams)]
-    print(f"{streams} times {STATIONARY_WINDOWS} windows, rolled back and alarms of the bare rule: {found}")
-    assert sum(rollbacks for rollbacks, _ in found) <= 2 * streams
-    assert all(bare >= 10 for _, bare in found)
+    print(f"{streams} times {STATIONARY_WINDOWS} windows, rolled back: {found}")
+    assert sum(found) <= 2 * streams
 
 
-def false_rollbacks(known: Practised, folder: Path, seed: int) -> tuple[int, int]:
-    """In one stream, and how often a rule without pairs would have cried."""
+def false_rollbacks(known: Practised, folder: Path, seed: int) -> int:
+    """In one stream."""
     events: list[Event] = []
     built = known.learner(folder, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.2})
     twin = twin_of(known, built)
@@ -230,7 +180,7 @@ def false_rollbacks(known: Practised, folder: Path, seed: int) -> tuple[int, int
         version = built.weights.version
         built.observe(replace(feedback, query=replace(feedback.query, first_version=version, version=version)))
         built.weights.between_steps()
-    return sum(event.kind == "rolled_back" for event in events), bare_rule(stream)
+    return sum(event.kind == "rolled_back" for event in events)
 
 
 def publish(built: Learner, weights: dict[str, Tensor]) -> None:

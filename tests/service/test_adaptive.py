@@ -254,7 +254,7 @@ def test_a_drafter_without_weights_cannot_learn(tmp_path: Path) -> None:
             "INFO",
             "learning: published (better), drafter version 3: candidate 2.123, serving 2",
         ),
-        (Event("rolled_back", 4, "collapsed"), "WARNING", "learning: rolled back (collapsed), drafter version 4"),
+        (Event("rolled_back", 4, "not_finite"), "WARNING", "learning: rolled back (not_finite), drafter version 4"),
         (
             Event("failed", 4, "update: ValueError: two\nlines"),
             "WARNING",

@@ -48,7 +48,6 @@ def test_the_reasons_are_those_of_the_modules() -> None:
     assert words("refused") == set(get_args(GateReason)) - {"better"} | {"not_stored"}
     assert words("discarded") == set(get_args(Outcome)) - {"applied"}
     assert words("rolled_back") == alarms | {"operator"}
-    assert words("alarm") == alarms
     assert words("failed") == set(get_args(Stage)) | {"thread_died"}
 
 

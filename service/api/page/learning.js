@@ -5,7 +5,7 @@ import { ask, keys } from "./server.js";
 
 const MOST_EVENTS = 20;
 const SURE_MILLISECONDS = 4000;
-const GRAVE = new Set(["rolled_back", "alarm", "failed", "not_stored"]);
+const GRAVE = new Set(["rolled_back", "failed", "not_stored"]);
 const ARMS = ["head", "full"];
 const ACTIONS = ["pause", "resume", "rollback"];
 
@@ -97,7 +97,7 @@ export class Learning {
 }
 
 function sentence(status) {
-  const doing = status.paused ? "paused by an operator" : status.collapsed ? "drafting earns nothing now" : "learning";
+  const doing = status.paused ? "paused by an operator" : "learning";
   return `Policy ${status.policy}, ${doing}; drafter version ${status.version} serves.`;
 }
 
@@ -109,6 +109,7 @@ function facts(status) {
     "Published": status.publishes,
     "Refused by the gate": status.refusals,
     "Rolled back": status.rollbacks,
+    ...(status.balance_seconds === null ? {} : { "May still lose": `${number(status.balance_seconds)} s` }),
     "Training": `${number(status.training_seconds)} s`,
     "KL to the anchor": number(status.kl_to_anchor, 4),
   };

@@ -264,7 +264,7 @@ def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
     config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process"})
-    tuning = Tuning(full_steps=1024)
+    tuning = Tuning(full_steps=1024, gate_texts=2)
     adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None, tuning=tuning)
     process = adaptive.learner.process
     assert process is not None

