@@ -45,7 +45,7 @@ STAGES: dict[str, Place] = {
     "snapshot sync": (checkpoint, "sync_folder"),
     "trimming the ring": (SnapshotRing, "_drop_oldest"),
     "staging": (DrafterWeights, "_stage"),
-    "telling the policy": (EveryBatch, "published"),
+    "telling the policy": (EveryBatch, "ended"),
     "resetting the watch": (RollbackMonitor, "weights_changed"),
     "state write": (LearnerCheckpoint, "save"),
 }
