@@ -45,12 +45,9 @@ _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _LEAST_WEIGHTS = 1_000_000
 """Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
-_TAKEN_BESIDE = 0.1
-"""Of the time of training on a core of its own: what training and serving share is the memory, and in a thread the
-interpreter. On two cores a process that trained 40 % of the time made forwards of the target 3 % longer."""
-_TAKEN_AMONG = 0.22
-"""Of the time that a process trains beside serving that uses all cores: so much slower were answers, whatever its
-priority (two cores, both serving; German after MT-Bench, one query at a time)."""
+_TAKEN = 0.22
+"""Of the time that training computes beside serving, lost by serving: answers were so much slower with both of two
+cores serving, and about as much with one, for what they share is the memory."""
 _GLANCE_SECONDS = 0.05  # between two looks at whether it may go on
 _BUSY_SECONDS = 1.0  # after a step began, while serving counts as busy: longer than most steps
 _CHILD = """
@@ -206,8 +203,8 @@ class TrainingTime:
     """Seconds of serving, those that training has computed, and those that it took from serving and nobody was charged
     for yet.
 
-    A thread takes what it computes, on a CPU only where serving needs its core too. A process takes a share of the time
-    that it computes beside serving, and may go on beside it only as far as that is covered."""
+    A thread takes all that it computes where serving needs its core, and a share of it elsewhere. A process takes that
+    share of the time that it computes beside serving, and may go on beside it only as far as that is covered."""
 
     def __init__(
         self,
@@ -218,9 +215,9 @@ class TrainingTime:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         has_core = device.type == "cpu" and usable_cores() > torch.get_num_threads()
-        among = 1.0 if process is None else _TAKEN_AMONG
         self.seconds = 0.0
-        self.taken_share = (_TAKEN_BESIDE if has_core else among) if serves else 0.0  # of these, from serving
+        share = 1.0 if process is None and not has_core else _TAKEN
+        self.taken_share = share if serves else 0.0  # of these, from serving
         self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock

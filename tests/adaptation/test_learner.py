@@ -398,7 +398,7 @@ def test_what_training_took_is_told_once(tmp_path: Path) -> None:
     assert [time.taken(), time.taken()] == [1.5, 0.0]
 
 
-@pytest.mark.parametrize(("serving", "cores", "share"), [(1, 2, 0.1), (2, 2, 1.0), (8, 2, 1.0)])
+@pytest.mark.parametrize(("serving", "cores", "share"), [(1, 2, 0.22), (2, 2, 1.0), (8, 2, 1.0)])
 def test_training_takes_little_where_serving_leaves_a_core(
     serving: int, cores: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
