@@ -75,11 +75,6 @@ class Query:
     def num_steps(self) -> int:
         return len(self.accepted) + self.plain_steps
 
-    @property
-    def accepted_by_step(self) -> tuple[int, ...]:
-        """Of all steps, in no order: of one without drafts nothing is accepted."""
-        return self.accepted + (0,) * self.plain_steps
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFeedback:
