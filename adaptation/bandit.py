@@ -77,12 +77,13 @@ _RANDOM = TypeAdapter(_RandomState)
 class Bandit:
     """A `Policy`."""
 
-    def __init__(self, rules: BanditRules, *, rng: random.Random) -> None:
+    def __init__(self, rules: BanditRules, ledger: RegretLedger, *, rng: random.Random) -> None:
+        """`ledger`: has its account once it is known how long queries take."""
         self._rules = rules
+        self._ledger = ledger
         self._rng = rng
         self._now = _Knowledge()
         self._posteriors: dict[Arm, GainPosterior] = {}
-        self._ledger: RegretLedger | None = None
         self._filling: Arm | None = None  # whose buffer is being filled
         self._signals: list[float] = []  # of the queries in it
         self._update: tuple[Arm, float] | None = None  # under way, and the mean signal behind it
@@ -92,13 +93,13 @@ class Bandit:
         return {arm: belief.mean for arm, belief in self._now.arms.items()}
 
     @property
-    def balance_seconds(self) -> float | None:
-        return None if self._ledger is None else self._ledger.balances[LEARNING]
+    def _is_warm(self) -> bool:
+        return LEARNING in self._ledger.balances
 
     @property
     def resting(self) -> bool:
         """Also while an update is under way, which may take long: until it has ended nothing is filled."""
-        if self._ledger is None or self._filling is not None:
+        if not self._is_warm or self._filling is not None:
             return False
         return self._update is not None or self._promising() is None
 
@@ -108,18 +109,14 @@ class Bandit:
         first, last = self._rules.epsilon
         return first + (last - first) * min(1.0, self._now.num_events / self._rules.cold_start_events)
 
-    def elapse(self, seconds: float) -> None:
-        if self._ledger is not None:
-            self._ledger.elapse(seconds)
-
     def covers(self, seconds: float) -> bool:
-        return self._ledger is None or self._ledger.balances[LEARNING] > seconds
+        return not self._is_warm or self._ledger.balances[LEARNING] > seconds
 
     def decide(self, query: QueryReport) -> Decision:
         if not query.usable:
             return Decision(None, "unusable")
         self._observe(query)
-        if self._ledger is None:
+        if not self._is_warm:
             return Decision(None, "warm_up")
         if self._filling is None:
             self._filling = self._choose()
@@ -141,7 +138,6 @@ class Bandit:
 
     def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
         assert self._update is not None, "an update ends that never began"
-        assert self._ledger is not None, "an update began during the warm-up"
         (arm, signal), self._update = self._update, None
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
@@ -170,7 +166,7 @@ class Bandit:
 
     def state(self) -> State:
         version, words, gauss = cast(_RandomState, self._rng.getstate())
-        self._now.balance = self.balance_seconds
+        self._now.balance = self._ledger.balances.get(LEARNING)
         return {"knowledge": _KNOWLEDGE.dump_python(self._now, mode="json"), "random": [version, list(words), gauss]}
 
     def restore(self, state: State) -> None:
@@ -182,9 +178,8 @@ class Bandit:
         self._rng.setstate(_RANDOM.validate_python(state["random"]))
         self._now, self._posteriors = now, {}
         self._filling, self._signals, self._update = None, [], None
-        self._ledger = None if now.balance is None else self._opened()
-        if self._ledger is not None and now.balance is not None:
-            self._ledger.balances[LEARNING] = min(now.balance, self._ledger.balances[LEARNING])
+        if now.balance is not None:
+            self._open(now.balance)
 
     def _observe(self, query: QueryReport) -> None:
         """Count a query, its time and what it took to record it."""
@@ -193,14 +188,13 @@ class Bandit:
         now.seconds = [*now.seconds, query.seconds][-rules.warm_up_queries :]
         if query.signal:
             now.signal += (query.signal - now.signal) * (rules.alpha if now.signal else 1.0)
-        if self._ledger is None:
-            if now.num_queries > rules.warm_up_queries:
-                self._ledger = self._opened()
-            return
-        self._ledger.settle(LEARNING, -_RECORDING_SHARE * query.seconds * query.recorded)
+        if self._is_warm:
+            self._ledger.settle(LEARNING, -_RECORDING_SHARE * query.seconds * query.recorded)
+        elif now.num_queries > rules.warm_up_queries:
+            self._open()
 
-    def _opened(self) -> RegretLedger:
-        return RegretLedger({LEARNING: self._rules.cap_queries * fmean(self._now.seconds)})
+    def _open(self, balance: float | None = None) -> None:
+        self._ledger.open(LEARNING, self._rules.cap_queries * fmean(self._now.seconds), balance)
 
     def _choose(self) -> Arm | None:
         """Whose buffer is filled now: by chance the one that was tried least, else the one that may gain most."""
@@ -229,7 +223,6 @@ class Bandit:
         return self._now.arms[arm].cost + _RECORDING_SHARE * self._rules.batch_queries[arm]
 
     def _is_covered(self, arm: Arm) -> bool:
-        assert self._ledger is not None, "nothing is decided during the warm-up"
         return self._ledger.covers(LEARNING, self._cost(arm) * fmean(self._now.seconds))
 
     def _posterior(self, arm: Arm) -> GainPosterior:
@@ -245,7 +238,7 @@ class Bandit:
         return self._posteriors[arm]
 
 
-def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -> Policy:
+def policy_of(config: AdaptationConfig, tuning: Tuning, ledger: RegretLedger, *, rng: random.Random) -> Policy:
     fixed: dict[PolicyName, EveryBatch] = {
         "always": EveryBatch("full", tuning.always_queries),
         "head_only": EveryBatch("head", config.head_queries),
@@ -261,4 +254,4 @@ def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -
         s_min=config.s_min,
         warm_up_queries=tuning.warm_up_queries,
     )
-    return Bandit(rules, rng=rng)
+    return Bandit(rules, ledger, rng=rng)

@@ -102,7 +102,6 @@ class Tuning:
     window_tokens: int = 256  # longest stretch of a text that a full update sees
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
     queued_queries: int = 256  # finished ones that wait to be observed; the oldest make room
-    duty_cycle: float = 0.25  # largest share of time that updates may take from serving
     niceness: int = 10  # how far the learning thread steps back from the CPU (Linux)
     always_queries: int = 8  # between two updates of the policy `always`
     warm_up_queries: int = 10  # before the bandit's first decision

@@ -15,7 +15,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from adaptation.bandit import policy_of
+from adaptation.bandit import LEARNING, policy_of
 from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import OfflineEvaluator, replay_of
@@ -33,6 +33,7 @@ from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
+from drafters.regret import RegretLedger
 
 _KEPT_EVENTS = 50
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
@@ -50,11 +51,12 @@ class Learner:
         emit: Emit,
         clock: Callable[[], float] = time.time,
         seed: int = 0,
-        serves: bool = True,
+        ledger: RegretLedger | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        """`serves`: in this process, from which training then takes time. Raises ValueError where training cannot be
-        had as it is configured. What is served in bf16 is trained and replayed so where products are faster then."""
+        """`ledger`: of the server in this process, from which training then takes time; None: none serves. Raises
+        ValueError where training cannot be had as it is configured. What is served in bf16 is trained and replayed so
+        where products are faster then."""
         self.tuning = tuning = tuning or Tuning()
         self.paused = False
         self.num_updates: Counter[Arm] = Counter()
@@ -69,13 +71,14 @@ class Learner:
         rates: dict[Arm, float] = {"head": config.head_learning_rate, "full": config.full_learning_rate}
         rules = Rules(rates=rates, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning)
         self._trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
-        train_in = config.train_in if serves else "thread"
+        self._serves, self._ledger = ledger is not None, ledger or RegretLedger()
+        train_in = config.train_in if self._serves else "thread"
         self.process = process = training_process(drafter, weights, self._trainer, train_in)
         self._update = self._trainer.update if process is None else process.update
         replay = replay_of(drafter.embed) if process is None else process.replay
-        self.time = TrainingTime(device, self.process, serves=serves)
-        self._policy = policy_of(config, tuning, rng=random.Random(seed))
-        self._serves, self.time.covers = serves, self._covers
+        self.time = TrainingTime(device, self.process)
+        self._policy = policy_of(config, tuning, self._ledger, rng=random.Random(seed))
+        self.time.covers = self._policy.covers
         self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
         self._buffers, self._validation = self._feedback.buffers, self._feedback.validation
         # Replicas record every query: none of them knows what the others' queries promise.
@@ -104,8 +107,6 @@ class Learner:
         return Worker(
             self,
             max_waiting=self.tuning.queued_queries,
-            duty_cycle=self.tuning.duty_cycle,
-            taken_share=self.time.taken_share,
             niceness=self.tuning.niceness,
             device=self.weights.train_device,
         )
@@ -113,7 +114,8 @@ class Learner:
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """One finished query."""
         feedback = received(feedback, self.weights.train_device)
-        self._policy.elapse(self.time.served() if self._serves else feedback.query.seconds)
+        if not self._serves:
+            self._ledger.elapse(feedback.query.seconds)
         filtered = self._feedback.take(feedback, learning=not self.paused)
         if filtered.validates and filtered.text is not None:
             self._evaluator.probe(filtered.text)
@@ -233,7 +235,7 @@ class Learner:
             condemned=tuple(sorted(weights.condemned)),
             snapshots=tuple(weights.snapshots.versions),
             values={arm: value for arm, value in self._policy.values.items()},
-            balance_seconds=self._policy.balance_seconds,
+            balance_seconds=self._ledger.balances.get(LEARNING),
             waiting={arm: count for arm, count in self._buffers.counts.items()},
             held_back=len(self._validation.texts),
             queries_heard=feedback.decisions.total(),
@@ -338,11 +340,6 @@ class Learner:
             self._pace.clearly_worse(report.arm)
         if clearly_worse or self._num_refused > self.tuning.kept_refusals:
             self._start_over()
-
-    def _covers(self, taken: float) -> bool:
-        """Whether training may have taken so much from serving; asked while an update or a replay is under way."""
-        self._policy.elapse(self.time.served())
-        return self._policy.covers(taken)
 
     def _ended(self, judgement: Judgement | None, *, published: bool = False) -> None:
         self._policy.ended(judgement, self.time.taken(), published=published)

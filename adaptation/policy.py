@@ -78,17 +78,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def balance_seconds(self) -> float | None:
-        """What learning may still lose; None where nobody counts it, or not yet."""
-        ...
-
-    @property
     def resting(self) -> bool:
         """Whether nothing promises a gain that the ledger would cover finding out."""
-        ...
-
-    def elapse(self, seconds: float) -> None:
-        """So much serving time went by."""
         ...
 
     def covers(self, seconds: float) -> bool:
@@ -140,15 +131,8 @@ class EveryBatch:
         return {}
 
     @property
-    def balance_seconds(self) -> float | None:
-        return None
-
-    @property
     def resting(self) -> bool:
         return self._arm is None
-
-    def elapse(self, seconds: float) -> None:
-        """It counts no time."""
 
     def covers(self, seconds: float) -> bool:
         return True

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from adaptation.config import usable_cores
 from adaptation.evaluator import replay_of
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
@@ -36,6 +35,7 @@ from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
 from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
+from drafters.regret import GainPosterior
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
@@ -45,9 +45,9 @@ _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _LEAST_WEIGHTS = 1_000_000
 """Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
-_TAKEN = 0.22
-"""Of the time that training computes beside serving, lost by serving: answers were so much slower with both of two
-cores serving, and about as much with one, for what they share is the memory."""
+_DELAY, _DELAY_NOISE = 0.3, 0.5
+"""Of a step beside training, in steps: what two cores showed, and how much single steps differ."""
+_STEPS = 128  # that a mean of steps remembers
 _GLANCE_SECONDS = 0.05  # between two looks at whether it may go on
 _BUSY_SECONDS = 1.0  # after a step began, while serving counts as busy: longer than most steps
 _CHILD = """
@@ -200,57 +200,60 @@ class TrainingProcess:
 
 
 class TrainingTime:
-    """Seconds of serving, those that training has computed, and those that it took from serving and nobody was charged
-    for yet.
+    """Seconds that training has computed, and those that it took from serving and nobody was charged for yet.
 
-    A thread takes all that it computes where serving needs its core, and a share of it elsewhere. A process takes that
-    share of the time that it computes beside serving, and may go on beside it only as far as that is covered."""
+    Steps are timed while training computes and while it does not. By what they take longer it takes from serving, all
+    the while that it computes beside it; a process goes on beside serving only as far as that is covered."""
 
     def __init__(
         self,
         device: torch.device,
         process: TrainingProcess | None,
         *,
-        serves: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        has_core = device.type == "cpu" and usable_cores() > torch.get_num_threads()
         self.seconds = 0.0
-        share = 1.0 if process is None and not has_core else _TAKEN
-        self.taken_share = share if serves else 0.0  # of these, from serving
         self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
         self._process = process
         self._uncharged = 0.0
         self._stepped_at = self._glanced_at = -math.inf
-        self._served = 0.0
-        self._computed = False  # since the last glance
+        self._computes = False
+        self._alone = 0.0  # seconds that a step takes without training
+        self._delay = GainPosterior(  # of a step beside training, in steps
+            mean=_DELAY, sd=_DELAY, noise=_DELAY_NOISE, drift=(_DELAY_NOISE / _STEPS) ** 2
+        )
         if process is not None:
             process.may_compute = self.may_compute
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
         began = self._now()
-        self._glanced_at, self._computed = self._clock(), True
-        yield
-        seconds = self._now() - began
-        self.seconds += seconds
-        if self._process is None:
-            self._uncharged += seconds * self.taken_share
-        else:
+        self._glanced_at, self._computes = self._clock(), True
+        try:
+            yield
+        finally:
             self.may_compute()
+            self._computes = False
+            self.seconds += self._now() - began
 
     def stepped(self) -> None:
         """A step of serving begins. Called by the engine's thread."""
         now = self._clock()
-        self._served += min(now - self._stepped_at, _BUSY_SECONDS)
-        self._stepped_at = now
+        seconds, self._stepped_at = now - self._stepped_at, now
+        if seconds > _BUSY_SECONDS:
+            return
+        if not self._computes:
+            self._alone += (seconds - self._alone) / (_STEPS if self._alone else 1)
+        elif self._alone:
+            self._delay.observe(seconds / self._alone - 1.0)
 
-    def served(self) -> float:
-        """Seconds of serving since the last time."""
-        seconds, self._served = self._served, 0.0
-        return seconds
+    @property
+    def taken_share(self) -> float:
+        """Of the time that training computes beside serving."""
+        delay = max(0.0, self._delay.mean)
+        return delay / (1.0 + delay)
 
     def taken(self) -> float:
         """Seconds that training took from serving since the last time."""
@@ -261,11 +264,11 @@ class TrainingTime:
         """Whether a process may go on: while nobody is served, or what it takes is covered."""
         now = self._clock()
         is_busy = now - self._stepped_at < _BUSY_SECONDS
-        if is_busy and self._computed:
+        if is_busy and self._computes:
             self._uncharged += (now - self._glanced_at) * self.taken_share
         self._glanced_at = now
-        self._computed = not is_busy or self.covers(self._uncharged)
-        return self._computed
+        self._computes = not is_busy or self.covers(self._uncharged)
+        return self._computes
 
     def _now(self) -> float:
         return self._cpu_clock() + (0.0 if self._process is None else self._process.seconds)

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -52,13 +51,10 @@ class Worker:
         loop: Loop,
         *,
         max_waiting: int,
-        duty_cycle: float,
-        taken_share: float = 1.0,
         niceness: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """`duty_cycle`: the most that updates may take from serving, `taken_share`: how much of their time they take
-        from it; `niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
+        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
         `device`: where the loop computes, on a stream that gives way too."""
         self.failures: Counter[Stage] = Counter()
         self.num_dropped = 0  # queries that nobody observed
@@ -66,7 +62,6 @@ class Worker:
         self.loop = loop  # who replaces it does so before the start
         self.trains = True  # False: queries are observed, and updates are not computed; written by any thread
         self._max_waiting = max_waiting
-        self._rest_share = max(0.0, taken_share / duty_cycle - 1)
         self._niceness = niceness
         self._device = device or torch.device("cpu")
         self._waiting: deque[QueryFeedback] = deque()
@@ -74,8 +69,7 @@ class Worker:
         self._ready = threading.Condition()
         self._stopping = threading.Event()
         self._nothing_due = threading.Event()
-        self._rest_until = 0.0
-        self._more_due = False  # one update has been done, and another may be waiting for the rest to end
+        self._more_due = False  # one update has been done, and another may wait
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
@@ -151,8 +145,7 @@ class Worker:
         command = feedback = None
         with self._ready:
             if not (self._commands or self._waiting or self._stopping.is_set()):
-                rest = self._rest_until - time.monotonic() if self._more_due else _IDLE_SECONDS
-                self._ready.wait(min(max(0.0, rest), _IDLE_SECONDS))
+                self._ready.wait(0.0 if self._more_due else _IDLE_SECONDS)
             if self._commands:
                 command = self._commands.popleft()
             elif self._waiting:
@@ -161,21 +154,14 @@ class Worker:
             self._attempt("command", partial(_carry_out, *command))
         elif feedback is not None:
             self._attempt("hear", partial(self.loop.observe, feedback))
-        if not self._stopping.is_set() and time.monotonic() >= self._rest_until:
+        if not self._stopping.is_set():
             self._attempt("update", self._update)
 
     def _update(self) -> None:
-        """One update, and then as much rest as keeps training within what it may take."""
-        began, rests = time.monotonic(), True
-        try:
-            report = self.loop.update(self._interrupted) if self.trains else None
-            rests = self._more_due = report is not None
-        finally:
-            if rests:
-                now = time.monotonic()
-                self._rest_until = now + (now - began) * self._rest_share
+        self._more_due = False  # nor after one that failed
+        self._more_due = self.trains and self.loop.update(self._interrupted) is not None
         with self._ready:
-            if not (rests or self._waiting or self._commands):
+            if not (self._more_due or self._waiting or self._commands):
                 self._nothing_due.set()
 
     def _interrupted(self) -> bool:

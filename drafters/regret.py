@@ -8,7 +8,8 @@ is not, finding out costs what the ledger holds, and then a share of the time.
 """
 
 import math
-from collections.abc import Hashable, Mapping
+import threading
+from collections.abc import Hashable
 
 SHARE = 0.01
 """Of serving time, that may be lost in the long run."""
@@ -127,9 +128,9 @@ class PosteriorsBySize:
 
 
 class RegretLedger:
-    """What all actions together may have lost against never acting, in seconds of serving. Each account has a balance,
-    at most its cap: whatever an action gains or loses is entered, exploited or explored, and a share of the time is
-    added. What the balance does not cover is not done.
+    """What all actions of a server together may have lost against never acting, in seconds of serving. Each account has
+    a balance, at most its cap: whatever an action gains or loses is entered, exploited or explored, and a share of the
+    time is added. What the balance does not cover is not done. May be called from any thread.
 
     Nothing is ever taken away but losses, hence balance(T) <= balance(0) + gains + share * T; and as no action lets it
     fall below 0 by more than what was worse than its worst case, for any sequence of gains
@@ -137,21 +138,30 @@ class RegretLedger:
         sum of gains >= -(caps + share * T + one action)
     """
 
-    def __init__(self, caps: Mapping[str, float], *, share: float = SHARE) -> None:
-        """`caps`: of each account, in seconds; `share`: of the time, for all accounts together."""
-        self._caps = dict(caps)
+    def __init__(self, *, share: float = SHARE) -> None:
+        """`share`: of the time, for all accounts together."""
         self._share = share
-        self.balances = dict(caps)
-        self.lost_seconds = dict.fromkeys(caps, 0.0)  # by account, what was gained not deducted
+        self._caps: dict[str, float] = {}
+        self.balances: dict[str, float] = {}  # by account, as all below
+        self.lost_seconds: dict[str, float] = {}  # what was gained not deducted
+        self._lock = threading.Lock()
+
+    def open(self, account: str, cap: float, balance: float | None = None) -> None:
+        """Begin an account, or begin it anew, with this balance or with all that it may hold; in seconds."""
+        with self._lock:
+            self._caps[account] = cap
+            self.balances[account] = cap if balance is None else min(cap, balance)
+            self.lost_seconds.setdefault(account, 0.0)
 
     def elapse(self, seconds: float) -> None:
         """So much serving time went by. What a full account does not need is the others'."""
         spare = self._share * seconds
-        poorest_first = sorted(self._caps, key=lambda name: self._caps[name] - self.balances[name])
-        for left, name in zip(range(len(poorest_first), 0, -1), poorest_first, strict=True):
-            added = min(spare / left, max(0.0, self._caps[name] - self.balances[name]))
-            self.balances[name] += added
-            spare -= added
+        with self._lock:
+            poorest_last = sorted(self._caps, key=lambda name: self._caps[name] - self.balances[name])
+            for left, name in zip(range(len(poorest_last), 0, -1), poorest_last, strict=True):
+                added = min(spare / left, max(0.0, self._caps[name] - self.balances[name]))
+                self.balances[name] += added
+                spare -= added
 
     def covers(self, account: str, worst_seconds: float) -> bool:
         """Whether something that may cost so much can be afforded."""
@@ -159,9 +169,11 @@ class RegretLedger:
 
     def settle(self, account: str, gained_seconds: float) -> None:
         """An action of this account gained so much, or lost it where it is negative."""
-        self.balances[account] = min(self._caps[account], self.balances[account] + gained_seconds)
-        self.lost_seconds[account] += max(0.0, -gained_seconds)
+        with self._lock:
+            self.balances[account] = min(self._caps[account], self.balances[account] + gained_seconds)
+            self.lost_seconds[account] += max(0.0, -gained_seconds)
 
     def raise_cap(self, account: str, seconds: float) -> None:
         """An action of this account turned out to cost so much: it must be possible to afford one."""
-        self._caps[account] = max(self._caps[account], seconds)
+        with self._lock:
+            self._caps[account] = max(self._caps[account], seconds)

@@ -14,6 +14,7 @@ import torch
 from adaptation.config import Tuning
 from drafters.protocol import Drafter
 from drafters.registry import MERGED, TRAINED, TrainedWeights
+from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.graph_runner import capture_for
@@ -73,14 +74,18 @@ class Assembly:
         policy: BudgetPolicy | None = None,
         limits: EngineLimits | None = None,
         learning: Learning | None = None,
+        ledger: RegretLedger | None = None,
     ) -> Engine:
-        """An idle engine as configured, or with another drafter, budget policy, other limits, or watched."""
+        """An idle engine as configured, or with another drafter, budget policy, other limits, or watched; with a ledger
+        that others enter their losses in too, or with one of its own."""
+        ledger = ledger or RegretLedger()
         return Engine(
             self.target,
             limits or self.limits,
             Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
             drafter or self.drafter(limits=limits),
-            policy or build.make_policy(self.costs, self.limits),
+            policy or build.make_policy(self.costs, self.limits, ledger),
+            ledger=ledger,
             learning=learning,
             pace_seconds=self.config.budget_pace_seconds,
             capture=capture_for(self.target.device) if self.target.is_captured else None,

@@ -302,7 +302,7 @@ def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, coun
 
 _TRAINING_CONCURRENCY = 4
 _TRAINING_NODES = 16
-_EAGER = Tuning(duty_cycle=1.0, always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
+_EAGER = Tuning(always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
 
 
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:

@@ -16,7 +16,8 @@ from service.assembly import Assembly
 from service.bench.driver import Answer, generate
 from service.bench.experiment import conclude, count_mismatches, counted, plain_engine, prepare
 from service.config import ServiceConfig
-from service.engine.build import drafting_sizes, make_policy
+from service.engine.budget import FixedBudget
+from service.engine.build import drafting_sizes
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
@@ -202,8 +203,8 @@ def check(
 ) -> LosslessResult:
     """Go through the cases, all if none are given, until so many tokens are compared; `advance` is told each case's."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
-    costs = assembly.costs or _verify_costs(assembly)
-    bench = _Bench(assembly, prompts, answer_tokens, seed, costs, plain_engine(assembly))
+    assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
+    bench = _Bench(assembly, prompts, answer_tokens, seed, plain_engine(assembly))
     ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
     results: list[tuple[Case, Tally]] = []
@@ -222,7 +223,6 @@ class _Bench:
     prompts: Sequence[Sequence[int]]
     answer_tokens: int
     seed: int
-    costs: Costs
     plain: Engine
     references: dict[Question, Answer] = field(default_factory=dict)
     first: Mismatch | None = None
@@ -303,7 +303,7 @@ class _Bench:
             max_sequences=max(configured.max_sequences, NUM_COMPANIONS + 1),
             num_slots=too_few if case.company == "short of slots" else None,
         )
-        policy = make_policy(self.costs if nodes is None else None, limits)
+        policy = None if nodes is None else FixedBudget(nodes)
         if case.way.drafter == "random":  # other trees in each case
             sizes = drafting_sizes(self.assembly.target, limits)
             return self.assembly.engine(RandomTreeDrafter(sizes, seed=seed, hit_rate=_HIT_RATE), policy, limits)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from threading import Event as Signal
 from typing import Final
 
-from adaptation.config import PolicyName, Tuning
+from adaptation.config import PolicyName
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
@@ -310,11 +310,7 @@ def players_of(assembly: Assembly, policies: Mapping[str, PolicyName], seed: int
                 continue
             notes = Notes()
             config = assembly.config.adaptation.model_copy(update={"policy": policy})
-            # Rests between updates pass while others have their turn; waiting for them too would be time nobody loses.
-            tuning = Tuning(duty_cycle=1.0)
-            adaptive = build_adaptive(
-                assembly, config, folder=Path(folder) / name, emit=notes.note, seed=seed, tuning=tuning
-            )
+            adaptive = build_adaptive(assembly, config, folder=Path(folder) / name, emit=notes.note, seed=seed)
             learning = Learning(adaptive)
             closing.callback(learning.close)
             players.append(Player(name, adaptive.engine, learning, notes))

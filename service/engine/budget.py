@@ -178,9 +178,11 @@ class CostBudget(BudgetPolicy):
     """
 
     def __init__(self, costs: CostTable, drafts: DraftCosts = FREE, ledger: RegretLedger | None = None) -> None:
+        """Without a ledger of the server it has one of its own, which nobody refills."""
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
-        self.ledger = ledger or RegretLedger({DRAFTING: drafting_cap(costs)})
+        self._ledger = ledger or RegretLedger()
+        self._ledger.open(DRAFTING, CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self.gains = PosteriorsBySize()  # plain steps per step
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
@@ -210,10 +212,8 @@ class CostBudget(BudgetPolicy):
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
-        seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
-        self.ledger.elapse(seconds)
         if load.num_rows == load.num_drafting:
-            self._step_seconds = seconds
+            self._step_seconds = stats.seconds
         if budget.drafted:
             # Settled first: what a step with drafts took must not become what a plain one would have taken.
             self._settle(load, stats)
@@ -231,7 +231,7 @@ class CostBudget(BudgetPolicy):
         is_open = size not in self._suspended or load.begins
         promises = is_open and self.gains.of(load.num_sequences).promises
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        if promises and self.ledger.covers(DRAFTING, self._step_seconds):
+        if promises and self._ledger.covers(DRAFTING, self._step_seconds):
             self._suspended.discard(size)
             return True
         self._suspended.add(size)
@@ -243,8 +243,8 @@ class CostBudget(BudgetPolicy):
             sequences=1 << (load.num_sequences.bit_length() - 1),
             gain=gain.mean,
             gain_sd=gain.sd,
-            balance_seconds=self.ledger.balances[DRAFTING],
-            lost_seconds=self.ledger.lost_seconds[DRAFTING],
+            balance_seconds=self._ledger.balances[DRAFTING],
+            lost_seconds=self._ledger.lost_seconds[DRAFTING],
         )
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
@@ -270,7 +270,7 @@ class CostBudget(BudgetPolicy):
         return self._plain[load.num_sequences.bit_length()]
 
     def _settle_plain(self, load: Load, stats: StepStats, forward_seconds: float) -> None:
-        self.ledger.settle(DRAFTING, -stats.follow_seconds)
+        self._ledger.settle(DRAFTING, -stats.follow_seconds)
         self.gains.of(load.num_sequences).elapse()
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and load.num_rows == load.num_drafting:
@@ -287,13 +287,8 @@ class CostBudget(BudgetPolicy):
         seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         gained = stats.accepted_tokens / load.num_drafting * plain - (seconds - prompts - plain)
         self.gains.of(load.num_sequences).observe(gained / plain)
-        self.ledger.settle(DRAFTING, gained)
+        self._ledger.settle(DRAFTING, gained)
         forwards.elapse()
-
-
-def drafting_cap(costs: CostTable) -> float:
-    """Seconds that drafting may lose at once."""
-    return CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0])
 
 
 def _plain_forwards() -> GainPosterior:

@@ -4,6 +4,7 @@ import torch
 
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.registry import TrainedWeights, build_drafter
+from drafters.regret import RegretLedger
 from kernels.cpu import library
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.costs.model import Costs
@@ -28,9 +29,9 @@ def make_drafter(name: str, target: Target, limits: EngineLimits, weights: Train
     return build_drafter(name, drafting_sizes(target, limits), weights)
 
 
-def make_policy(costs: Costs | None, limits: EngineLimits) -> BudgetPolicy:
+def make_policy(costs: Costs | None, limits: EngineLimits, ledger: RegretLedger) -> BudgetPolicy:
     """A budget by measured cost, or a fixed one where nothing was measured."""
-    return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts)
+    return FixedBudget(limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts, ledger)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
+from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, step_stats
@@ -76,11 +77,12 @@ class Engine:
         drafter: Drafter,
         policy: BudgetPolicy,
         *,
+        ledger: RegretLedger | None = None,
         learning: Learning | None = None,
         pace_seconds: float | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """With `capture` trees are pruned by CUDA graphs."""
+        """`ledger`: what is told how long steps take; with `capture` trees are pruned by CUDA graphs."""
         self.target = target
         self.drafter = drafter
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
@@ -105,6 +107,7 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
+        self._ledger = ledger or RegretLedger()
         self._learning = learning
         self._credited: dict[str, int] = dict(drafter.credits())
 
@@ -180,6 +183,7 @@ class Engine:
             gaps=gaps,
             preemptions=self.scheduler.take_preemptions(),
         )
+        self._ledger.elapse(stats.seconds)
         return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats))
 
     def _close(

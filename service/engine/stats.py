@@ -53,6 +53,11 @@ class StepStats:
     rank_predicted: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens
     rank_right: Mapping[str, float] = field(default_factory=dict)  # of them, those that came true
 
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.draft_seconds + self.verify_seconds + self.other_seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStats:

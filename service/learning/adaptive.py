@@ -18,6 +18,7 @@ from adaptation.trainer import all_finite
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
+from drafters.regret import RegretLedger
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.network import ServingNetwork
@@ -120,7 +121,7 @@ def build_adaptive(
     """An engine as the assembly would build it, with a drafter of its own that learns, or goes on with what it had
     learnt in `folder`. Raises StartupError."""
     limits = limits or assembly.limits
-    source, parts = _replaceable(assembly), assembly.loaded.parts
+    ledger, source, parts = RegretLedger(), _replaceable(assembly), assembly.loaded.parts
     network, table = source.weights.network, parts.embedding
     train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
     drafter = ServedDrafter(
@@ -132,7 +133,9 @@ def build_adaptive(
         embedding=table,
     )
     with _refusing():
-        learner = Learner(config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, tuning=tuning)
+        learner = Learner(
+            config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, ledger=ledger, tuning=tuning
+        )
         worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.identity)
     shape = network.config
     tables = FeedbackRecorder(
@@ -147,7 +150,7 @@ def build_adaptive(
     recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
     weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
     hooks = _EngineHooks(learner.weights, learner.time, tables, replicas)
-    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks)
+    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks, ledger)
     learner.restore()
     return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
 
@@ -172,7 +175,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     folder = learning_folder(config.state_dir, loaded.identity, source)
     folder = folder.with_name(f"{folder.name}-trainer")
     with _refusing():
-        learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event, serves=False)
+        learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
         worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.identity)
 
     def write() -> None:

@@ -14,6 +14,7 @@ from adaptation.records import Event
 from adaptation.samples import TrainingSample, training_sample
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
+from drafters.regret import RegretLedger
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP
@@ -161,6 +162,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         folder=folder,
         clock=clock,
         emit=events.append,
+        ledger=RegretLedger(),
         tuning=tuning,
     )
     return Bench(learner, learner.weights, serving, clock, events, config, served)

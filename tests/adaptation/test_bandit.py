@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptation.bandit import Bandit, BanditRules
+from adaptation.bandit import LEARNING, Bandit, BanditRules
 from adaptation.policy import ARMS, Arm, Judgement, QueryReport, State
+from drafters.regret import RegretLedger
 from tests.adaptation.worlds import World, serve
 
 RULES = BanditRules(batch_queries={"head": 4, "full": 8}, alpha=0.10, epsilon=(0.30, 0.10), s_min=5.0)
@@ -19,13 +20,13 @@ NEVER = (0.0, 0.0)
 
 
 def bandit(*, seed: int = 0, **changes: Any) -> Bandit:
-    return Bandit(replace(RULES, **changes), rng=random.Random(seed))
+    return Bandit(replace(RULES, **changes), RegretLedger(), rng=random.Random(seed))
 
 
 def feed(policy: Bandit, count: int, signal: float | None = 8.0, seconds: float = 10.0) -> list[str]:
     reasons = list[str]()
     for _ in range(count):
-        policy.elapse(seconds)
+        policy._ledger.elapse(seconds)
         reasons.append(policy.decide(QueryReport(seconds, signal, recorded=signal is not None)).reason)
     return reasons
 
@@ -95,12 +96,11 @@ def test_updates_of_little_signal_say_nothing_of_their_arm() -> None:
 def test_an_update_that_was_not_judged_costs_its_time_only() -> None:
     policy = bandit(epsilon=NEVER)
     feed(policy, 11)
-    before = policy.balance_seconds
+    before = policy._ledger.balances[LEARNING]
     update_of(policy, None, seconds=7.0)
     assert set(policy.values.values()) == {0.0}
     assert before is not None
-    assert policy.balance_seconds is not None
-    assert policy.balance_seconds < before - 6.0
+    assert policy._ledger.balances[LEARNING] < before - 6.0
 
 
 def test_the_arm_that_gains_more_is_preferred_and_the_other_tried_by_chance() -> None:
@@ -183,7 +183,7 @@ def test_it_goes_on_where_it_stopped() -> None:
     state = json.loads(json.dumps(one.state()))
     other.restore(state)
     assert other.state() == state
-    assert (other.values, other.balance_seconds) == (one.values, one.balance_seconds)
+    assert (other.values, other._ledger.balances) == (one.values, one._ledger.balances)
     for _ in range(3):
         assert update_of(one, Judgement(0.01, 0.02)) == update_of(other, Judgement(0.01, 0.02))
     assert one.values == pytest.approx(other.values)

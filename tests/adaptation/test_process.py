@@ -175,11 +175,16 @@ class Stopped:
 
 
 def timed(covered: float) -> tuple[TrainingTime, Clock, Stopped]:
-    """With so many seconds to take from serving, of which training takes half."""
+    """With so many seconds to take from serving, whose steps take 50 ms, and twice as long beside training."""
     clock, process = Clock(), Stopped()
-    time = TrainingTime(torch.device("cpu"), cast(TrainingProcess, process), serves=True, clock=clock)
-    time.taken_share, time.covers = 0.5, lambda taken: taken < covered
+    time = TrainingTime(torch.device("cpu"), cast(TrainingProcess, process), clock=clock)
+    time.covers = lambda taken: taken < covered
     return time, clock, process
+
+
+def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
+    time.stepped()
+    clock.now += seconds
 
 
 def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
@@ -188,19 +193,31 @@ def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
         for _ in range(100):
             clock.now += 0.05
             assert process.may_compute()
-    assert (time.taken(), time.served()) == (0.0, 0.0)
+    assert time.taken() == 0.0
+
+
+@pytest.mark.parametrize("longer", [0.0, 0.25, 1.0])
+def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) -> None:
+    time, clock, process = timed(covered=1e9)
+    for _ in range(20):
+        for _ in range(50):
+            step(time, clock, 0.05)
+        with time.spent():
+            for _ in range(50):
+                step(time, clock, 0.05 * (1.0 + longer))
+                process.may_compute()
+    assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
 
 
 def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
     time, clock, process = timed(covered=1.0)
-    went = 0
+    share, computed = time.taken_share, 0.0
     with time.spent():
-        for _ in range(100):
+        for _ in range(200):
             time.stepped()
             clock.now += 0.05
-            went += process.may_compute()
-        assert 35 <= went <= 41  # two seconds, of which half is lost
+            computed += 0.05 * process.may_compute()
+        assert share * computed == pytest.approx(1.0, abs=0.05)
         clock.now += 5.0
         assert process.may_compute(), "nobody is served any more"
-    assert 0.9 < time.taken() <= 1.05
-    assert time.served() == pytest.approx(1.0 + 99 * 0.05)
+    assert time.taken() == pytest.approx(1.0, abs=0.05)

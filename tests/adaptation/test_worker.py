@@ -71,8 +71,8 @@ def killed() -> None:
 def made() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def make(loop: Scripted, *, max_waiting: int = 64, duty_cycle: float = 1.0, taken_share: float = 1.0) -> Worker:
-        workers.append(Worker(loop, max_waiting=max_waiting, duty_cycle=duty_cycle, taken_share=taken_share))
+    def make(loop: Scripted, *, max_waiting: int = 64) -> Worker:
+        workers.append(Worker(loop, max_waiting=max_waiting))
         return workers[-1]
 
     yield make
@@ -165,7 +165,7 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
 
 def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    worker = Worker(tried.learner, max_waiting=64, duty_cycle=1.0)
+    worker = Worker(tried.learner, max_waiting=64)
     worker.start()
     token, seed = int(vocabulary()[0][5]), 0
     while not tried.weights.version:
@@ -234,40 +234,6 @@ def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> 
     assert ended.wait(10)
 
 
-def test_training_takes_no_more_than_its_share(made: Made) -> None:
-    spent: list[float] = []
-
-    def train(_: Callable[[], bool]) -> UpdateReport:
-        began = time.monotonic()
-        time.sleep(0.02)
-        spent.append(time.monotonic() - began)
-        return UpdateReport("head", "applied", 0.02)
-
-    worker = made(Scripted(on_update=train, on_hear=lambda: time.sleep(0.001)), max_waiting=5000, duty_cycle=0.25)
-    for _ in range(5000):
-        worker.offer(FEEDBACK)
-    worker.start()
-    began = time.monotonic()
-    wait_until(lambda: len(spent) == 8)
-    passed = time.monotonic() - began
-    assert worker.stop()
-    assert sum(spent[:-1]) <= 0.25 * passed + 0.01
-
-
-@pytest.mark.parametrize(("taken_share", "times"), [(0.0, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
-def test_rest_is_for_what_is_taken_from_serving(taken_share: float, times: int, made: Made) -> None:
-    """With a duty of a quarter: training that takes no more than a quarter of its time from others needs no rest."""
-
-    def train(_: Callable[[], bool]) -> UpdateReport:
-        time.sleep(0.01)
-        return UpdateReport("head", "applied", 0.01)
-
-    worker = made(Scripted(on_update=train), duty_cycle=0.25, taken_share=taken_share)
-    began = time.monotonic()
-    worker._update()
-    assert times * 0.01 <= worker._rest_until - began <= times * (time.monotonic() - began)
-
-
 def test_threads_of_others_keep_their_number(made: Made) -> None:
     usual, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(3)
@@ -315,7 +281,7 @@ def test_settling_gives_up(made: Made) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
 def test_the_thread_gives_way_and_nobody_else_does() -> None:
     ours = os.getpriority(os.PRIO_PROCESS, 0)
-    worker = Worker(Scripted(), max_waiting=4, duty_cycle=1.0, niceness=3)
+    worker = Worker(Scripted(), max_waiting=4, niceness=3)
     worker.start()
     niceness = worker.ask(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10)
     assert niceness == min(19, ours + 3)

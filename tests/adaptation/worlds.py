@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from adaptation.policy import Arm, Judgement, Policy, QueryReport
+from adaptation.bandit import Bandit
+from adaptation.policy import Arm, Judgement, QueryReport
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Served:
         return self.plain_seconds / self.seconds - 1.0
 
 
-def serve(policy: Policy, world: World, *, queries: int, rng: random.Random) -> Served:
+def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> Served:
     served, first = Served(), world.seconds
     for number in range(queries):
         luck = rng.uniform(0.75, 1.25)
@@ -57,7 +58,7 @@ def serve(policy: Policy, world: World, *, queries: int, rng: random.Random) -> 
         served.plain_seconds += luck * first
         seconds = luck * world.seconds * (1.02 if recorded else 1.0)
         served.seconds += seconds
-        policy.elapse(seconds)
+        policy._ledger.elapse(seconds)
         policy.decide(QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
         arm = policy.take_update()
         if arm is not None:

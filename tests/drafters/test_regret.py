@@ -3,6 +3,7 @@ worlds the two together do about as well as whoever had known the world."""
 
 import math
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -17,11 +18,18 @@ WORST = 0.8
 """Plain steps."""
 
 
+def opened(share: float = SHARE, **caps: float) -> RegretLedger:
+    ledger = RegretLedger(share=share)
+    for account, cap in caps.items():
+        ledger.open(account, cap)
+    return ledger
+
+
 class World:
     """Steps of one second, in each of which something may be done that gains `true` seconds, and shows noise too."""
 
     def __init__(self, noise: Callable[[], float]) -> None:
-        self.gain, self.ledger = GainPosterior(), RegretLedger({"drafting": CAP})
+        self.gain, self.ledger = GainPosterior(), opened(drafting=CAP)
         self.gained = 0.0
         self.acted: list[bool] = []
         self._noise = noise
@@ -60,7 +68,7 @@ class TestLedger:
         self, steps: Sequence[tuple[float, float]]
     ) -> None:
         """Whoever acts whenever it is covered, in a world that knows it."""
-        ledger, gained, time = RegretLedger({"drafting": 3.0}), 0.0, 0.0
+        ledger, gained, time = opened(drafting=3.0), 0.0, 0.0
         for gain, seconds in steps:
             ledger.elapse(seconds)
             time += seconds
@@ -73,7 +81,7 @@ class TestLedger:
     @given(st.lists(st.tuples(st.booleans(), st.floats(-4.0, 1.0), st.floats(0.0, 9.0)), max_size=300))
     def test_accounts_share_one_part_of_the_time(self, steps: Sequence[tuple[bool, float, float]]) -> None:
         caps = {"drafting": 2.0, "learning": 20.0}
-        ledger, gained, time = RegretLedger(caps), 0.0, 0.0
+        ledger, gained, time = opened(**caps), 0.0, 0.0
         for learns, gain, seconds in steps:
             ledger.elapse(seconds)
             time += seconds
@@ -92,7 +100,7 @@ class TestLedger:
             assert gained >= -(CAP + SHARE * (step + 1) + WORST)
 
     def test_what_a_full_account_does_not_need_is_the_others(self) -> None:
-        ledger = RegretLedger({"drafting": 1.0, "learning": 10.0}, share=0.1)
+        ledger = opened(share=0.1, drafting=1.0, learning=10.0)
         ledger.settle("learning", -8.0)
         ledger.elapse(10.0)
         assert ledger.balances == {"drafting": 1.0, "learning": 3.0}
@@ -101,7 +109,7 @@ class TestLedger:
         assert ledger.balances == {"drafting": 0.5, "learning": 3.5}
 
     def test_what_costs_more_than_the_cap_is_covered_by_a_full_account_alone(self) -> None:
-        ledger = RegretLedger({"learning": 2.0})
+        ledger = opened(learning=2.0)
         assert ledger.covers("learning", 50.0)
         ledger.settle("learning", -0.1)
         assert not ledger.covers("learning", 50.0)
@@ -110,10 +118,30 @@ class TestLedger:
         assert ledger.balances["learning"] == 50.0
 
     def test_losses_are_counted_and_gains_not_deducted(self) -> None:
-        ledger = RegretLedger({"drafting": 2.0})
+        ledger = opened(drafting=2.0)
         for gain in (-1.0, 5.0, -0.5):
             ledger.settle("drafting", gain)
         assert ledger.lost_seconds == {"drafting": 1.5}
+
+    def test_an_account_may_be_opened_with_less(self) -> None:
+        ledger = opened(learning=2.0)
+        for balance, held in ((0.5, 0.5), (9.0, 4.0)):
+            ledger.open("learning", 4.0, balance)
+            assert ledger.balances["learning"] == held
+
+    def test_threads_lose_no_entry(self) -> None:
+        ledger = opened(learning=0.0)
+
+        def enter() -> None:
+            for _ in range(2000):
+                ledger.settle("learning", -1.0)
+
+        threads = [threading.Thread(target=enter) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ledger.lost_seconds["learning"] == 8000.0
 
 
 class TestPosterior:

@@ -22,7 +22,6 @@ EAGER: dict[str, object] = {
     "full_steps": 4,
     "step_texts": 64,
     "warm_up_steps": 1,
-    "duty_cycle": 1.0,
     "niceness": 0,
 }
 """Quick to decide, and eager to learn."""

@@ -42,7 +42,6 @@ _EAGER: dict[str, object] = {
     "full_learning_rate": 0.01,
     "train_in": "thread",
     "window_tokens": 63,
-    "duty_cycle": 1.0,
     "niceness": 0,
 }
 

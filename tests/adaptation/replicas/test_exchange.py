@@ -262,7 +262,7 @@ def test_who_learns(follower: Member, role: Role, learns: bool) -> None:
 
 
 def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
-    worker = Worker(bench(tmp_path).learner, max_waiting=4, duty_cycle=1.0)
+    worker = Worker(bench(tmp_path).learner, max_waiting=4)
     local = LocalOnly(worker)
     local.start()
     local.offer(feedback(0))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from drafters.registry import NoDrafter
+from drafters.regret import RegretLedger
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs.measuring import measure_costs
@@ -30,9 +31,9 @@ def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) 
 
 
 def test_without_costs_the_budget_is_fixed() -> None:
-    assert isinstance(build.make_policy(None, LIMITS), FixedBudget)
+    assert isinstance(build.make_policy(None, LIMITS, RegretLedger()), FixedBudget)
     table = measure_costs(tiny_target(loaded_tiny("llama"), 400), max_sequences=2, max_model_len=64, max_budget=8)
-    assert isinstance(build.make_policy(Costs(table, FREE), LIMITS), CostBudget)
+    assert isinstance(build.make_policy(Costs(table, FREE), LIMITS, RegretLedger()), CostBudget)
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "random"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.calibration import SurvivalCalibration
-from drafters.regret import SHARE
+from drafters.regret import SHARE, RegretLedger
 from drafters.tree import DraftTree
 from service.engine.budget import CAP, Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
@@ -54,7 +54,8 @@ class World:
         one_reads: bool = False,
     ) -> None:
         drafts = DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS]))
-        self.policy = CostBudget(table(error), drafts)
+        self.ledger = RegretLedger()
+        self.policy = CostBudget(table(error), drafts, self.ledger)
         self.calibration = SurvivalCalibration()
         self.rng = random.Random(0)
         self.batch, self.claims, self.noise = batch, claims, noise
@@ -93,6 +94,7 @@ class World:
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == self.one_reads)
         self.tokens += load.num_drafting + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
+        self.ledger.elapse(verify + draft + follow + OTHER_SECONDS)
         self.drafted_steps += drafted
         self.drafted.append(drafted)
         self.followed.append(followed)
