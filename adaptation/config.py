@@ -6,8 +6,7 @@ records into parts that take the values they use.
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import psutil
@@ -38,7 +37,7 @@ class AdaptationConfig(BaseModel):
         default="bandit",
         description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every 8 "
         "queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
-        "never: the drafter stays as it is.",
+        "never: nobody; of several replicas this one serves what others have learnt.",
     )
     alpha: float = _knob(
         0.10,
@@ -55,8 +54,7 @@ class AdaptationConfig(BaseModel):
     head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
     full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
-    head_learning_rate: float = _knob(2e-4, "Learning rate of head updates, at most.", gt=0)
-    full_learning_rate: float = _knob(2e-4, "Learning rate of full updates, at most.", gt=0)
+    learning_rate: float = _knob(2e-4, "Learning rate of updates, at most.", gt=0)
     train_device: str = Field(
         default="same",
         description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",
@@ -78,11 +76,6 @@ class AdaptationConfig(BaseModel):
         min_length=16,
         description="Secret of all replicas, with which they sign what they send. Unset: whoever can write to the "
         "server can bring weights. Prefer the environment or the file.",
-    )
-    redis_role: Literal["auto", "follower"] = Field(
-        default="auto",
-        description="auto: this replica learns for all when it is the one that leads. follower: it never does, because "
-        "another one or `adaptree trainer` shall.",
     )
 
     @model_validator(mode="after")
@@ -123,26 +116,6 @@ class Tuning:
     alarm_texts: int = 8  # of one window of the alarms
     snapshots_in_memory: int = 2  # published drafters that a rollback finds at once
     snapshots_on_disk: int = 8  # published drafters kept (ring)
-
-
-_FIXED = """
-blocked_queries 2, buffer_positions 4096, change_threshold 8.0, cold_start_events 8, collapse_margin 0.05,
-cusum_slack 0.5, cusum_threshold 7.0, explore_queries 8.0, explore_share 0.01, gate_sequences 8, gradient_norm 1.0,
-held_back_sequences 24, held_back_share 0.25, payback_queries 200, probe_texts 8, query_positions 32,
-quota_clients 4096, quota_half_life_seconds 600.0, redis_lease_seconds 3.0, redis_lost learn, redis_queries 128,
-redis_query_mib 16, rehearsed_texts 64, replay blocks, resting_share 0.125, train_niceness 10, train_threads 1,
-window_sequences 16
-"""
-REMOVED_SETTINGS: Mapping[str, str] = {
-    **{number.name: f"fixed at {number.default}" for number in fields(Tuning)},
-    **{name: f"fixed at {value}" for name, value in (pair.split() for pair in _FIXED.split(","))},
-    "measured_seconds": "fixed: the gain of an update is known from a replay, without waiting",
-    "measured_queries": "fixed: the gain of an update is known from a replay, whatever was served before",
-    "min_signal": "s_min",
-    "epsilon_start": "epsilon, whose first number it is",
-    "epsilon_end": "epsilon, whose second number it is",
-}
-"""Settings that there were, each with its new name or with what it is fixed at."""
 
 
 def usable_cores() -> int:

@@ -68,8 +68,9 @@ class Learner:
         replica_dtype = torch.float32 if in_bf16 and not autocast else None
         self.weights = weights = _weights_of(drafter, tuning, folder, device, replica_dtype)
         rows = untrained_rows(weights.anchor, drafter.target_head)
-        rates: dict[Arm, float] = {"head": config.head_learning_rate, "full": config.full_learning_rate}
-        rules = Rules(rates=rates, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning)
+        rules = Rules(
+            learning_rate=config.learning_rate, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning
+        )
         self._trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
         self._serves, self._ledger = ledger is not None, ledger or RegretLedger()
         train_in = config.train_in if self._serves else "thread"

@@ -51,7 +51,7 @@ _PRODUCT_TRIALS = 5
 class Rules:
     """How weights are changed."""
 
-    rates: Mapping[Arm, float]
+    learning_rate: float
     anchor_weight: float
     autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
     tuning: Tuning
@@ -189,7 +189,7 @@ class Trainer:
             "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
             "full": named,
         }
-        self._optimizers = {arm: Adam(self._trained[arm], rate=rules.rates[arm]) for arm in ARMS}
+        self._optimizers = {arm: Adam(self._trained[arm], rate=rules.learning_rate) for arm in ARMS}
 
     @property
     def vocabulary(self) -> Tensor:

@@ -135,11 +135,9 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
-        if config.load_format == "dummy":
+        if config.is_dummy:
             logger.warning("random weights: the text means nothing, and results are costs only")
-            if config.copies > 1:
-                raise StartupError("load_format dummy: name a larger shape in model instead of widening one")
-            loaded = random_model(config.model, dtype=dtype, device=device)
+            loaded = random_model(config.model_source, dtype=dtype, device=device)
         else:
             cache, source = config.state_dir / "cache", config.model_source
             loaded = load_model(
@@ -225,7 +223,7 @@ def _costs(
 
 def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
-    made_up = config.load_format == "dummy" and config.drafter_path is None
+    made_up = config.is_dummy and config.drafter_path is None
     folder = None if made_up else config.drafter_path or shipped_folder(config.model_source)
     name: str = config.drafter
     if name == "auto":
@@ -245,7 +243,7 @@ def _weights(
 ) -> TrainedWeights | None:
     if folder is not None:
         return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
-    if config.load_format == "dummy" and drafter_name in TRAINED:
+    if config.is_dummy and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from service import __version__
 from service.bench.commands import bench_app, check_app
-from service.config import REMOVED, SETTINGS, LoadedConfig, panel_of
+from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
 from service.learning.trainer import trainer
@@ -26,11 +26,6 @@ from service.observability.top import top
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
-_REMOVED_SWITCHES = {
-    "speculation": "--speculation/--no-speculation",
-    "isolate_clients": "--isolate-clients/--no-isolate-clients",
-    "no_prefix_cache": "--no-prefix-cache",
-}
 _IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
 _CONFIG = Annotated[
     Path | None,
@@ -76,8 +71,6 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     keywords = [parameter.replace(kind=keyword) for parameter in own]
     settings = {"config": _CONFIG} | {name: _option(name, field) for name, field in SETTINGS.items()}
-    # Options that there were: `load_config` says what has taken their place.
-    settings |= {name: _text_or_switch(_REMOVED_SWITCHES.get(name, flag_name(name)), hidden=True) for name in REMOVED}
     keywords += [
         inspect.Parameter(name.replace(".", _IN_IDENTIFIERS), keyword, default=None, annotation=annotation)
         for name, annotation in settings.items()

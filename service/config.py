@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,34 +21,16 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from adaptation.config import REMOVED_SETTINGS, AdaptationConfig, usable_cores
+from adaptation.config import AdaptationConfig, usable_cores
 
 GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
-_WIDENED = re.compile(r"widen\((.+),\s*(\d+)\)")
+_WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
+_DUMMY = re.compile(r"dummy\(([^()]+)\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _LARGEST_SHARE = 95  # percent; steps need what is left
-
-REMOVED: Mapping[str, str] = MappingProxyType(
-    {
-        "revision": "part of model: id@revision",
-        "graphs": "fixed: CUDA graphs on a GPU, none on a CPU",
-        "kv_cache_gib": "kv_cache, as in 4GiB",
-        "kv_cache_share": "kv_cache, as in 80%",
-        "max_waiting": f"fixed at {_WAITING_PER_SEQUENCE} times max_sequences",
-        "no_prefix_cache": "prefix_cache: off",
-        "isolate_clients": "prefix_cache: per_client",
-        "speculation": "drafter, of which none decodes plainly",
-        "draft_starts": "fixed at 4",
-        "growth": "fixed at best_first",
-        "budget_objective": "budget_pace_seconds, which selects latency",
-        "max_request_bytes": "fixed at 4194304",
-    }
-    | {f"adaptation.{name}": now for name, now in REMOVED_SETTINGS.items()}
-)
-"""Settings that there were, each with its new name or with what it is fixed at."""
 
 
 def _setting(default: Any, description: str, *, panel: str | None = None, **limits: Any) -> Any:
@@ -73,11 +54,11 @@ def _memory(value: str | None) -> str | None:
 
 
 def _model(value: str) -> str:
-    match = _WIDENED.fullmatch(value)
-    if value.startswith("widen(") and (
-        match is None or match[1].startswith("widen(") or int(match[2]).bit_count() != 1 or int(match[2]) < 2
-    ):
+    widened = _WIDENED.fullmatch(value)
+    if value.startswith("widen(") and (widened is None or int(widened[2]).bit_count() != 1 or int(widened[2]) < 2):
         raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
+    if value.startswith("dummy(") and not _DUMMY.fullmatch(value):
+        raise ValueError("name one shape, as in dummy(llama-3.1-8b)")
     return value
 
 
@@ -112,15 +93,10 @@ class ServiceConfig(BaseModel):
     model: Annotated[str, AfterValidator(_model)] = _setting(
         "smollm2-135m",
         "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
-        "folder, or a .gguf file. widen(MODEL, K): the same K times as wide (2, 4, 8 ...), which says the same and "
-        "costs what K^2 times the weights cost, to measure how drafting pays beside a dear target.",
+        "folder, or a .gguf file. To measure costs, widen(MODEL, K): the same K times as wide (2, 4, 8 ...), which "
+        "says the same; dummy(SHAPE): random weights in that shape (llama-3.1-8b, qwen3-8b, tiny).",
         panel="Model",
         min_length=1,
-    )
-    load_format: Literal["auto", "dummy"] = _setting(
-        "auto",
-        "auto: the model's own weights. dummy: random weights in the shape that model names (llama-3.1-8b, qwen3-8b, "
-        "tiny), to measure what steps cost; the text means nothing.",
     )
     load_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = _setting(
         "auto",
@@ -221,15 +197,11 @@ class ServiceConfig(BaseModel):
     )
     admin_key: SecretStr | None = _setting(None, "Key of the administration routes. Unset: they are closed.")
     open_metrics: bool = _setting(True, "Whether /metrics answers without a key.")
-    vllm_metric_names: bool = _setting(
-        False,
-        "Also export what vLLM exports under its vllm: names and labels, which other tools read.",
-        panel="Operation",
-    )
     state_dir: Path = _setting(
         _default_state_dir,
         "Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs nothing "
         "else.",
+        panel="Operation",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least important messages to log.")
     log_json: bool = _setting(False, "Log one JSON object per line instead of text.")
@@ -261,7 +233,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def model_source(self) -> str:
-        """The model without its revision, and as it is before it is widened."""
+        """The model, or shape, without its revision, and as it is before it is widened."""
         return self._named if self._is_path else self._named.partition("@")[0]
 
     @property
@@ -271,8 +243,13 @@ class ServiceConfig(BaseModel):
         return 1 if match is None else int(match[2])
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether weights are random ones, so that only costs mean anything."""
+        return _DUMMY.fullmatch(self.model) is not None
+
+    @property
     def _named(self) -> str:
-        match = _WIDENED.fullmatch(self.model)
+        match = _WIDENED.fullmatch(self.model) or _DUMMY.fullmatch(self.model)
         return self.model if match is None else match[1]
 
     @property

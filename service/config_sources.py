@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from service.config import REMOVED, SETTINGS, LoadedConfig, ServiceConfig
+from service.config import SETTINGS, LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
 ENV_PREFIX = "ADAPTREE_"
@@ -108,9 +108,7 @@ def _variable(name: str) -> str:
 
 
 def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
-    """Stops the start for a name that is no setting, with what has taken its place or the nearest one there is."""
-    if name in REMOVED:
-        raise StartupError(f"{subject} {spelt(name)}, which is now {REMOVED[name]}")
+    """Stops the start for a name that is no setting, with the nearest one there is."""
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists the settings there are"

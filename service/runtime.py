@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ import anyio.to_thread
 from adaptation.records import AdaptationStatus
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
+from service.grammars import GrammarCompiler
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -187,6 +189,11 @@ class Runtime:
     @property
     def tokenizer(self) -> ChatTokenizer:
         return self._loaded().tokenizer
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what answers are to be."""
+        return GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
 
     def check_ready(self) -> None:
         """Raise what a new request would meet with."""

@@ -67,7 +67,7 @@ def metrics_of(config: ServiceConfig) -> Metrics:
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
         sources=tuple(choose_drafter(config)[0].split("+")),
-        vllm_model=config.public_model_name if config.vllm_metric_names else None,
+        model=config.public_model_name,
     )
 
 

@@ -89,6 +89,10 @@ class ChatTokenizer:
     def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self._parsing, skip_special_tokens=skip_special_tokens)
 
+    def backend_json(self) -> str:
+        """The tokenizer as its library writes it, special tokens included."""
+        return str(self._parsing.to_str())
+
     def token_string(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, None for an id it does not have."""
         return self._parsing.id_to_token(token_id)

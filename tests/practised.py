@@ -39,7 +39,7 @@ _PRACTICE: dict[str, object] = {
     "full_steps": 64,
     "step_texts": 64,
     "warm_up_steps": 1,
-    "full_learning_rate": 0.005,
+    "learning_rate": 0.005,
     "update_norm": 1.0,
 }
 

@@ -60,10 +60,10 @@ def _settings(assembly: Assembly, redis_url: str, **knobs: object) -> dict[str, 
     learning = {
         **EAGER,
         "enabled": True,
-        "full_learning_rate": 0.005,
+        "learning_rate": 0.005,
         "redis_url": redis_url,
         "redis_secret": SECRET,
-        "redis_role": "follower",
+        "policy": "never",
         **knobs,
     }
     return served_by(

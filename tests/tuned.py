@@ -12,8 +12,7 @@ from adaptation.config import AdaptationConfig, Tuning
 
 QUICK: dict[str, object] = {
     "policy": "head_only",
-    "head_learning_rate": 0.01,
-    "full_learning_rate": 0.003,
+    "learning_rate": 0.003,
     "update_norm": 1.0,
     "gate_texts": 4,
     "validation_texts": 8,

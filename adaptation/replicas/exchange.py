@@ -210,7 +210,7 @@ def join_replicas(
     replica = Replica(
         name=name,
         store=store,
-        lease=Lease(store, seconds=lease_seconds, eligible=config.redis_role == "auto"),
+        lease=Lease(store, seconds=lease_seconds, eligible=config.policy != "never"),
         codec=QueryCodec(fingerprint, shape, secret),
         state=VersionState(fingerprint, len(served.now().data), secret),
         served=served,

@@ -18,6 +18,7 @@ from service.api.schemas import (
     text_of,
 )
 from service.api.settings import Server
+from service.api.structured import grammar_of
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard
@@ -29,13 +30,11 @@ _SEED_RANGE = 2**63  # of drawn ones
 
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
-    **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "structured_outputs", "guided_json"), ()),
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template"), ()),
     **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens"), (False,)),
     **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "length_penalty": (1.0,),
@@ -77,6 +76,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
     job_id = f"{kind}-{uuid.uuid4().hex}"
     seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
+    grammar = await grammar_of(body, runtime)
     requests = []
     for position, prompt in enumerate(prompts):
         check_token_ids(prompt, card, param=source)
@@ -90,6 +90,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
                 sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
                 n=n,
                 prediction=prediction,
+                grammar=grammar,
                 speculation=_speculation(body),
                 store=body.store is not False,
                 client=client,

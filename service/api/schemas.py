@@ -20,6 +20,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
 class _Body(BaseModel):
@@ -67,6 +68,28 @@ class Message(_Body):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
+class JsonSchema(_Body):
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Body):
+    """vLLM's form; one of them."""
+
+    json_: Annotated[str | dict[str, JsonValue] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
 class ChatTemplateFields(_Body):
     """How a conversation becomes a prompt."""
 
@@ -104,6 +127,12 @@ class SamplingFields(_Body):
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, JsonValue] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     store: bool | None = None
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None

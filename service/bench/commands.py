@@ -185,6 +185,9 @@ def _shift(
     turn_queries: Annotated[
         int, typer.Option(min=1, help="Queries a policy answers before it is the next one's turn.")
     ] = 5,
+    pause: Annotated[
+        float, typer.Option(min=0, help="Seconds after each turn in which nobody asks, and learning goes on.")
+    ] = 0.0,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
@@ -204,6 +207,7 @@ def _shift(
         queries=queries,
         epochs=epochs,
         turn_queries=turn_queries,
+        pause_seconds=pause,
         out=out,
     )
 

@@ -28,7 +28,7 @@ Conditions = Mapping[str, str | int]
 def conditions_of(assembly: Assembly) -> Conditions:
     """Everything that a run on this assembly depends on, now, beside its own parameters."""
     device, dtype = assembly.target.device, assembly.loaded.dtype_name
-    made_up = ", random weights: costs only" if assembly.config.load_format == "dummy" else ""
+    made_up = ", random weights: costs only" if assembly.config.is_dummy else ""
     return {
         "command": command_line(sys.argv),
         "commit": commit_of(CHECKOUT),

@@ -49,7 +49,7 @@ class Figure:
 
 
 _TINY: dict[str, object] = {
-    **{"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "threads": 1, "device": "cpu"},
+    **{"model": "dummy(tiny)", "load_dtype": "float32", "threads": 1, "device": "cpu"},
     **{"max_sequences": 2, "kv_cache": "100MiB"},
 }
 
@@ -102,7 +102,7 @@ def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
     """Random weights of that shape, with a random drafter of two blocks."""
     sizes = {"max_model_len": max(plan.contexts) + 512, "max_sequences": 8, "kv_cache": "8GiB"}
     drafting = {"drafter": "specblock", "drafter_path": None, "draft_blocks": 2, "budget_policy": "fixed"}
-    return _assembled(config, plan, {**sizes, "load_format": "dummy", **drafting}, model=name)
+    return _assembled(config, plan, {**sizes, **drafting}, model=f"dummy({name})")
 
 
 def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
@@ -177,7 +177,7 @@ _SEQUENCES = 4  # 256 rows of a root and 64 nodes each
 
 def step_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Decode, verify, replaying and drafting of one model."""
-    model, costs_only = assembly.config.model, assembly.config.load_format == "dummy"
+    model, costs_only = assembly.config.model_source, assembly.config.is_dummy
     for measure in (_decode, _verify, _graphs, _drafter):
         for figure in measure(assembly, plan):
             yield replace(figure, at={"model": model, **figure.at}, costs_only=costs_only)

@@ -155,7 +155,7 @@ PEERS: Mapping[PeerName, type[TransformersPeer] | type[LlamaCppPeer]] = {
 def _gguf_of(config: ServiceConfig) -> Path:
     """The file that is served. Raises StartupError where the model is something else."""
     file = gguf_file(config.model_source)
-    if file is None or config.load_format == "dummy" or config.copies > 1:
+    if file is None or config.is_dummy or config.copies > 1:
         raise StartupError(
             f"--peer llama.cpp reads GGUF files, but the model is {config.model}: "
             f"give --model FILE.gguf or --model {EMBEDDED_NAME}"

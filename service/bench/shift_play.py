@@ -280,14 +280,17 @@ class Player:
         self.play(Turn(0, 0, 0, (request,)), 1)
         self._notes.answered = 0
 
-    def play(self, turn: Turn, concurrency: int) -> Played:
-        """Answer the turn's queries, so many at a time, and learn meanwhile."""
+    def play(self, turn: Turn, concurrency: int, pause_seconds: float = 0.0) -> Played:
+        """Answer the turn's queries, so many at a time, and learn meanwhile and in the pause behind them, which is not
+        counted."""
         drive = Drive(self._engine, turn.requests, ClosedLoop(concurrency), after_step=self._count)
         began, before = time.perf_counter(), self._counts
         if self._learning is not None:
             self._learning.go_on()
         drive.go_on()
         if self._learning is not None:
+            time.sleep(pause_seconds)
+            began += pause_seconds
             self._learning.hold()
         net_seconds = time.perf_counter() - began
         if self._learning is not None:
@@ -318,7 +321,7 @@ def players_of(assembly: Assembly, policies: Mapping[str, PolicyName], seed: int
 
 
 def play_all(
-    players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure
+    players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure, pause_seconds: float = 0.0
 ) -> dict[str, list[Played]]:
     """Every player's turns, by its name, equally many for all, after an answer that nobody measures."""
     for player in players:
@@ -329,6 +332,6 @@ def play_all(
         for together in zip(*(turns[player.name] for player in players), strict=True):
             pairs = list(zip(players, together, strict=True))
             for player, turn in rng.sample(pairs, len(pairs)):
-                played[player.name].append(player.play(turn, measure.concurrency))
+                played[player.name].append(player.play(turn, measure.concurrency, pause_seconds))
                 advance(len(turn.requests))
     return played

@@ -14,6 +14,7 @@ from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, No
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
+from service.engine.grammar import constrained
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -158,7 +159,11 @@ class DraftStage:
             host=host,
         )
         deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        return self._pruning.correct(self._drafter.grow(self._tensor(host.rows), noise), deepest)
+        candidates = self._drafter.grow(self._tensor(host.rows), noise)
+        grammars = [s.sampling.grammar for s in drafting]
+        if any(grammars):
+            candidates = constrained(candidates, grammars, self._max_budget)
+        return self._pruning.correct(candidates, deepest)
 
     def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:
         """Most nodes of each sequence: by configuration, by its own wish, by what is worth verifying. # -> [batch]"""

@@ -69,8 +69,7 @@ def dummy_config(name: str) -> PreTrainedConfig:
     """The configuration of that name. Raises StartupError for an unknown one."""
     if name.lower() not in SHAPES:
         raise StartupError(
-            f"model {name!r}: there are random weights for {', '.join(SHAPES)} only; choose one of these, "
-            "or set load_format to auto"
+            f"model dummy({name}): there are random weights for {', '.join(SHAPES)} only; choose one of these"
         )
     shape = SHAPES[name.lower()]
     config = AutoConfig.for_model(

@@ -220,6 +220,7 @@ class Engine:
             eos_ids=self._vocabulary.eos_ids,
             vocab=self.target.vocab_size,
             device=self.target.device,
+            grammar=request.grammar,
         )
         return Sequence(
             request=request,

@@ -5,6 +5,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal
 
+from service.engine.grammar import Grammar
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -53,6 +55,7 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     prediction: Tokens[int] = ()
+    grammar: Grammar | None = None  # what the text must be, whatever the target would say
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
     client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it

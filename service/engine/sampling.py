@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.sample import OFF, Choice, Filters, likeliest
+from service.engine.grammar import Grammar, forbidden_tokens
 from service.engine.requests import SamplingParams
 from service.engine.sampler import EAGER_SAMPLER, Sampler
 
@@ -62,7 +63,7 @@ class TokenHistory:
 class SamplingState:
     """How one sequence samples. Lives as long as the sequence; `extend` after each commit keeps it current."""
 
-    __slots__ = ("device", "forbidden_at_first", "history", "params", "vocab")
+    __slots__ = ("device", "forbidden_at_first", "grammar", "history", "params", "vocab")
 
     def __init__(
         self,
@@ -73,8 +74,10 @@ class SamplingState:
         eos_ids: frozenset[int],
         vocab: int,
         device: torch.device,
+        grammar: Grammar | None = None,
     ) -> None:
         self.params = params
+        self.grammar = None if grammar is None else grammar.begin()
         self.vocab = vocab
         self.device = device
         self.forbidden_at_first = tuple(sorted(i for i in eos_ids | params.stop_token_ids if i < vocab))
@@ -85,6 +88,8 @@ class SamplingState:
         """Hear of tokens that were committed."""
         if self.history is not None and tokens:
             self.history.extend(tokens)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ class SamplingTable:
             (any(p.logit_bias for p in params), _logit_bias),
             (any(p.min_tokens > 0 for p in params), _min_tokens),
             (any(p.has_penalties for p in params), _penalties),
+            (any(state.grammar for state in states), _grammars),
         ]
         transforms = tuple(build(states) for asked, build in plan if asked)
         if not any(p.temperature > 0 for p in params):
@@ -221,6 +227,20 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
         scores.scatter_(1, ids, after)
 
     return penalise
+
+
+def _grammars(states: Sequence[SamplingState]) -> Transform:
+    vocab, grammars = states[0].vocab, [state.grammar for state in states]
+
+    def forbid(scores: Tensor, rows: SamplingRows) -> None:
+        sequences, paths = rows.sequence_idx.tolist(), rows.path_tokens.tolist()  # planned transfer: of such texts
+        bound = [(row, grammar) for row, place in enumerate(sequences) if (grammar := grammars[place]) is not None]
+        of_bound = [[token for token in paths[row] if token >= 0] for row, _ in bound]
+        forbidden = forbidden_tokens([grammar for _, grammar in bound], of_bound, vocab).to(scores.device)
+        lines = torch.tensor([row for row, _ in bound], dtype=torch.int64, device=scores.device)
+        scores[lines] = scores[lines].masked_fill_(forbidden, _NEVER)
+
+    return forbid
 
 
 def _drops_tokens(params: SamplingParams) -> bool:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import SecretStr
 
+from adaptation.config import AdaptationConfig
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -30,12 +31,13 @@ def trainer(
 
 
 def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
-    """It leads if nobody else does, whatever role the replicas of the same configuration have."""
+    """It learns, though replicas of the same configuration may not."""
     settings = config.adaptation
     chosen = settings.redis_url if url is None else SecretStr(url)
     if chosen is None:
         raise StartupError("a trainer needs replicas to learn for: give --redis URL, or set adaptation.redis_url")
-    changes = {"enabled": True, "redis_url": chosen, "redis_role": "auto"}
+    policy = AdaptationConfig().policy if settings.policy == "never" else settings.policy
+    changes = {"enabled": True, "redis_url": chosen, "policy": policy}
     return config.model_copy(update={"adaptation": settings.model_copy(update=changes)})
 
 

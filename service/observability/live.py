@@ -70,6 +70,7 @@ class Live:
             "tau": _tau(steps),
             "budget": sum(step.budget for step in steps) / len(steps) if steps else None,  # mean of the steps
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
+            "drafting": steps[-1].drafting if steps else None,  # None: nothing ran, or nodes are fixed
             "accepted_by_source": sources,
             "phase_seconds": {
                 "draft": sum(step.draft_seconds for step in steps),

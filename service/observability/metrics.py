@@ -41,18 +41,17 @@ class Metrics(Collector):
         max_depth: int,
         budget_reasons: tuple[str, ...],
         sources: tuple[str, ...],
-        vllm_model: str | None = None,
+        model: str,
     ) -> None:
-        """`vllm_model`: the name of the model under which to show vLLM's metrics too; None: not at all."""
+        """`model`: the name under which vLLM's metrics are shown too, which other tools read."""
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons, sources))
         rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *SERVER, *ADAPTATION)
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
-        if vllm_model is not None:
-            labels = {"model_name": vllm_model, "engine": "0"}
-            theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
-            self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
+        labels = {"model_name": model, "engine": "0"}
+        theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
+        self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
         self._lock = Lock()
 
     def observe_load(self, stats: LoadStats) -> None:

@@ -86,6 +86,9 @@ class Screen:
             curve = self._curve(name, floor=1 if name == "tau" else 0)
             table.add_row(name.replace("_per_second", "/s"), _number(moment[name], digits) + reason, curve)
         table.add_row("slots used", f"{moment['slots_used_share']:.0%}", "")
+        if (drafting := moment["drafting"]) is not None:
+            gain = f"{_number(drafting['gain'], 2)} ± {_number(drafting['gain_sd'], 2)} plain steps"
+            table.add_row("drafting gains", gain, f"may still lose {_number(drafting['balance_seconds'], 2)} s")
         return table
 
     def _curve(self, name: str, floor: float = 0.0) -> str:

@@ -138,7 +138,7 @@ class Bench:
 
 def full_bench(folder: Path, **knobs: object) -> Bench:
     """One of full updates that change much: six large steps on four texts."""
-    large: dict[str, object] = {"full_steps": 6, "step_texts": 64, "warm_up_steps": 1, "full_learning_rate": 0.01}
+    large: dict[str, object] = {"full_steps": 6, "step_texts": 64, "warm_up_steps": 1, "learning_rate": 0.01}
     return bench(folder, **{"policy": "full_only", "full_queries": 4, **large, **knobs})
 
 

@@ -149,7 +149,7 @@ def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> None:
-    tried = taught(tmp_path, full_steps=2, step_texts=64, warm_up_steps=1, full_learning_rate=0.02)
+    tried = taught(tmp_path, full_steps=2, step_texts=64, warm_up_steps=1, learning_rate=0.02)
     served, version = {name: value.clone() for name, value in weights_of(tried.serving).items()}, tried.weights.version
     tried.events.clear()
     spoil(tried, seed)
@@ -230,7 +230,7 @@ def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkey
 def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, full_learning_rate=1e-5, warm_up_steps=3)
+    tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, learning_rate=1e-5, warm_up_steps=3)
     told = told_of_updates(tried, monkeypatch)
     judge = tried.learner._evaluator.evaluate
 

@@ -37,7 +37,7 @@ _LEARNS_AT_ONCE = {
     "full_steps": 32,
     "step_texts": 64,
     "warm_up_steps": 1,
-    "full_learning_rate": 0.005,
+    "learning_rate": 0.005,
     "validation_share": 0.4,
     "gate_standard_errors": 0.0,
 }

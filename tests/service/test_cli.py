@@ -124,13 +124,6 @@ def test_an_unknown_flag_is_refused() -> None:
     assert "--prot" in result.stderr
 
 
-@pytest.mark.parametrize("flags", [["--kv-cache-gib", "4"], ["--no-speculation"], ["--no-prefix-cache"]])
-def test_a_flag_that_is_gone_names_its_successor(flags: list[str]) -> None:
-    result = run_command("config", "show", *flags)
-    assert result.returncode == 2
-    assert "which is now " in result.stderr
-
-
 def test_serve_hands_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServiceConfig] = []
     runtime = type(sys)("service.serve")

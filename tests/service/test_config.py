@@ -7,8 +7,8 @@ import yaml
 from pydantic import ValidationError
 
 from adaptation.config import AdaptationConfig
-from service.config import GIB, REMOVED, SETTINGS, LoadedConfig, ServiceConfig, panel_of
-from service.config_sources import flag_name, flat_values, load_config
+from service.config import GIB, SETTINGS, LoadedConfig, ServiceConfig, panel_of
+from service.config_sources import flat_values, load_config
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
 
@@ -183,20 +183,8 @@ def test_words_that_yaml_reads_as_switches(tmp_path: Path, text: str, found: str
     assert load_config({"config": written(tmp_path, f"prefix_cache: {text}\n")}, {}).config.prefix_cache == found
 
 
-def test_there_are_few_settings_and_no_removed_one_among_them() -> None:
-    assert len(SETTINGS) <= 45
-    assert not SETTINGS.keys() & REMOVED.keys()
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_setting_that_is_gone_says_what_has_taken_its_place(tmp_path: Path, name: str) -> None:
-    section, _, last = name.rpartition(".")
-    file = written(tmp_path, f"{section}:\n  {last}: 1\n" if section else f"{name}: 1\n")
-    variable = f"ADAPTREE_{name.upper().replace('.', '__')}"
-    now = f"which is now {REMOVED[name]}"
-    assert refusal({"config": file}) == f"the configuration file {file} sets {name}, {now}"
-    assert refusal(environ={variable: "1"}) == f"the environment sets {variable}, {now}"
-    assert refusal({name: "1"}) == f"the flag {flag_name(name)} sets {name}, {now}"
+def test_there_are_few_settings() -> None:
+    assert len(SETTINGS) <= 40
 
 
 def test_a_refused_secret_is_not_shown() -> None:

@@ -8,7 +8,7 @@ from adaptation.records import Event
 from service.engine.stats import StepStats
 from service.observability.live import KEPT_MOMENTS, Live
 from tests.service.scripted import STATUS
-from tests.service.test_metrics import FINISH, LOAD, STEP
+from tests.service.test_metrics import FINISH, LOAD, OUTLOOK, STEP
 
 
 class Clock:
@@ -41,7 +41,9 @@ def test_a_second_is_added_up() -> None:
     assert moment["phase_seconds"] == {"draft": 0.75, "verify": 1.5, "other": 0.375}
     assert moment["finished"] == {"stop": 1}
     assert (moment["running"], moment["waiting"], moment["slots_used_share"]) == (3, 2, 0.25)
-    assert (moment["learning"], moment["events"]) == (None, [])
+    assert (moment["learning"], moment["events"], moment["drafting"]) == (None, [], None)
+    live.observe_step(replace(STEP, drafting=OUTLOOK))
+    assert live.tick()["drafting"] == OUTLOOK
 
 
 def test_a_second_in_which_nothing_happens() -> None:

@@ -49,7 +49,7 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
 
 def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) -> None:
     learning = AdaptationConfig(enabled=True)
-    made_up = {"model": "tiny", "load_format": "dummy", "drafter_path": None, "drafter": "specblock", "device": "cpu"}
+    made_up = {"model": "dummy(tiny)", "drafter_path": None, "drafter": "specblock", "device": "cpu"}
     served = load_served(settings(tmp_path, adaptation=learning, **made_up), made(), Live())
     assert (served.adaptation, served.card.drafter) == (None, "specblock")
 

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 from typing import Any
@@ -17,13 +18,13 @@ from service.cli import app
 from service.observability.live import Live
 from service.observability.top import Screen
 from tests.service.scripted import STATUS
-from tests.service.test_metrics import LOAD, STEP
+from tests.service.test_metrics import LOAD, OUTLOOK, STEP
 
 
 def moment(**changes: Any) -> dict[str, Any]:
     live = Live()
     live.observe_load(LOAD)
-    live.observe_step(STEP)
+    live.observe_step(replace(STEP, drafting=OUTLOOK))
     live.observe_adaptation(STATUS)
     told = pydantic_core.to_jsonable_python({"state": "ready", **pydantic_core.to_jsonable_python(live.tick())})
     return {**json.loads(pydantic_core.to_json(told, inf_nan_mode="strings")), **changes}
@@ -50,6 +51,8 @@ def test_a_moment_is_shown() -> None:
     assert line_of(text, "tau").split()[1] == "2.50"
     assert line_of(text, "tokens/s").split()[1] == "81.2"
     assert "7.0 (gain)" in line_of(text, "budget")
+    assert "may still lose 0.75 s" in line_of(text, "drafting gains")
+    assert "0.25 ± 0.05 plain steps" in text
     assert line_of(text, "head").split() == ["head", "0.5000", "3", "3"]
     assert line_of(text, "full").split() == ["full", "inf", "0", "1"]
     assert "2 published, 1 refused, 1 rolled back" in text

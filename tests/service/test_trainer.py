@@ -15,12 +15,10 @@ URL = "redis://localhost:1/0"
 
 
 def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
-    replicas = load_config(
-        {"adaptation.enabled": "true", "adaptation.redis_role": "follower", "adaptation.alpha": "0.3"}
-    )
+    replicas = load_config({"adaptation.enabled": "true", "adaptation.policy": "never", "adaptation.alpha": "0.3"})
     learning = with_url(replicas.config, URL).adaptation
     assert learning.redis_url is not None
-    assert (learning.redis_url.get_secret_value(), learning.redis_role, learning.enabled) == (URL, "auto", True)
+    assert (learning.redis_url.get_secret_value(), learning.policy, learning.enabled) == (URL, "bandit", True)
     assert learning.alpha == 0.3
 
 

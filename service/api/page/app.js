@@ -2,7 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
-import { byId } from "./drawing.js";
+import { byId, number } from "./drawing.js";
 import { Learning } from "./learning.js";
 import { ask, events, keys } from "./server.js";
 
@@ -28,6 +28,15 @@ async function showModel() {
   byId("model").textContent = model ? ` · ${model.id} · drafter ${model.drafter} · numerics ${model.numerics}` : "";
 }
 
+// What is believed stays while nothing runs.
+function showDrafting(now) {
+  if (!now) return;
+  const batch = now.sequences === 1 ? "one sequence" : `${now.sequences} sequences or more`;
+  const gain = `${number(now.gain, 2)} ± ${number(now.gain_sd, 2)} plain steps per step of ${batch}`;
+  const ledger = `it may still lose ${number(now.balance_seconds, 2)} s, and has lost ${number(now.lost_seconds, 2)} s`;
+  byId("drafting").textContent = `Drafting gains ${gain}; ${ledger}.`;
+}
+
 function take({ name, data }) {
   const news = JSON.parse(data);
   if (name === "past") {
@@ -38,6 +47,7 @@ function take({ name, data }) {
   if (news.state === "ready" && byId("state").className !== "ready") showModel();
   showState(news.state, STATES[news.state] ?? news.state);
   charts.add(news);
+  showDrafting(news.drafting);
   learning.show(news);
 }
 

@@ -39,7 +39,7 @@ _EAGER: dict[str, object] = {
     "full_steps": 6,
     "step_texts": 64,
     "warm_up_steps": 1,
-    "full_learning_rate": 0.01,
+    "learning_rate": 0.01,
     "train_in": "thread",
     "window_tokens": 63,
     "niceness": 0,

@@ -28,8 +28,8 @@ ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 Body = dict[str, Any]
 
 
-def app_of(runtime: Runtime, **changes: Any) -> FastAPI:
-    return create_app(runtime, replace(SETTINGS, **changes), live=Live(), render_metrics=_metrics)
+def app_of(runtime: Runtime, *, live: Live | None = None, **changes: Any) -> FastAPI:
+    return create_app(runtime, replace(SETTINGS, **changes), live=live or Live(), render_metrics=_metrics)
 
 
 async def _metrics() -> tuple[bytes, str]:

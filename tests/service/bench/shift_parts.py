@@ -10,7 +10,7 @@ from service.bench.shift_play import NOTHING, Counts, Noted, Phase, Played, Stre
 from service.engine.stats import StepStats
 from service.prompts import PromptSet
 
-EAGER = AdaptationConfig(head_queries=1, full_queries=1, head_learning_rate=0.02, full_learning_rate=0.02)
+EAGER = AdaptationConfig(head_queries=1, full_queries=1, learning_rate=0.02)
 EAGER_NUMBERS: dict[str, object] = {
     "warm_up_queries": 1,
     "validation_share": 0.3,

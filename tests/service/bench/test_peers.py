@@ -57,7 +57,7 @@ def test_llama_cpp_is_refused_what_it_cannot_do(tmp_path: Path, monkeypatch: pyt
     LlamaCppPeer.refuse(served, concurrency=1)
     with pytest.raises(StartupError, match="--concurrency 1"):
         LlamaCppPeer.refuse(served, concurrency=2)
-    for other in (settings_for(tmp_path), served.model_copy(update={"load_format": "dummy"})):
+    for other in (settings_for(tmp_path), ServiceConfig(model="dummy(tiny)", device="cpu")):
         with pytest.raises(StartupError, match=r"--model FILE\.gguf"):
             LlamaCppPeer.refuse(other, concurrency=1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

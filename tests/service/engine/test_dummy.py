@@ -49,7 +49,7 @@ def test_the_tokenizer_reads_and_writes_every_id() -> None:
 
 
 def test_a_dummy_is_served_with_a_random_drafter(tmp_path: Path) -> None:
-    settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu", "threads": 1}
+    settings = {"model": "dummy(tiny)", "load_dtype": "float32", "device": "cpu", "threads": 1}
     sizes = {"kv_cache": "20MiB", "max_model_len": 256, "max_sequences": 2, "budget_policy": "fixed", "max_budget": 8}
     config = ServiceConfig.model_validate({**settings, **sizes, "state_dir": tmp_path})
     assembly = assemble(config, graphs=True)

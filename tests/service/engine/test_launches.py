@@ -21,7 +21,7 @@ PLAIN_UPLOADS, DRAFTED_UPLOADS = 1, 7
 
 
 def captured(folder: Path) -> Assembly:
-    settings = {"model": "tiny", "load_format": "dummy", "load_dtype": "float32", "device": "cpu"}
+    settings = {"model": "dummy(tiny)", "load_dtype": "float32", "device": "cpu"}
     sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache": "10MiB", "max_budget": 16, "draft_blocks": 2}
     more = {"drafter": "specblock", "budget_policy": "fixed", "threads": 1, "state_dir": folder}
     return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)

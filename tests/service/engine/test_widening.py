@@ -70,9 +70,10 @@ def test_what_is_widened_is_named_as_alone(model: str, source: str, copies: int,
     assert (config.model_source, config.copies, config.public_model_name) == (source, copies, name)
 
 
-def test_random_weights_are_not_widened(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="larger shape"):
-        assemble(ServiceConfig(model="widen(tiny, 2)", load_format="dummy", state_dir=tmp_path))
+@pytest.mark.parametrize("model", ["widen(dummy(tiny), 2)", "dummy(widen(tiny, 2))", "dummy()", "dummy(tiny"])
+def test_random_weights_have_a_shape_and_are_not_widened(model: str) -> None:
+    with pytest.raises(ValidationError, match=r"as in (widen|dummy)"):
+        ServiceConfig(model=model)
 
 
 def test_drafters_are_trained_for_models_as_they_are() -> None:

@@ -1,0 +1,109 @@
+"""Grammars as clients write them, compiled once for all who send the same: JSON schemas, regular expressions, choices,
+and grammars in Lark's or GBNF's form."""
+
+import json
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from pydantic import JsonValue
+
+from service.engine.grammar import Grammar
+from service.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # which is known to type checkers alone
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+_MOST_KEPT = 256  # compiled grammars
+_MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
+_JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
+_BESIDE = ("$defs", "definitions")  # what parts of a schema refer to
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be honoured; `path` leads into the schema."""
+
+    def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class GrammarCompiler:
+    """May be called from any thread; compiling takes milliseconds, for large schemas seconds."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
+
+    def compile(self, kind: GrammarKind, source: JsonValue) -> Grammar:
+        """`source`: the schema, the expression, the list of choices, the grammar. Raises GrammarError."""
+        return self._compiled(kind, json.dumps(source))
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return LLTokenizer(self._tokenizer.backend_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+
+    def _compile(self, kind: GrammarKind, source: str) -> Grammar:
+        value = json.loads(source)
+        matcher = LLMatcher(self._vocabulary, _written(kind, value), log_level=0)
+        if not matcher.is_error():
+            return Grammar(matcher)
+        path = next(self._faulty(value), ()) if kind == "json_schema" else ()
+        raise GrammarError(_first_line(matcher.get_error()), path)
+
+    def _faulty(self, schema: Any) -> Iterator[tuple[str, ...]]:
+        """Where in a schema the part stands that cannot be honoured, the innermost first."""
+        beside = {name: schema[name] for name in _BESIDE if name in schema}
+        tried = 0
+
+        def search(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+            nonlocal tried
+            for name, inner in _parts(part):
+                tried += 1
+                if tried <= _MOST_TRIED and self._is_refused({**inner, **beside}):
+                    yield from search(inner, (*path, *name))
+                    yield (*path, *name)
+
+        yield from search(schema, ())
+
+    def _is_refused(self, schema: dict[str, Any]) -> bool:
+        return LLMatcher(self._vocabulary, _written("json_schema", schema), log_level=0).is_error()
+
+
+def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The schemas directly inside one, with their paths."""
+    for key, value in schema.items():
+        if isinstance(value, dict) and key in ("properties", "patternProperties", *_BESIDE):
+            yield from (((key, name), inner) for name, inner in value.items() if isinstance(inner, dict))
+        elif isinstance(value, dict):
+            yield (key,), value
+        elif isinstance(value, list):
+            yield from (((key, str(place)), inner) for place, inner in enumerate(value) if isinstance(inner, dict))
+
+
+def _written(kind: GrammarKind, value: Any) -> str:
+    """In llguidance's form. Raises GrammarError."""
+    if kind == "json_schema":
+        if not isinstance(value, dict):
+            raise GrammarError("a schema must be an object")
+        return LLMatcher.grammar_from_json_schema(value, overrides=_JSON_FORM)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(value))
+    except Exception as error:  # of a parser that names no kinds of its own
+        raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
+
+
+def _first_line(message: str) -> str:
+    """Without the grammar, which compilers quote below."""
+    return message.strip().partition("\n   1 |")[0].strip()
