@@ -16,11 +16,11 @@ from service.tokenizer import ChatTokenizer
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # which is known to type checkers alone
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
-_JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
 _BESIDE = ("$defs", "definitions")  # what parts of a schema refer to
 
@@ -93,9 +93,11 @@ def _written(kind: GrammarKind, value: Any) -> str:
     if kind == "json_schema":
         if not isinstance(value, dict):
             raise GrammarError("a schema must be an object")
-        return LLMatcher.grammar_from_json_schema(value, overrides=_JSON_FORM)
+        return LLMatcher.grammar_from_json_schema(value, overrides=JSON_FORM)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(value)
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(value)
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
     try:

@@ -76,6 +76,19 @@ class ChatTokenizer:
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
 
     @property
+    def chat_template(self) -> str | None:
+        """The template as the model has it; of several the one for tools."""
+        if self._tokenizer.chat_template is None:
+            return None
+        return str(self._tokenizer.get_chat_template(tools=[{}]))
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Special tokens by how they are spelt."""
+        added = self._parsing.get_added_tokens_decoder()
+        return {added[token_id].content: token_id for token_id in self._special_ids}
+
+    @property
     def vocab_size(self) -> int:
         return self._parsing.get_vocab_size(with_added_tokens=True)
 
@@ -111,13 +124,14 @@ class ChatTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, JsonValue]],
         *,
+        tools: Sequence[JsonValue] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation in the model's own chat format."""
+        """Tokens of a conversation in the model's own chat format; `tools` for a template that knows them."""
         for name in chat_template_kwargs or {}:
             if name in self._reserved_kwargs:
                 raise InvalidRequest(
@@ -128,9 +142,11 @@ class ChatTokenizer:
         guard = _SpecialTokenGuard(self._special_strings)
         # A template's own variables may have any type.
         variables: dict[str, Any] = {name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()}
+        variables["tools"] = [guard.hide(tool) for tool in tools] or None
+        conversation: list[Any] = [{key: guard.hide(value) for key, value in message.items()} for message in messages]
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [{key: str(guard.hide(value)) for key, value in message.items()} for message in messages],
+                conversation,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter
@@ -9,11 +10,14 @@ from starlette.responses import Response
 
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
-from service.api.request_builder import Completion, build
+from service.api.request_builder import Completion, Job, build
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
-from service.engine.requests import SequenceOutput, TokenLogprob
+from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
+from service.runtime import ModelCard
+from service.tokenizer import ChatTokenizer
+from service.tools import CallReader, Piece, read_calls
 
 # JSON knows no infinity; this is what OpenAI's servers send instead.
 _LOWEST_LOGPROB = -9999.0
@@ -46,16 +50,26 @@ class ChatReply(Reply):
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
+        super().__init__(job, card, tokenizer)
+        self._calling = job.calling
+        self._readers: dict[int, CallReader] = {}  # of streamed calls, by choice
+
     def whole(self, outputs: Iterable[SequenceOutput]) -> Body:
         body = super().whole(outputs)
         return {**body, "prompt_token_ids": self._prompt_of(0)} if self._return_token_ids else body
 
     def _choice(self, number: int, choice: Choice) -> Body:
+        message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
+        text, calls = (choice.text, []) if self._calling is None else read_calls(choice.text, self._calling.form)
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [{**_begun(call.name), "function": call._asdict()} for call in calls]
         return {
             "index": number,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _end(choice.finish_reason, bool(calls)),
             "stop_reason": choice.stop_reason,
             **self._tokens(choice.token_ids),
         }
@@ -65,14 +79,28 @@ class ChatReply(Reply):
         if output.index not in self._begun:
             yield self._opening(output.index)
         number = self._count(output)
-        if output.text or self._tells_tokens(output):
-            choice = _delta(number, {"content": output.text})
-            choice["logprobs"] = self._logprobs(output.logprobs)
-            choice |= self._tokens(output.token_ids) | self._trace(number, output)
+        deltas = self._deltas(number, output)
+        if not deltas and self._tells_tokens(output):
+            deltas = [{"content": ""}]
+        for place, delta in enumerate(deltas):
+            choice = _delta(number, delta)
+            if place == 0:
+                choice["logprobs"] = self._logprobs(output.logprobs)
+                choice |= self._tokens(output.token_ids) | self._trace(number, output)
             yield self._chunk(choice)
         if output.finish_reason is not None:
-            end: Body = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            has_called = number in self._readers and self._readers[number].num_calls > 0
+            reason = _end(output.finish_reason, has_called)
+            end: Body = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._chunk(_delta(number, {}) | end)
+
+    def _deltas(self, number: int, output: SequenceOutput) -> list[Body]:
+        """An output's text, or what it says of calls."""
+        if self._calling is None:
+            return [{"content": output.text}] if output.text else []
+        reader = self._readers.setdefault(number, CallReader(self._calling.form))
+        pieces = [*reader.push(output.text), *(reader.finish() if output.finish_reason is not None else ())]
+        return list(map(_told, pieces))
 
     def _opening(self, number: int) -> Body:
         chunk = self._chunk(_delta(number, {"role": "assistant", "content": ""}))
@@ -92,6 +120,24 @@ class ChatReply(Reply):
     def _entry(self, token_id: int, logprob: float) -> Body:
         raw = self._tokenizer.token_bytes(token_id)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _told(piece: Piece) -> Body:
+    """A piece of an answer as a delta."""
+    if piece.kind == "text":
+        return {"content": piece.text}
+    if piece.kind == "name":
+        return {"tool_calls": [{"index": piece.call, **_begun(piece.text)}]}
+    return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+
+def _begun(name: str) -> Body:
+    """A call whose arguments are to come."""
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _end(reason: FinishReason | None, has_called: bool) -> str | None:
+    return "tool_calls" if has_called and reason == "stop" else reason
 
 
 def _delta(number: int, delta: Body) -> Body:

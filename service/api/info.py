@@ -90,7 +90,7 @@ def _model(name: str, server: Server) -> dict[str, JsonValue]:
 
 def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
     if body.messages is not None and body.prompt is None:
-        return render(body.messages, body, tokenizer)
+        return render(body.messages, body, tokenizer, body.tools or ())
     if body.prompt is not None and body.messages is None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")

@@ -1,9 +1,10 @@
 """From a request body to the engine's records: defaults, and the checks that need the model or several fields."""
 
+import json
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,14 +16,17 @@ from service.api.schemas import (
     CompletionRequest,
     Message,
     SamplingFields,
+    Tool,
+    ToolCall,
     text_of,
 )
 from service.api.settings import Server
-from service.api.structured import grammar_of
+from service.api.structured import calling_of, grammar_of
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
+from service.tools import Calling, form_of, told
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
@@ -33,20 +37,14 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template"), ()),
     **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens"), (False,)),
-    **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "length_penalty": (1.0,),
     "suffix": ("",),
 }
-_HARMLESS_IN_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "audio": (),
-}
-_IGNORED_ON_PURPOSE = frozenset({"best_of", "parallel_tool_calls"})
+_HARMLESS_IN_MESSAGES: dict[str, tuple[JsonValue, ...]] = {"function_call": (), "audio": ()}
+_IGNORED_ON_PURPOSE = frozenset({"best_of", "reasoning_effort", "verbosity", "thinking"})
 
 
 Completion = ChatCompletionRequest | CompletionRequest
@@ -60,6 +58,7 @@ class Job:
     created: int  # seconds since the epoch
     body: SamplingFields
     requests: tuple[GenerationRequest, ...]
+    calling: Calling | None = None  # what the answer may call
 
 
 async def build(body: Completion, server: Server, *, client: str) -> Job:
@@ -67,16 +66,19 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
     runtime, card, n = server.runtime, server.runtime.card, body.n or 1
     runtime.check_ready()
     _check_fields(body, server)
+    calling = None
     if isinstance(body, ChatCompletionRequest):
         kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
-        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer))]
+        calling = await calling_of(body, runtime)
+        tools = [] if calling is None else body.tools or []
+        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools))]
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
     job_id = f"{kind}-{uuid.uuid4().hex}"
     seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
-    grammar = await grammar_of(body, runtime)
+    grammar = await grammar_of(body, calling, runtime)
     requests = []
     for position, prompt in enumerate(prompts):
         check_token_ids(prompt, card, param=source)
@@ -87,7 +89,13 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
             GenerationRequest(
                 request_id=f"{job_id}-{position}",
                 prompt=tuple(prompt),
-                sampling=_sampling(body, seed=prompt_seed, max_tokens=max_tokens, num_logprobs=num_logprobs),
+                sampling=_sampling(
+                    body,
+                    seed=prompt_seed,
+                    max_tokens=max_tokens,
+                    num_logprobs=num_logprobs,
+                    shows_specials=calling is not None and calling.form.trigger in runtime.tokenizer.special_ids,
+                ),
                 n=n,
                 prediction=prediction,
                 grammar=grammar,
@@ -97,7 +105,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
                 priority=body.priority or 0,
             )
         )
-    return Job(job_id, int(time.time()), body, tuple(requests))
+    return Job(job_id, int(time.time()), body, tuple(requests), calling)
 
 
 def check_model(model: str | None, server: Server) -> None:
@@ -105,21 +113,53 @@ def check_model(model: str | None, server: Server) -> None:
         raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
 
 
-def render(messages: list[Message], body: ChatTemplateFields, tokenizer: ChatTokenizer) -> list[int]:
+def render(
+    messages: list[Message], body: ChatTemplateFields, tokenizer: ChatTokenizer, tools: Sequence[Tool] = ()
+) -> list[int]:
     if body.continue_final_message and body.add_generation_prompt:
         reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
         raise InvalidRequest(reason, param="continue_final_message")
-    plain: list[dict[str, str]] = []
-    for message in messages:
-        # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
-        role, name = "system" if message.role == "developer" else message.role, message.name
-        plain.append({"role": role, "content": text_of(message.content)} | ({} if name is None else {"name": name}))
+    plain = [_for_template(message, f"messages.{place}") for place, message in enumerate(messages)]
+    signatures: list[JsonValue] = [tool.model_dump(exclude_none=True, mode="json") for tool in tools]
+    if form_of(tokenizer.chat_template) is None:
+        plain, signatures = told(plain, signatures), []
     return tokenizer.render_chat(
         plain,
+        tools=signatures,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+
+
+def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
+    """A message as templates take it. Raises InvalidRequest."""
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        param = f"{param}.content"
+        raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
+    if message.tool_calls and message.role != "assistant":
+        param = f"{param}.tool_calls"
+        raise InvalidRequest(f"Invalid value for '{param}': only an assistant calls.", param=param)
+    if message.role == "tool" and message.tool_call_id is None:
+        param = f"{param}.tool_call_id"
+        raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
+    # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
+    plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
+    plain["content"] = "" if message.content is None else text_of(message.content)
+    plain |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [_past_call(call, f"{param}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
+    return plain
+
+
+def _past_call(call: ToolCall, param: str) -> JsonValue:
+    """With the arguments as values, which is what templates write down."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError as error:
+        param = f"{param}.function.arguments"
+        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
@@ -192,7 +232,9 @@ async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int,
     return tuple(await server.runtime.off_loop(lambda: server.runtime.tokenizer.encode(text)))
 
 
-def _sampling(body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, shows_specials: bool
+) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingParams(
         seed=seed,
@@ -210,7 +252,7 @@ def _sampling(body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs:
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         include_stop_in_output=body.include_stop_str_in_output is True,
         ignore_eos=body.ignore_eos is True,
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not shows_specials,
         num_logprobs=num_logprobs,
     )
 

@@ -13,12 +13,14 @@ MOST_PROMPTS = 256
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024
 _MOST_LOGPROBS = 20
+_MOST_TOOLS = 128
 _MOST_BIASED_TOKENS = 1024
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
@@ -59,17 +61,51 @@ class Prediction(_Body):
     content: Content
 
 
+class FunctionCall(_Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(_Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
 class JsonSchema(_Body):
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    name: FunctionName
     description: str | None = None
     schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -93,6 +129,7 @@ class StructuredOutputs(_Body):
 class ChatTemplateFields(_Body):
     """How a conversation becomes a prompt."""
 
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=_MOST_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -146,6 +183,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 

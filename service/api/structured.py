@@ -1,17 +1,21 @@
-"""What a request wants its answer to be: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
+"""What a request wants its answer to be: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
+`guided_*`."""
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.schemas import SamplingFields
+from service.api.schemas import ChatCompletionRequest, NamedTool, SamplingFields
 from service.engine.grammar import Grammar
 from service.errors import InvalidRequest
 from service.grammars import GrammarError, GrammarKind
 from service.runtime import Runtime
+from service.tools import HERMES, Calling, form_of
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
+_NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Wish(NamedTuple):
@@ -22,9 +26,11 @@ class Wish(NamedTuple):
     source: JsonValue
 
 
-async def grammar_of(body: SamplingFields, runtime: Runtime) -> Grammar | None:
+async def grammar_of(body: SamplingFields, calling: Calling | None, runtime: Runtime) -> Grammar | None:
     """Raises InvalidRequest for more than one wish, and for one that cannot be honoured."""
     wishes = _wishes(body)
+    if calling is not None:
+        wishes = [await _with_calls(wishes, calling, runtime)]
     if not wishes:
         return None
     if len(wishes) > 1:
@@ -43,6 +49,44 @@ async def compiled(wish: Wish, runtime: Runtime) -> Grammar:
     except GrammarError as error:
         path = ".".join((wish.param, *error.path))
         raise InvalidRequest(f"Invalid value for '{path}': {error}.", param=path) from error
+
+
+async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling | None:
+    """What the answer may call. Raises InvalidRequest."""
+    tools, choice = body.tools, body.tool_choice
+    if tools is None and choice not in (None, "none"):
+        raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+    if tools is None or choice == "none":
+        return None
+    schemas: dict[str, Mapping[str, JsonValue]] = {}
+    for position, tool in enumerate(tools):
+        name, schema = tool.function.name, tool.function.parameters or _NO_ARGUMENTS
+        if name in schemas:
+            param = f"tools.{position}.function.name"
+            raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
+        await compiled(Wish(f"tools.{position}.function.parameters", "json_schema", schema), runtime)
+        schemas[name] = schema
+    form = form_of(runtime.tokenizer.chat_template) or HERMES
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in schemas:
+            raise InvalidRequest(
+                f"Invalid value for 'tool_choice': 'tools' has no function {choice.function.name!r}.",
+                param="tool_choice",
+            )
+        chosen = {choice.function.name: schemas[choice.function.name]}
+        return Calling(form, chosen, must=True, parallel=False)
+    return Calling(form, schemas, must=choice == "required", parallel=body.parallel_tool_calls is not False)
+
+
+async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) -> Wish:
+    """One wish for calls, and for what the answer is where it calls nothing."""
+    schema: dict[str, JsonValue] | None = None
+    for wish in wishes:
+        if wish.kind != "json_schema" or not isinstance(wish.source, dict):
+            raise InvalidRequest(f"'{wish.param}' cannot be honoured beside 'tools'.", param=wish.param)
+        await compiled(wish, runtime)
+        schema = wish.source
+    return Wish("tools", "lark", calling.grammar(schema, runtime.tokenizer.special_ids))
 
 
 def _wishes(body: SamplingFields) -> list[Wish]:

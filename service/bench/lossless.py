@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +22,13 @@ from service.engine.build import drafting_sizes
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
+from service.engine.grammar import Grammar
 from service.engine.requests import GenerationRequest, SamplingParams
+from service.grammars import GrammarCompiler
 from service.prompts import read_prompt_set, refuse_too_long
 from service.tokenizer import ChatTokenizer
 
-Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop"]
+Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop", "grammar"]
 Company = Literal["alone", "among 15", "short of slots"]
 
 NUM_COMPANIONS = 15
@@ -73,8 +76,23 @@ EXTRAS: Mapping[Extras, Mapping[str, Any]] = {
     "top_p": {"top_p": 0.9},
     "min_p+top_k": {"min_p": 0.05, "top_k": 40},
     "stop": {"ignore_eos": False, "min_tokens": 4},
+    "grammar": {"ignore_eos": False},
 }
-"""What they change in the sampling parameters. Only with `stop` may an answer end before its last token."""
+"""What they change in the sampling parameters. With `stop` and `grammar` answers may end before their last token."""
+
+_NOTE: JsonValue = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["question", "answer", "story"]},
+        "marks": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 6},
+        "is_long": {"type": "boolean"},
+    },
+    "required": ["title", "kind", "marks", "is_long"],
+    "additionalProperties": False,
+}
+_SCHEMA: JsonValue = {"type": "array", "items": _NOTE, "minItems": 1, "maxItems": 3}
+"""What answers must be with `grammar`."""
 
 WAYS = (Way("lookup", None), Way("lookup", 16), Way("random", 16), Way("random", 48), Way("none", 0))
 TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
@@ -204,7 +222,9 @@ def check(
     """Go through the cases, all if none are given, until so many tokens are compared; `advance` is told each case's."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
-    bench = _Bench(assembly, prompts, answer_tokens, seed, plain_engine(assembly))
+    compiler = GrammarCompiler(assembly.tokenizer, assembly.target.vocab_size, assembly.loaded.eos_token_ids)
+    grammar = compiler.compile("json_schema", _SCHEMA)
+    bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
     ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
     results: list[tuple[Case, Tally]] = []
@@ -223,6 +243,7 @@ class _Bench:
     prompts: Sequence[Sequence[int]]
     answer_tokens: int
     seed: int
+    grammar: Grammar
     plain: Engine
     references: dict[Question, Answer] = field(default_factory=dict)
     first: Mismatch | None = None
@@ -281,6 +302,7 @@ class _Bench:
             prompt=self.prompts[question.prompt],
             sampling=sampling_params(question, self.answer_tokens, self._stop(question)),
             prediction=_predict(self._reference(question).token_ids, self.assembly) if is_predicted else (),
+            grammar=self.grammar if question.extras == "grammar" else None,
         )
 
     def _stop(self, question: Question) -> tuple[str, ...]:

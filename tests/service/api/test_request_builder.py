@@ -120,7 +120,9 @@ async def test_harmless_values_are_accepted() -> None:
         safety_identifier="s",
         parallel_tool_calls=True,
         echo=False,
-        reasoning_effort="none",
+        reasoning_effort="high",
+        verbosity="low",
+        thinking={"type": "enabled"},
     )
 
 
@@ -128,13 +130,12 @@ async def test_harmless_values_are_accepted() -> None:
     ("fields", "param"),
     [
         ({"tools": []}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias.1000000"),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),
@@ -169,13 +170,14 @@ async def test_harmless_values_are_accepted() -> None:
         ({"prediction": {"type": "x", "content": "y"}}, "prediction.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         (
             {"messages": [{"role": "user", "content": [TEXT, IMAGE]}]},
             "messages.0.content.1.type",
         ),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id"),
         ({"messages": "hello"}, "messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),

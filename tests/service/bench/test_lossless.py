@@ -117,13 +117,13 @@ def test_a_run_returns_answers_in_the_order_of_their_requests(assembly: Assembly
 
 def test_every_case_comes_once() -> None:
     cases = ordered_cases(0)
-    assert len(cases) == len(set(cases)) == 4 * 5 * 5 * 3 * 3
+    assert len(cases) == len(set(cases)) == 4 * 6 * 5 * 3 * 3
 
 
-def test_every_pair_of_choices_comes_in_the_first_thirty_cases() -> None:
+def test_every_pair_of_choices_comes_in_the_first_thirty_six_cases() -> None:
     num_pairs = sum(len(a) * len(b) for a, b in itertools.combinations(DIMENSIONS, 2))
     for seed in range(3):
-        met = set().union(*(pairs_of(case) for case in ordered_cases(seed)[:30]))
+        met = set().union(*(pairs_of(case) for case in ordered_cases(seed)[:36]))
         assert len(met) == num_pairs
 
 
@@ -133,10 +133,10 @@ def test_the_order_follows_the_seed() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "extras"), SAMPLINGS)
-def test_only_stop_may_end_an_answer_early(temperature: float, extras: Extras) -> None:
+def test_only_stops_and_grammars_may_end_an_answer_early(temperature: float, extras: Extras) -> None:
     params = sampling_params(Question(0, temperature, extras, seed=5), 9, ("x",) if extras == "stop" else ())
     assert (params.temperature, params.seed, params.max_tokens) == (temperature, 5, 9)
-    assert params.ignore_eos == (extras != "stop")
+    assert params.ignore_eos == (extras not in ("stop", "grammar"))
     assert params.stop == (("x",) if extras == "stop" else ())
     assert params.has_penalties == (extras == "penalties")
     assert (params.top_p < 1) == (extras == "top_p")

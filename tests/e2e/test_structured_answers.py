@@ -1,0 +1,177 @@
+"""Structured answers and calls of functions, as the official client sends and reads them, from a real server: what a
+grammar says holds at any temperature, and speculation changes no token of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from pydantic import BaseModel, Field
+
+from tests.processes import Process, begin, write_settings
+from tests.tiny_models import served_by
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say it as JSON."}]
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Rome", "Paris"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
+
+
+class Note(BaseModel):
+    title: str = Field(max_length=12)
+    kind: Literal["question", "answer"]
+    marks: list[Literal[1, 20, 300]] = Field(min_length=1, max_length=3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    root = tmp_path_factory.mktemp("structured")
+    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
+    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB"}
+    words = write_settings(root / "config.yaml", {**settings, **sizes})
+    running = begin(["serve"], root / "config.yaml", root / "log", program=words)
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def client(server: Process) -> openai.OpenAI:
+    return server.official()
+
+
+def answer(client: openai.OpenAI, **fields: Any) -> Any:
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "seed": 5, "temperature": 0.0, **fields}
+    return client.chat.completions.create(**asked).choices[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parsed_answers(client: openai.OpenAI, temperature: float, seed: int) -> None:
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Note, temperature=temperature, seed=seed, max_tokens=300
+    )
+    choice = parsed.choices[0]
+    assert (choice.finish_reason, type(choice.message.parsed)) == ("stop", Note)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}, "max_tokens": 60},
+        {"extra_body": {"guided_regex": "[a-f]{3}-[0-9]{2,9}"}},
+        {"extra_body": {"structured_outputs": {"choice": ["first of all", "first", "second"]}}},
+        {"tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [WEATHER], "max_tokens": 40},
+    ],
+    ids=str,
+)
+def test_speculation_changes_no_token(client: openai.OpenAI, fields: dict[str, Any], temperature: float) -> None:
+    extra = fields.get("extra_body", {})
+    plain, drafted = (
+        answer(
+            client,
+            **{**fields, "temperature": temperature, "extra_body": {**extra, **more, "return_token_ids": True}},
+        )
+        for more in ({"speculation": {"enabled": False}}, {})
+    )
+    assert plain.token_ids == drafted.token_ids
+    assert plain.message.content == drafted.message.content
+
+
+def test_a_named_function_is_called(client: openai.OpenAI) -> None:
+    choice = answer(client, tools=[WEATHER, NOW], tool_choice={"type": "function", "function": {"name": "get_weather"}})
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.type) == ("tool_calls", None, "function")
+    assert (call.function.name, set(json.loads(call.function.arguments))) == ("get_weather", {"city", "days"})
+
+
+def test_calls_are_streamed_as_they_are_sent_whole(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "seed": 7}
+    (whole,) = answer(client, **fields).message.tool_calls
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=300, **fields
+    ) as stream:
+        kinds = [event.type for event in stream]
+        choice = stream.get_final_completion().choices[0]
+    assert choice.message.tool_calls is not None
+    (streamed,) = choice.message.tool_calls
+    assert streamed.function.arguments == whole.function.arguments
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI) -> None:
+    called: ChatCompletionMessageParam = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    }
+    result: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    for fields in ({}, {"tools": [NOW]}, {"tools": [NOW], "tool_choice": "none"}):
+        assert answer(client, messages=[*MESSAGES, called, result], max_tokens=5, **fields).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"items": {"not": {}}}},
+                }
+            },
+            "response_format.json_schema.schema.items",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
+            "tools.0.function.parameters",
+        ),
+        ({"tools": [NOW, NOW]}, "tools.1.function.name"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
+        ({"extra_body": {"guided_regex": "(", "guided_choice": ["a"]}}, "guided_choice"),
+        ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+        ({"extra_body": {"guided_choice": ["a"], "min_tokens": 3}}, "min_tokens"),
+        ({"extra_body": {"guided_choice": ["a"]}, "tools": [NOW]}, "guided_choice"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        answer(client, **fields)
+    assert raised.value.param == param

@@ -1,0 +1,73 @@
+"""Grammars are compiled once for all who send the same, and one that cannot be honoured is refused with its place."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+
+from service.grammars import GrammarCompiler, GrammarError, GrammarKind
+from service.tokenizer import ChatTokenizer
+from tests.tiny_models import tiny_tokenizer
+
+TOKENIZER = ChatTokenizer(tiny_tokenizer())
+EOS = 258
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
+
+
+def accepts(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue, text: str) -> bool:
+    """Whether the text is one of the grammar's, whole."""
+    matcher = compiler.compile(kind, source)._matcher.deep_copy()
+    return bool(matcher.consume_tokens([*TOKENIZER.encode(text), EOS]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        ("regex", "[a-c]{2}[0-9]+", "ab12", "ad1"),
+        ("choice", ["yes", 'no\nnot "now"'], 'no\nnot "now"', "maybe"),
+        ("grammar", 'root ::= "a" ("b" | "c")+', "abc", "ba"),
+        ("grammar", 'start: "a" ("b" | "c")+', "acb", "a"),
+        ("json_schema", {"type": "object"}, '{"a": [1, null]}', '{"a":[1, null]}'),
+        ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}, "12", '"12"'),
+    ],
+)
+def test_kinds(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue, good: str, bad: str) -> None:
+    assert accepts(compiler, kind, source, good)
+    assert not accepts(compiler, kind, source, bad)
+
+
+def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+    assert compiler.compile("json_schema", schema) is compiler.compile("json_schema", json.loads(json.dumps(schema)))
+    assert compiler.compile("json_schema", schema) is not compiler.compile("json_schema", {"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "words"),
+    [
+        ({"type": "strin"}, (), "strin"),
+        ({"properties": {"a": {"items": {"not": {}}}}}, ("properties", "a", "items"), "not"),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}, ("anyOf", "1"), "uniqueItems"),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"pattern": "(?=x)", "type": "string"}}}, ("$defs", "b"), "look"),
+        ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, ("properties", "a"), "gone"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    compiler: GrammarCompiler, schema: dict[str, Any], path: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(GrammarError, match=words) as raised:
+        compiler.compile("json_schema", schema)
+    assert raised.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"), [("regex", "(a"), ("grammar", "no grammar at all {"), ("json_schema", ["a"]), ("lark", "x")]
+)
+def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue) -> None:
+    with pytest.raises(GrammarError):
+        compiler.compile(kind, source)
