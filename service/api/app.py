@@ -14,6 +14,7 @@ from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, info_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, RefusingMiddleware
 from service.api.page import page_router
+from service.api.responses import responses_router
 from service.api.settings import ApiSettings, Server
 from service.observability.live import Live
 from service.runtime import Runtime
@@ -36,6 +37,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     )
     install_error_handlers(app)
     app.include_router(completions_router(server))
+    app.include_router(responses_router(server))
     app.include_router(info_router(server, render_metrics))
     app.include_router(adaptation_router(server))
     app.include_router(page_router())

@@ -9,8 +9,10 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
+from service.api.errors import error_body
 from service.api.request_builder import Job
 from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
+from service.errors import RequestError
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
@@ -64,6 +66,10 @@ class Reply(ABC):
     def trailer(self) -> Iterator[Body]:
         if self._include_usage:
             yield self._body(self.chunk_object, [])
+
+    def failure(self, error: RequestError) -> Body:
+        """What ends a stream that broke off."""
+        return {name: {**told} for name, told in error_body(error).items()}
 
     def _prompt_of(self, choice: int) -> list[JsonValue]:
         """Token ids of the prompt that a choice continues."""

@@ -207,7 +207,8 @@ def _refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonVal
         path = prefix + name
         if name == "tools" and value == []:
             raise InvalidRequest("Invalid value for 'tools': the list is too short.", param=path)
-        raise InvalidRequest(f"This server does not support '{path}' with this value.", param=path)
+        other = " with this value" if harmless[name] else ""
+        raise InvalidRequest(f"This server does not support '{path}'{other}.", param=path)
 
 
 def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:

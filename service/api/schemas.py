@@ -25,16 +25,16 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Speculation(_Body):
+class Speculation(Body):
     """A request's own wishes about speculation."""
 
     enabled: bool | None = None
@@ -43,7 +43,7 @@ class Speculation(_Body):
     trace: bool | None = None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
@@ -56,23 +56,23 @@ def text_of(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class Prediction(_Body):
+class Prediction(Body):
     type: Literal["content"]
     content: Content
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class Message(_Body):
+class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -80,23 +80,23 @@ class Message(_Body):
     tool_call_id: str | None = None
 
 
-class Function(_Body):
+class Function(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Body):
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
 
@@ -104,19 +104,19 @@ class NamedTool(_Body):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     name: FunctionName
     description: str | None = None
     schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's form; one of them."""
 
     json_: Annotated[str | dict[str, JsonValue] | None, Field(alias="json")] = None
@@ -126,7 +126,7 @@ class StructuredOutputs(_Body):
     grammar: str | None = None
 
 
-class ChatTemplateFields(_Body):
+class ChatTemplateFields(Body):
     """How a conversation becomes a prompt."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=_MOST_TOOLS)] | None = None
@@ -135,7 +135,7 @@ class ChatTemplateFields(_Body):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """What both completion routes understand."""
 
     model: str
@@ -212,14 +212,14 @@ class TokenizeRequest(ChatTemplateFields):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
     tokens: TokenIds
 
 
-class UpdateWeightsRequest(_Body):
+class UpdateWeightsRequest(Body):
     """`POST /update_weights_from_disk`."""
 
     model_path: Annotated[str, Field(min_length=1)]

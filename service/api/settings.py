@@ -47,17 +47,17 @@ class Server:
             self._seen.add(name)
             logger.warning("ignoring the unknown request field %r", name)
 
-    def client_of(self, scope: Scope, body: SamplingFields) -> str:
+    def client_of(self, scope: Scope, body: SamplingFields | None) -> str:
         """The name under which a client's share of what is learnt is counted."""
         return client_name(self._secret, scope, body, by_api_key=bool(self.settings.api_keys))
 
 
-def client_name(secret: bytes, scope: Scope, body: SamplingFields, *, by_api_key: bool) -> str:
+def client_name(secret: bytes, scope: Scope, body: SamplingFields | None, *, by_api_key: bool) -> str:
     """Who asks, under a name that says nothing about them: neither keys, user names nor addresses leave this function.
 
     By the API key where keys are checked, else by what the client says of its user, else by its address.
     """
-    user, peer = body.safety_identifier or body.user, scope.get("client")
+    user, peer = body and (body.safety_identifier or body.user), scope.get("client")
     if by_api_key:
         # The credentials alone, however the client writes the scheme before them.
         text = "key:" + (Headers(scope=scope).get("authorization") or "").partition(" ")[2].strip()

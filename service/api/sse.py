@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.errors import ClientGoneError, error_body, internal_error
+from service.api.errors import ClientGoneError, internal_error
 from service.engine.requests import SequenceOutput
 from service.errors import RequestError
 from service.runtime import OutputStream
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PING_SECONDS = 15.0
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 class StreamForm(Protocol):
@@ -36,8 +36,10 @@ class StreamForm(Protocol):
 
     def trailer(self) -> Iterator[Mapping[str, JsonValue]]: ...
 
+    def failure(self, error: RequestError) -> Mapping[str, JsonValue]: ...
 
-async def events(stream: OutputStream, form: StreamForm) -> AsyncGenerator[bytes, None]:
+
+async def events(stream: OutputStream, form: StreamForm, *, done: bytes = DONE) -> AsyncGenerator[bytes, None]:
     """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
     try:
         async for output in stream:
@@ -46,15 +48,18 @@ async def events(stream: OutputStream, form: StreamForm) -> AsyncGenerator[bytes
         for chunk in form.trailer():
             yield frame(chunk)
     except RequestError as error:
-        yield frame(error_body(error))
+        yield frame(form.failure(error))
     except Exception:
         logger.exception("a stream broke off")
-        yield frame(error_body(internal_error()))
-    yield _DONE
+        yield frame(form.failure(internal_error()))
+    if done:
+        yield done
 
 
 def frame(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + _json(payload) + b"\n\n"
+    """An event, by its type where it has one."""
+    name = payload.get("type")
+    return (b"" if name is None else b"event: %s\n" % name.encode()) + b"data: " + _json(payload) + b"\n\n"
 
 
 def _json(payload: Mapping[str, Any]) -> bytes:

@@ -96,6 +96,9 @@ class _Plain:
     def trailer(self):  # type: ignore[no-untyped-def]
         yield from ()
 
+    def failure(self, error):  # type: ignore[no-untyped-def]
+        return {"failed": error.message}
+
 
 async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ignore[no-untyped-def]
     """Frames of a stream; `then` is called after the fourth."""

@@ -1,0 +1,167 @@
+"""`POST /v1/responses`: the same completions under the form that OpenAI's clients ask for first, with conversations
+that the server remembers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import JsonValue, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api.body import read_body
+from service.api.reply import Body
+from service.api.request_builder import build
+from service.api.response_store import ResponseStore, Stored
+from service.api.responses_reply import ResponseReply
+from service.api.responses_schemas import (
+    CallOutput,
+    InputMessage,
+    Item,
+    NamedFunctionTool,
+    Part,
+    PastCall,
+    ResponsesRequest,
+)
+from service.api.schemas import ChatCompletionRequest
+from service.api.settings import Server
+from service.api.sse import EventStream, collect, events, whole
+from service.errors import InvalidRequest
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_RENAMED = (
+    ("messages", "input"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+)
+"""Fields by how completions call them."""
+
+
+def responses_router(server: Server) -> APIRouter:
+    router, store = APIRouter(), ResponseStore()
+
+    def client_of(request: Request) -> str:
+        """Whose responses they are: of a key where keys are checked, else of everybody."""
+        return server.client_of(request.scope, None) if server.settings.api_keys else ""
+
+    @router.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
+        client = client_of(request)
+        items = _conversation(body, store, client)
+        chat = _as_chat(body, items)
+        try:
+            job = await build(chat, server, client=server.client_of(request.scope, chat))
+        except InvalidRequest as error:
+            raise _renamed(error) from error
+
+        def keep(response: Body) -> None:
+            if body.store is not False:
+                output = response["output"]
+                assert isinstance(output, list)
+                store.keep(str(response["id"]), Stored(client, response, [*items, *output]))
+
+        reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, keep)
+        outputs = runtime.generate(*job.requests)
+        if body.stream:
+            return EventStream(events(outputs, reply, done=b""), outputs)
+        return whole(reply.whole(await collect(request, outputs)))
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(request: Request, response_id: str) -> Response:
+        return whole(store.get(response_id, client_of(request)).response)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        store.delete(response_id, client_of(request))
+        return whole({"id": response_id, "object": "response", "deleted": True})
+
+    return router
+
+
+def _conversation(body: ResponsesRequest, store: ResponseStore, client: str) -> list[JsonValue]:
+    """All items so far, the new ones last. Raises InvalidRequest."""
+    new: list[JsonValue]
+    if isinstance(body.input, str):
+        new = [{"type": "message", "role": "user", "content": body.input}]
+    else:
+        new = [item.model_dump(mode="json", exclude_none=True) for item in body.input]
+    if body.previous_response_id is None:
+        return new
+    found = store.find(body.previous_response_id, client)
+    if found is None:
+        raise InvalidRequest(
+            f"Previous response with id '{body.previous_response_id}' not found.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return [*found.items, *new]
+
+
+def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompletionRequest:
+    """The same as a chat completion."""
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages += _messages(_ITEMS.validate_python(items))
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "stream", "store", "user")},
+        **{name: getattr(body, name) for name in ("safety_identifier", "parallel_tool_calls", "metadata")},
+        "speculation": None if body.speculation is None else body.speculation.model_dump(),
+    }
+    if body.tools:
+        fields["tools"] = [{"type": "function", "function": _function(tool.model_dump())} for tool in body.tools]
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunctionTool):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif body.tools or choice != "auto":  # clients send it where there is nothing to call, too
+        fields["tool_choice"] = choice
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type == "json_schema":
+        schema = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif form is not None:
+        fields["response_format"] = {"type": form.type}
+    return ChatCompletionRequest.model_validate({**(body.model_extra or {}), **fields})
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "type" and value is not None}
+
+
+def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    """Calls in a row are one message of the assistant's."""
+    calls: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, PastCall):
+            function = {"name": item.name, "arguments": item.arguments}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+            continue
+        if calls:
+            yield {"role": "assistant", "content": None, "tool_calls": calls}
+            calls = []
+        if isinstance(item, InputMessage):
+            yield {"role": item.role, "content": _text(item.content)}
+        elif isinstance(item, CallOutput):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    if calls:
+        yield {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """With the field's name on this route."""
+    message, param = error.message, error.param
+    for theirs, ours in _RENAMED:
+        if param is not None and param.startswith(theirs):
+            renamed = ours + param[len(theirs) :]
+            return InvalidRequest(message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)
+    if param is not None and param.startswith("tools."):
+        renamed = param.replace(".function", "", 1)
+        return InvalidRequest(message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)
+    return error
