@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -13,6 +14,7 @@ from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, info_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, RefusingMiddleware
+from service.api.openapi import described
 from service.api.page import page_router
 from service.api.responses import responses_router
 from service.api.settings import ApiSettings, Server
@@ -32,7 +34,8 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
             Middleware(RefusingMiddleware, settings),
             Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
         ],
-        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
     )
     install_error_handlers(app)
@@ -42,6 +45,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app.include_router(adaptation_router(server))
     app.include_router(page_router())
     app.include_router(feed_router(feed))
+    app.openapi = partial(described, app)  # type: ignore[method-assign]
     return app
 
 

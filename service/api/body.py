@@ -44,10 +44,15 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
         return InvalidRequest(f"The body is not valid JSON: {failures[0]['msg']}.")
     value = pydantic_core.from_json(body)
     paths = [_path(failure["loc"], value) for failure in failures]
-    # A value may be tried as several types; the failure that got furthest into it is the one that helps.
+    # A value may be tried as several types; the failure that got furthest into it is the one that helps, and of several
+    # there the one of the type that it has.
     path, failure = max(
         zip(paths, failures, strict=True),
-        key=lambda one: (len(one[0]), [part for part in one[0] if isinstance(part, int)]),
+        key=lambda one: (
+            len(one[0]),
+            not str(one[1]["type"]).endswith("_type"),
+            [part for part in one[0] if isinstance(part, int)],
+        ),
     )
     return _describe(".".join(map(str, path)), failure)
 

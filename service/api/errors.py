@@ -1,5 +1,6 @@
 """Every failure becomes OpenAI's error body here, and nowhere else."""
 
+import difflib
 import logging
 
 from fastapi import FastAPI
@@ -51,11 +52,18 @@ async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message, code = {
-        404: (f"Invalid URL ({request.method} {request.url.path})", "unknown_url"),
+        404: (f"Invalid URL ({request.method} {request.url.path}){_near(request)}", "unknown_url"),
         405: (f"Not allowed to {request.method} {request.url.path}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
     body = error_body(InvalidRequest(message, code=code))
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _near(request: Request) -> str:
+    """The route that may have been meant."""
+    paths = [path for path in request.app.openapi()["paths"] if "{" not in path]
+    found = difflib.get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

@@ -61,6 +61,8 @@ class AccessMiddleware:
         if not _ACCEPTABLE_REQUEST_ID.fullmatch(request_id):
             request_id = f"req-{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"  # routes end without
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:

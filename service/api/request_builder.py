@@ -40,6 +40,8 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     "modalities": (["text"],),
+    **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a"), (0, 0.0)),
     "length_penalty": (1.0,),
     "suffix": ("",),
 }

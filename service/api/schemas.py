@@ -170,6 +170,7 @@ class SamplingFields(Body):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    grammar: str | None = None
     store: bool | None = None
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None

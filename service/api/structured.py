@@ -110,9 +110,10 @@ def _wishes(body: SamplingFields) -> list[Wish]:
         ("regex", "regex", "guided_regex", body.guided_regex),
         ("choice", "choice", "guided_choice", list[JsonValue](body.guided_choice) if body.guided_choice else None),
         ("grammar", "grammar", "guided_grammar", body.guided_grammar),
+        ("", "grammar", "grammar", body.grammar),
     ]
     for name, kind, older, value in more:
-        asked = getattr(structured, "json_" if name == "json" else name, None)
+        asked = getattr(structured, "json_" if name == "json" else name, None) if name else None
         for param, source in ((f"structured_outputs.{name}", asked), (older, value)):
             if source is not None:
                 found.append(Wish(param, kind, _parsed(source, param) if kind == "json_schema" else source))

@@ -357,13 +357,13 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge(
         "adaptation_balance_seconds",
         "Serving time that learning may still lose; NaN where nobody counts it, or not yet.",
-        lambda s: float("nan") if s.balance_seconds is None else s.balance_seconds,
+        lambda s: math.nan if s.balance_seconds is None else s.balance_seconds,
     ),
     Gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
     Gauge(
         "adaptation_kl_to_anchor",
         "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
-        lambda s: float("nan") if s.kl_to_anchor is None else s.kl_to_anchor,
+        lambda s: math.nan if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
     Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
     Gauge("adaptation_waiting_lessons{arm}", "Training samples in a buffer.", lambda s: s.waiting, ARMS),

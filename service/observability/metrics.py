@@ -1,6 +1,7 @@
 """Prometheus metrics, added up from plain records by one collector. The only module that imports prometheus_client.
 All label sets are closed and every series exists from the start: a rate over a quiet hour is zero and not missing."""
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from threading import Lock
@@ -109,5 +110,7 @@ def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Map
     family_of = GaugeMetricFamily if isinstance(row, Gauge) else CounterMetricFamily
     family = family_of(name, row.text, labels=(*common, *row.labels))
     for key, value in values.items():
+        if math.isnan(value):
+            continue  # not known yet: scrapers warn of such a sample and drop it
         family.add_metric((*fixed, *key.split(":")) if row.labels else fixed, value)
     return family

@@ -1,8 +1,11 @@
 import asyncio
+import json
+import re
 
 import pytest
 
 from service import __version__
+from service.api.openapi import BODIES
 from tests.service.api.client import app_of, client_for, client_of, error_of
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say
 
@@ -101,3 +104,32 @@ async def test_version_and_metrics() -> None:
         assert (await client.get("/version")).json() == {"version": __version__}
         response = await client.get("/metrics")
         assert (response.content, response.headers["content-type"]) == (b"lag 1\n", "text/plain")
+
+
+async def test_the_document_describes_every_body_that_is_read() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        document = (await client.get("/openapi.json")).json()
+    for path, model in BODIES.items():
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        name = body["$ref"].removeprefix("#/components/schemas/")
+        described = document["components"]["schemas"][name]
+        assert set(described["properties"]) == set(model.model_json_schema()["properties"])
+    references = re.findall(r'"\$ref":\s*"([^"]+)"', json.dumps(document))
+    assert {one.removeprefix("#/components/schemas/") for one in references} <= set(document["components"]["schemas"])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "/health", "/health/", "/readyz", "/livez"])
+async def test_reading_with_a_slash_and_without_a_body(path: str) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        got, head = await client.get(path), await client.head(path)
+    assert (got.status_code, head.status_code) == (200, 200)
+    assert head.content == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "near"), [("/v1/chat/completion", "/v1/chat/completions"), ("/chat/completions", "/v1/chat/completions")]
+)
+async def test_an_unknown_address_names_the_one_that_was_meant(path: str, near: str) -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        assert (await client.post(path, json={})).json()["error"]["message"].endswith(f"did you mean {near}?")
+        assert "did you mean" not in (await client.post("/x", json={})).json()["error"]["message"]

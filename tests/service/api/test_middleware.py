@@ -18,7 +18,6 @@ PATHS = (
     "/v1/chat/completions",
     "/docs",
     "/nowhere",
-    "/livez/",
     "http://test//livez",
 )
 

@@ -123,6 +123,9 @@ async def test_harmless_values_are_accepted() -> None:
         reasoning_effort="high",
         verbosity="low",
         thinking={"type": "enabled"},
+        typical_p=1,
+        mirostat=0,
+        dry_multiplier=0.0,
     )
 
 
@@ -133,6 +136,10 @@ async def test_harmless_values_are_accepted() -> None:
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
+        ({"typical_p": 0.9}, "typical_p"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"grammar": "no grammar {"}, "grammar"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -235,3 +242,26 @@ async def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) 
                 response = await client.post("/v1/chat/completions", json={**ASK, "sparkle": 1})
                 assert response.status_code == 200
     assert [record.getMessage() for record in caplog.records] == ["ignoring the unknown request field 'sparkle'"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": ["x"] * 17}, "at most 16 items"),
+        ({"stop": ""}, "at least 1 character"),
+        ({"messages": [{"role": "user", "content": []}]}, "at least 1 item"),
+        ({"messages": [{"role": "user", "content": None}]}, "must be a string, not null"),
+        ({"audio": {"voice": "x"}}, "does not support 'audio'."),
+        ({"modalities": ["audio"]}, "does not support 'modalities' with this value."),
+    ],
+)
+async def test_refusals_speak_of_what_was_meant(fields: dict[str, Any], words: str) -> None:
+    response = await post(ScriptedEngine(say("x")), **fields)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+async def test_a_grammar_goes_with_the_request() -> None:
+    for fields in ({"grammar": 'root ::= "a"'}, {"guided_choice": ["a"]}, {"response_format": {"type": "json_object"}}):
+        assert (await built(**fields)).grammar is not None
+    assert (await built(response_format={"type": "text"})).grammar is None
