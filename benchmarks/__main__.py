@@ -19,6 +19,7 @@ from benchmarks import (
     poison,
     prefill,
     prefix,
+    structured,
     tree,
     weight_types,
 )
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "poison": poison.run,
     "prefill": prefill.run,
     "prefix": prefix.run,
+    "structured": structured.run,
     "tree": tree.run,
     "weight-types": weight_types.run,
 }
