@@ -24,7 +24,7 @@ from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts,
 from service.engine.sequence import Sequence as Running
 from service.engine.stats import DraftingOutlook, StepStats
 
-REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended", "reference")
+REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended", "reference", "forced")
 
 _MOST_URGENT = 4.0
 

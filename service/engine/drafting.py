@@ -84,11 +84,16 @@ class DraftStage:
         load = self._load(batch, num_free_slots)
         asks = any(sequence.max_nodes != 0 for sequence in drafting)
         refusal = self._policy.refusal(load) if asks else "no_candidates"
-        if refusal is not None:
+        candidates, followed = DraftTree.empty(len(drafting), self._device), True
+        if refusal is None:
+            candidates = self._grow(drafting)
+        else:
             will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
             followed = will_ask and self._policy.follows(load)
-            return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
-        candidates = self._grow(drafting)
+            if refusal == "suspended" and any(sequence.sampling.grammar for sequence in drafting):
+                candidates = self._corrected(drafting, candidates)  # what grammars force needs no drafter
+            if not candidates.width:
+                return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
         chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
         num_keep = torch.minimum(chosen, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
@@ -97,7 +102,8 @@ class DraftStage:
             reason = "does_not_pay" if there_were else "no_candidates"
         tree = self._pruning.keep(num_keep, max(nodes))
         nodes += [0] * (lines - len(nodes))
-        return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=True, followed=True)
+        reason = reason if refusal is None else "forced"
+        return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=refusal is None, followed=followed)
 
     def learn(self, budget: Budget, committed: Committed, stats: StepStats) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted, and what
@@ -105,7 +111,7 @@ class DraftStage:
 
         Lines of what was committed are the completing sequences, of which the drafting ones stand first.
         """
-        if budget.drafted and committed.tree.width:
+        if committed.tree.width:
             drafting = budget.load.num_drafting
             self._pruning.learn(committed.tokens[:drafting], committed.counts[:drafting])
         self._num_learnt += 1
@@ -158,11 +164,14 @@ class DraftStage:
             warm=any(temperatures),
             host=host,
         )
-        deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        candidates = self._drafter.grow(self._tensor(host.rows), noise)
+        return self._corrected(drafting, self._drafter.grow(self._tensor(host.rows), noise))
+
+    def _corrected(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
+        """By grammars, by what can still be emitted, by what became of earlier ones."""
         grammars = [s.sampling.grammar for s in drafting]
         if any(grammars):
             candidates = constrained(candidates, grammars, self._max_budget)
+        deepest = self._tensor([s.num_remaining - 1 for s in drafting])
         return self._pruning.correct(candidates, deepest)
 
     def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:

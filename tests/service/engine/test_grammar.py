@@ -7,6 +7,7 @@ import torch
 from pydantic import JsonValue
 
 from drafters.tree import ROOT, DraftTree
+from service.engine.budget import FixedBudget
 from service.engine.grammar import Grammar, constrained, forbidden_tokens
 from service.engine.requests import SamplingParams
 from service.grammars import GrammarCompiler
@@ -119,3 +120,17 @@ def test_drafting_changes_no_token(drafter: str, temperature: float) -> None:
     assert {one.end.finish_reason for one in bound} == {"stop"}
     assert all(one.text.startswith('{"kind": "') and one.text.endswith('"}') for one in bound)
     assert min(one.accepted for one in bound) > 10, "what is forced was drafted"
+
+
+def test_where_drafting_is_suspended_forced_tokens_are_verified_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = FixedBudget(8)
+    monkeypatch.setattr(policy, "refusal", lambda load: "suspended")
+    (prompt,) = random_prompts(1, 20, seed=9)
+    grammar = COMPILER.compile("json_schema", SCHEMA)
+    asked = replace(request("a", prompt, SamplingParams(seed=1, max_tokens=60)), grammar=grammar)
+    (plain,), (forced,) = (
+        generate(tiny_engine(drafter="random", policy=one), asked).values() for one in (FixedBudget(0), policy)
+    )
+    assert forced.tokens == plain.tokens
+    assert forced.accepted > 10 > plain.accepted
+    assert generate(tiny_engine(drafter="random", policy=policy), replace(asked, grammar=None))["a", 0].accepted == 0
