@@ -22,7 +22,8 @@ _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
 JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
-_BESIDE = ("$defs", "definitions")  # what parts of a schema refer to
+DEFINITIONS = ("$defs", "definitions")
+"""What parts of a schema refer to."""
 
 
 class GrammarError(ValueError):
@@ -60,7 +61,7 @@ class GrammarCompiler:
 
     def _faulty(self, schema: Any) -> Iterator[tuple[str, ...]]:
         """Where in a schema the part stands that cannot be honoured, the innermost first."""
-        beside = {name: schema[name] for name in _BESIDE if name in schema}
+        beside = {name: schema[name] for name in DEFINITIONS if name in schema}
         tried = 0
 
         def search(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -80,7 +81,7 @@ class GrammarCompiler:
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """The schemas directly inside one, with their paths."""
     for key, value in schema.items():
-        if isinstance(value, dict) and key in ("properties", "patternProperties", *_BESIDE):
+        if isinstance(value, dict) and key in ("properties", "patternProperties", *DEFINITIONS):
             yield from (((key, name), inner) for name, inner in value.items() if isinstance(inner, dict))
         elif isinstance(value, dict):
             yield (key,), value

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from service.grammars import JSON_FORM
+from service.grammars import DEFINITIONS, JSON_FORM
 
 _NAME = '{"name": "'  # as JSON_FORM has it
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -74,7 +74,8 @@ class Calling:
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
         trigger = f"<[{special_ids[form.trigger]}]>" if form.trigger in special_ids else _literal(form.trigger)
-        lines = [f"call: %json {_in_form(self._object())}", f"calls: {rest}", _TEXT]
+        objects = [f"%json {_in_form(self._call_of(name, schema))}" for name, schema in self.schemas.items()]
+        lines = [f"call: {' | '.join(objects)}", f"calls: {rest}", _TEXT]
         if self.must:
             return "\n".join((f"start: {trigger} calls", *lines))
         if answer is not None:
@@ -85,11 +86,10 @@ class Calling:
             return "\n".join((f"start: TEXT | TEXT {trigger} calls", *lines))
         return "\n".join(("start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", *lines))
 
-    def _object(self) -> dict[str, JsonValue]:
-        return {"anyOf": [self._call_of(name, schema) for name, schema in self.schemas.items()]}
-
-    def _call_of(self, name: str, schema: Mapping[str, JsonValue]) -> JsonValue:
+    def _call_of(self, name: str, schema: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """A call as a schema; what the arguments' schema refers to stands where references look for it."""
         return {
+            **{beside: schema[beside] for beside in DEFINITIONS if beside in schema},
             "type": "object",
             "properties": {"name": {"const": name}, self.form.key: dict(schema)},
             "required": ["name", self.form.key],

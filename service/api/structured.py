@@ -2,20 +2,24 @@
 `guided_*`."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.schemas import ChatCompletionRequest, NamedTool, SamplingFields
+from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
 from service.engine.grammar import Grammar
 from service.errors import InvalidRequest
-from service.grammars import GrammarError, GrammarKind
+from service.grammars import DEFINITIONS, GrammarError, GrammarKind
 from service.runtime import Runtime
 from service.tools import HERMES, Calling, form_of
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
 _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
+_REFERENCES = tuple(f"#/{name}/" for name in DEFINITIONS)
+"""What they may begin with: in a grammar of calls a function's schema is a part of a larger one."""
 
 
 class Wish(NamedTuple):
@@ -64,7 +68,10 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
         if name in schemas:
             param = f"tools.{position}.function.name"
             raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
-        await compiled(Wish(f"tools.{position}.function.parameters", "json_schema", schema), runtime)
+        param = f"tools.{position}.function.parameters"
+        await compiled(Wish(param, "json_schema", schema), runtime)
+        if any(not one.startswith(_REFERENCES) for one in _REFERENCE.findall(json.dumps(schema))):
+            raise InvalidRequest(f"Invalid value for '{param}': a '$ref' may lead into '$defs' only.", param=param)
         schemas[name] = schema
     form = form_of(runtime.tokenizer.chat_template) or HERMES
     if isinstance(choice, NamedTool):
@@ -90,34 +97,43 @@ async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) ->
 
 
 def _wishes(body: SamplingFields) -> list[Wish]:
-    structured, form = body.structured_outputs, body.response_format
-    found: list[Wish] = []
-    if form is not None and form.type == "json_object":
-        found.append(Wish("response_format", "json_schema", _ANY_OBJECT))
-    if form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise InvalidRequest(
-                "Missing required parameter: 'response_format.json_schema'.", param="response_format.json_schema"
-            )
-        schema = form.json_schema.schema_
-        found.append(
-            Wish("response_format.json_schema.schema", "json_schema", _ANY_OBJECT if schema is None else schema)
-        )
-    if structured is not None and structured.json_object:
-        found.append(Wish("structured_outputs.json_object", "json_schema", _ANY_OBJECT))
-    more: list[tuple[str, GrammarKind, str, JsonValue]] = [
-        ("json", "json_schema", "guided_json", body.guided_json),
-        ("regex", "regex", "guided_regex", body.guided_regex),
-        ("choice", "choice", "guided_choice", list[JsonValue](body.guided_choice) if body.guided_choice else None),
-        ("grammar", "grammar", "guided_grammar", body.guided_grammar),
-        ("", "grammar", "grammar", body.grammar),
+    """All that the answer shall be, by whichever field."""
+    structured = body.structured_outputs or StructuredOutputs()
+    fields: list[tuple[str, GrammarKind, JsonValue]] = [
+        *_of_format(body.response_format),
+        ("structured_outputs.json", "json_schema", structured.json_),
+        ("structured_outputs.json_object", "json_schema", _ANY_OBJECT if structured.json_object else None),
+        ("structured_outputs.regex", "regex", structured.regex),
+        ("structured_outputs.choice", "choice", _list(structured.choice)),
+        ("structured_outputs.grammar", "grammar", structured.grammar),
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", _list(body.guided_choice)),
+        ("guided_grammar", "grammar", body.guided_grammar),
+        ("grammar", "grammar", body.grammar),
     ]
-    for name, kind, older, value in more:
-        asked = getattr(structured, "json_" if name == "json" else name, None) if name else None
-        for param, source in ((f"structured_outputs.{name}", asked), (older, value)):
-            if source is not None:
-                found.append(Wish(param, kind, _parsed(source, param) if kind == "json_schema" else source))
-    return found
+    return [
+        Wish(param, kind, _parsed(source, param) if kind == "json_schema" else source)
+        for param, kind, source in fields
+        if source is not None
+    ]
+
+
+def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
+    """OpenAI's form."""
+    if form is None or form.type == "text":
+        return
+    if form.type == "json_object":
+        yield "response_format", "json_schema", _ANY_OBJECT
+        return
+    if form.json_schema is None:
+        param = "response_format.json_schema"
+        raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
+    yield "response_format.json_schema.schema", "json_schema", form.json_schema.schema_ or _ANY_OBJECT
+
+
+def _list(choices: Sequence[str] | None) -> JsonValue:
+    return None if choices is None else list(choices)
 
 
 def _parsed(source: JsonValue, param: str) -> JsonValue:

@@ -32,6 +32,7 @@ WEATHER: ChatCompletionToolParam = {
         },
     },
 }
+ROUND = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#"}}}}
 NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
 
 
@@ -146,6 +147,7 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI) -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
             "tools.0.function.parameters",
         ),
+        ({"tools": [{"type": "function", "function": ROUND}]}, "tools.0.function.parameters"),
         ({"tools": [NOW, NOW]}, "tools.1.function.name"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -129,6 +129,25 @@ def test_beside_a_schema_an_answer_calls_or_is_of_that_form(form: ToolForm) -> N
     assert not accepts(calling, "Hello.", schema)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
+    where: JsonValue = {"enum": ["here", "there"]}
+    schemas: dict[str, dict[str, JsonValue]] = {
+        name: {
+            "$defs": {"where": where if name == "go" else {"type": "integer"}},
+            "type": "object",
+            "properties": {"to": {"$ref": "#/$defs/where"}},
+            "required": ["to"],
+            "additionalProperties": False,
+        }
+        for name in ("go", "count")
+    }
+    calling = Calling(form, schemas)
+    assert accepts(calling, form.written([Call("go", '{"to": "there"}'), Call("count", '{"to": 3}')]))
+    assert not accepts(calling, form.written([Call("go", '{"to": 3}')]))
+    assert not accepts(calling, form.written([Call("count", '{"to": "there"}')]))
+
+
 def test_a_template_without_tools_is_told_in_words() -> None:
     call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
     messages = told(
