@@ -49,7 +49,11 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        return LLTokenizer(self._tokenizer.backend_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+        """Raises GrammarError for a tokenizer whose tokens are no strings of bytes."""
+        try:
+            return LLTokenizer(self._tokenizer.backend_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+        except Exception as error:  # whatever its library says
+            raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 
     def _compile(self, kind: GrammarKind, source: str) -> Grammar:
         value = json.loads(source)

@@ -237,6 +237,9 @@ def _grammars(states: Sequence[SamplingState]) -> Transform:
         bound = [(row, grammar) for row, place in enumerate(sequences) if (grammar := grammars[place]) is not None]
         of_bound = [[token for token in paths[row] if token >= 0] for row, _ in bound]
         forbidden = forbidden_tokens([grammar for _, grammar in bound], of_bound, vocab).to(scores.device)
+        if len(bound) == len(sequences):
+            scores.masked_fill_(forbidden, _NEVER)
+            return
         lines = torch.tensor([row for row, _ in bound], dtype=torch.int64, device=scores.device)
         scores[lines] = scores[lines].masked_fill_(forbidden, _NEVER)
 

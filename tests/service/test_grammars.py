@@ -65,6 +65,12 @@ def test_what_cannot_be_honoured_is_named(
     assert raised.value.path == path
 
 
+def test_a_tokenizer_that_nobody_can_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "backend_json", lambda: "{}", raising=False)
+    with pytest.raises(GrammarError, match="this model's tokenizer"):
+        GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS})).compile("regex", "a")
+
+
 @pytest.mark.parametrize(
     ("kind", "source"), [("regex", "(a"), ("grammar", "no grammar at all {"), ("json_schema", ["a"]), ("lark", "x")]
 )
