@@ -31,8 +31,7 @@ from service.bench.experiment import (
 )
 from service.config import LoadedConfig
 from service.engine.engine import Engine
-from service.engine.grammar import Grammar
-from service.grammars import GrammarCompiler
+from service.grammars import Grammar, GrammarCompiler
 
 SPECULATIVE = "speculative"
 _TEXT: JsonValue = {"type": "string", "maxLength": 80}

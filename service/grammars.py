@@ -1,16 +1,20 @@
-"""Grammars as clients write them, compiled once for all who send the same: JSON schemas, regular expressions, choices,
-and grammars in Lark's or GBNF's form."""
+"""Grammars as clients write them, compiled once for all who send the same (JSON schemas, regular expressions, choices,
+and grammars in Lark's or GBNF's form), and where a text stands in one.
+
+llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and walks them; a text's matcher stands behind
+its last committed token, and is moved down a path and back again for every node."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
-from service.engine.grammar import Grammar
 from service.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +28,52 @@ JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
 DEFINITIONS = ("$defs", "definitions")
 """What parts of a schema refer to."""
+
+
+class Grammar:
+    """A compiled grammar. Requests share it; each of their sequences begins a text of its own."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        """`matcher`: at the grammar's beginning; it stays there."""
+        self._matcher = matcher
+
+    def begin(self) -> "GrammarState":
+        return GrammarState(self._matcher.deep_copy())
+
+
+class GrammarState:
+    """Where one text stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These were committed: all of them were allowed when they were chosen."""
+        self._matcher.try_consume_tokens(list(tokens))
+
+    def fill(self, mask: np.ndarray, path: Sequence[int]) -> None:
+        """Write which tokens may stand behind this path. # mask [vocab bits] uint8"""
+        with self._behind(path) as is_possible:
+            if self._matcher.is_error():  # it grew beyond a limit: nothing may stand there, and the text ends
+                mask[:] = 0
+            elif is_possible:
+                mask[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: mask.shape[0]]
+            else:  # nobody gets there: the token above is never chosen
+                mask[:] = 0xFF
+
+    def forced(self, path: Sequence[int]) -> list[int] | None:
+        """Tokens that must stand behind this path, as far as the grammar leaves no choice of characters; None where the
+        path itself is impossible."""
+        with self._behind(path) as is_possible:
+            return self._matcher.compute_ff_tokens() if is_possible else None
+
+    @contextmanager
+    def _behind(self, path: Sequence[int]) -> Iterator[bool]:
+        """While it lasts the matcher stands behind as much of a path as is possible; yields whether that is all."""
+        consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
+        yield consumed == len(path)
+        if consumed:
+            self._matcher.rollback(consumed)
 
 
 class GrammarError(ValueError):

@@ -39,6 +39,8 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens"), (False,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("background",), (False,)),
+    **dict.fromkeys(("conversation",), ()),
     "modalities": (["text"],),
     **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a"), (0, 0.0)),

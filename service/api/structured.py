@@ -9,9 +9,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
-from service.engine.grammar import Grammar
 from service.errors import InvalidRequest
-from service.grammars import DEFINITIONS, GrammarError, GrammarKind
+from service.grammars import DEFINITIONS, Grammar, GrammarError, GrammarKind
 from service.runtime import Runtime
 from service.tools import HERMES, Calling, form_of
 

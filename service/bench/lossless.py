@@ -22,9 +22,8 @@ from service.engine.build import drafting_sizes
 from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
-from service.engine.grammar import Grammar
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.grammars import GrammarCompiler
+from service.grammars import Grammar, GrammarCompiler
 from service.prompts import read_prompt_set, refuse_too_long
 from service.tokenizer import ChatTokenizer
 

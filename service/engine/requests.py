@@ -5,7 +5,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal
 
-from service.engine.grammar import Grammar
+from service.grammars import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.sample import OFF, Choice, Filters, likeliest
-from service.engine.grammar import Grammar, forbidden_tokens
+from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
 from service.engine.sampler import EAGER_SAMPLER, Sampler
+from service.grammars import Grammar
 
 _NEVER = float("-inf")
 

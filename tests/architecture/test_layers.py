@@ -16,7 +16,9 @@ LEAVES = (
     "service.logging",
     "service.observability.metrics",
     "service.observability.metric_tables",
+    "service.grammars",
     "service.tokenizer",
+    "service.tools",
 )
 RECORDS = (
     "service.engine.requests",

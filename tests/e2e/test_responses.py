@@ -130,8 +130,10 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format.schema"),
         ({"input": "x" * 5000}, "input"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
     ],
-    ids=["no items", "image", "tool", "choice", "tokens", "schema", "length"],
+    ids=["no items", "image", "tool", "choice", "tokens", "schema", "length", "background", "conversation"],
 )
 def test_refusals_name_the_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as raised:

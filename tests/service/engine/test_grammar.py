@@ -8,9 +8,9 @@ from pydantic import JsonValue
 
 from drafters.tree import ROOT, DraftTree
 from service.engine.budget import FixedBudget
-from service.engine.grammar import Grammar, constrained, forbidden_tokens
+from service.engine.grammar import constrained, forbidden_tokens
 from service.engine.requests import SamplingParams
-from service.grammars import GrammarCompiler
+from service.grammars import Grammar, GrammarCompiler
 from service.tokenizer import ChatTokenizer
 from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import generate, request, tiny_engine
