@@ -101,7 +101,8 @@ class GrammarCompiler:
     def _vocabulary(self) -> LLTokenizer:
         """Raises GrammarError for a tokenizer whose tokens are no strings of bytes."""
         try:
-            return LLTokenizer(self._tokenizer.backend_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            size = max(self._vocab_size, self._tokenizer.vocab_size)  # nobody chooses those beyond the target's
+            return LLTokenizer(self._tokenizer.backend_json(), n_vocab=size, eos_token=self._eos_ids)
         except Exception as error:  # whatever its library says
             raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 

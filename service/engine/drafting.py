@@ -84,16 +84,12 @@ class DraftStage:
         load = self._load(batch, num_free_slots)
         asks = any(sequence.max_nodes != 0 for sequence in drafting)
         refusal = self._policy.refusal(load) if asks else "no_candidates"
-        candidates, followed = DraftTree.empty(len(drafting), self._device), True
-        if refusal is None:
-            candidates = self._grow(drafting)
-        else:
-            will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
-            followed = will_ask and self._policy.follows(load)
-            if refusal == "suspended" and any(sequence.sampling.grammar for sequence in drafting):
-                candidates = self._corrected(drafting, candidates)  # what grammars force needs no drafter
-            if not candidates.width:
-                return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
+        will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
+        followed = refusal is None or (will_ask and self._policy.follows(load))
+        candidates = self._grow(drafting) if refusal is None else self._forced(drafting, refusal)
+        if candidates is None:
+            reason = refusal or "no_candidates"
+            return DraftTree.empty(lines, self._device), Budget(load, reason, (0,) * lines, False, followed)
         chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
         num_keep = torch.minimum(chosen, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
@@ -165,6 +161,13 @@ class DraftStage:
             host=host,
         )
         return self._corrected(drafting, self._drafter.grow(self._tensor(host.rows), noise))
+
+    def _forced(self, drafting: Items[Sequence], refusal: str) -> Candidates | None:
+        """What grammars force where drafting is suspended, which needs no drafter; None where there is nothing."""
+        if refusal != "suspended" or not any(sequence.sampling.grammar for sequence in drafting):
+            return None
+        forced = self._corrected(drafting, DraftTree.empty(len(drafting), self._device))
+        return forced if forced.width else None
 
     def _corrected(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
         """By grammars, by what can still be emitted, by what became of earlier ones."""
