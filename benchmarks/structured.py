@@ -10,7 +10,6 @@ import typer
 from pydantic import JsonValue
 
 from benchmarks.options import PromptFile
-from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Limit, Out, Seed, Temperature
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
@@ -31,7 +30,7 @@ from service.bench.experiment import (
 )
 from service.config import LoadedConfig
 from service.engine.engine import Engine
-from service.grammars import Grammar, GrammarCompiler
+from service.grammars import Grammar
 
 SPECULATIVE = "speculative"
 _TEXT: JsonValue = {"type": "string", "maxLength": 80}
@@ -47,11 +46,10 @@ def _object(**properties: JsonValue) -> dict[str, JsonValue]:
     }
 
 
-_PERSON = _object(name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120})
 SCHEMAS: Mapping[str, dict[str, JsonValue]] = {
     "choice": {"enum": ["yes", "no", "I do not know"]},
     "answer": _object(answer=_TEXT),
-    "person": _PERSON,
+    "person": _object(name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120}),
     "list": {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 3, "maxItems": 6},
     "review": _object(
         title=_TEXT,
@@ -142,13 +140,13 @@ def run(
     (texts,) = (one.prompts for one in read_sets(assembly, [prompts], limit, max_tokens))
     measure = Measure(temperature=temperature, max_tokens=max_tokens, concurrency=1, seed=seed)
     chosen = [name.strip() for name in schemas.split(",") if name.strip()] or list(SCHEMAS)
-    compiler = GrammarCompiler(assembly.tokenizer, assembly.target.vocab_size, assembly.loaded.eos_token_ids)
+    compiler = assembly.grammars
     engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
     rows = []
     with counted(len(chosen) * len(texts), "answers") as advance:
         for name in chosen:
             grammar = compiler.compile("json_schema", SCHEMAS[name])
-            runs = _turns(assembly, engines, texts, grammar, measure, advance)
+            runs = _turns(engines, texts, grammar, measure, advance)
             rows.append(row_of(name, runs["free"], runs["bound"]))
     summary = summary_of(rows)
     table = table_of(_COLUMNS, rows, caption="tokens/s of steps that read no prompt")
@@ -156,7 +154,6 @@ def run(
 
 
 def _turns(
-    assembly: Assembly,
     engines: Mapping[str, Engine],
     texts: Sequence[Sequence[int]],
     grammar: Grammar,

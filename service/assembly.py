@@ -33,6 +33,7 @@ from service.engine.numerics import Numerics, check
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model, random_model
 from service.errors import StartupError
+from service.grammars import GrammarCompiler
 from service.logging import bar
 from service.tokenizer import ChatTokenizer
 
@@ -60,6 +61,10 @@ class Assembly:
         layout = f"{torch.get_num_threads()} {ops.kernel_set(self.target.device)}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.target.vocab_size, self.loaded.eos_token_ids)
 
     def drafter(
         self, name: str | None = None, limits: EngineLimits | None = None, weights: TrainedWeights | None = None

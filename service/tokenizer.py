@@ -71,8 +71,9 @@ class ChatTokenizer:
         self._literal: Tokenizer = copy.deepcopy(self._parsing)
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special_strings = tuple(added[token_id].content for token_id in self._special_ids)
+        self.special_ids: Mapping[str, int] = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
 
     @property
@@ -81,12 +82,6 @@ class ChatTokenizer:
         if self._tokenizer.chat_template is None:
             return None
         return str(self._tokenizer.get_chat_template(tools=[{}]))
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        """Special tokens by how they are spelt."""
-        added = self._parsing.get_added_tokens_decoder()
-        return {added[token_id].content: token_id for token_id in self._special_ids}
 
     @property
     def vocab_size(self) -> int:
@@ -139,7 +134,7 @@ class ChatTokenizer:
                 )
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
-        guard = _SpecialTokenGuard(self._special_strings)
+        guard = _SpecialTokenGuard(tuple(self.special_ids))
         # A template's own variables may have any type.
         variables: dict[str, Any] = {name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()}
         variables["tools"] = [guard.hide(tool) for tool in tools] or None
@@ -162,10 +157,11 @@ class ChatTokenizer:
     def _encode_guarded(self, rendered: str, guard: "_SpecialTokenGuard") -> list[int]:
         """Parse the template's special tokens, and encode every run of text between them literally."""
         encoding = self._parsing.encode(rendered, add_special_tokens=False)
+        control_ids = frozenset(self.special_ids.values())
         ids: list[int] = []
         run_start = 0
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self._special_ids:
+            if token_id in control_ids:
                 ids += self.encode(guard.reveal(rendered[run_start:start]))
                 ids.append(token_id)
                 run_start = end

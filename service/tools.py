@@ -5,6 +5,7 @@ how they are read while they are written.
 """
 
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -56,6 +57,10 @@ class Call(NamedTuple):
 
     name: str
     arguments: str  # JSON
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +129,18 @@ class CallReader:
         self._was_text = False
         self.num_calls = 0
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def read(self, text: str, *, ends: bool) -> list[Piece]:
+        """What more of the answer says; `ends`: it was the last of it."""
+        return [*self._push(text), *(self._finish() if ends else ())]
+
+    def _push(self, text: str) -> Iterator[Piece]:
         self._held += text
         before = None
         while before != (self._state, self._held):
             before = self._state, self._held
             yield from getattr(self, f"_read_{self._state}")()
 
-    def finish(self) -> Iterator[Piece]:
+    def _finish(self) -> Iterator[Piece]:
         """What was held back, where it turned out to be text."""
         if self._state == "text" and self._held:
             yield Piece("text", self._held)
@@ -202,8 +211,7 @@ def _overlap(text: str, start: str) -> int:
 
 def read_calls(text: str, form: ToolForm) -> tuple[str, list[Call]]:
     """Text and calls of a whole answer."""
-    reader = CallReader(form)
-    pieces = [*reader.push(text), *reader.finish()]
+    pieces = CallReader(form).read(text, ends=True)
     content = "".join(piece.text for piece in pieces if piece.kind == "text")
     names = [piece.text for piece in pieces if piece.kind == "name"]
     arguments = ["".join(p.text for p in pieces if p.kind == "arguments" and p.call == n) for n in range(len(names))]

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -45,7 +45,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app.include_router(adaptation_router(server))
     app.include_router(page_router())
     app.include_router(feed_router(feed))
-    app.openapi = partial(described, app)  # type: ignore[method-assign]
+    app.openapi = cache(partial(described, app))  # type: ignore[method-assign]  # an unknown address asks for it, too
     return app
 
 

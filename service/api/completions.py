@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter
@@ -17,7 +16,7 @@ from service.api.sse import EventStream, collect, events, whole
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import CallReader, Piece, read_calls
+from service.tools import CallReader, Piece, new_call_id, read_calls
 
 # JSON knows no infinity; this is what OpenAI's servers send instead.
 _LOWEST_LOGPROB = -9999.0
@@ -99,8 +98,7 @@ class ChatReply(Reply):
         if self._calling is None:
             return [{"content": output.text}] if output.text else []
         reader = self._readers.setdefault(number, CallReader(self._calling.form))
-        pieces = [*reader.push(output.text), *(reader.finish() if output.finish_reason is not None else ())]
-        return list(map(_told, pieces))
+        return list(map(_told, reader.read(output.text, ends=output.finish_reason is not None)))
 
     def _opening(self, number: int) -> Body:
         chunk = self._chunk(_delta(number, {"role": "assistant", "content": ""}))
@@ -133,7 +131,7 @@ def _told(piece: Piece) -> Body:
 
 def _begun(name: str) -> Body:
     """A call whose arguments are to come."""
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+    return {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _end(reason: FinishReason | None, has_called: bool) -> str | None:

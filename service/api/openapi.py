@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from service.api.responses_schemas import ResponsesRequest
 from service.api.schemas import (
@@ -29,8 +29,8 @@ BODIES: Mapping[str, type[BaseModel]] = {
 def described(app: FastAPI) -> dict[str, Any]:
     """The document of an application whose routes read their bodies themselves."""
     document = FastAPI.openapi(app)
-    models = {(model, "validation") for model in BODIES.values()}
-    _, schemas = models_json_schema(sorted(models, key=str), ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in BODIES.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
     for path, model in BODIES.items():
         schema = {"$ref": f"#/components/schemas/{model.__name__}"}

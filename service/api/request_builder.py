@@ -35,12 +35,12 @@ _SEED_RANGE = 2**63  # of drawn ones
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template"), ()),
-    **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template", "conversation"), ()),
+    **dict.fromkeys(
+        ("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens", "background"), (False,)
+    ),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
-    **dict.fromkeys(("background",), (False,)),
-    **dict.fromkeys(("conversation",), ()),
     "modalities": (["text"],),
     **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a"), (0, 0.0)),

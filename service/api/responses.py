@@ -1,6 +1,7 @@
 """`POST /v1/responses`: the same completions under the form that OpenAI's clients ask for first, with conversations
 that the server remembers."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,21 +20,20 @@ from service.api.responses_schemas import (
     InputMessage,
     Item,
     NamedFunctionTool,
-    Part,
     PastCall,
     ResponsesRequest,
 )
-from service.api.schemas import ChatCompletionRequest
+from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
 from service.errors import InvalidRequest
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _RENAMED = (
-    ("messages", "input"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_completion_tokens", "max_output_tokens"),
+    (r"^messages", "input"),
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^max_completion_tokens", "max_output_tokens"),
+    (r"^(tools\.\d+)\.function", r"\1"),
 )
 """Fields by how completions call them."""
 
@@ -143,25 +143,18 @@ def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             yield {"role": "assistant", "content": None, "tool_calls": calls}
             calls = []
         if isinstance(item, InputMessage):
-            yield {"role": item.role, "content": _text(item.content)}
+            yield {"role": item.role, "content": text_of(item.content)}
         elif isinstance(item, CallOutput):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 def _renamed(error: InvalidRequest) -> InvalidRequest:
     """With the field's name on this route."""
-    message, param = error.message, error.param
+    param = renamed = error.param or ""
     for theirs, ours in _RENAMED:
-        if param is not None and param.startswith(theirs):
-            renamed = ours + param[len(theirs) :]
-            return InvalidRequest(message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)
-    if param is not None and param.startswith("tools."):
-        renamed = param.replace(".function", "", 1)
-        return InvalidRequest(message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)
-    return error
+        renamed = re.sub(theirs, ours, renamed)
+    if renamed == param:
+        return error
+    return InvalidRequest(error.message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)

@@ -14,7 +14,7 @@ from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import CallReader, Piece
+from service.tools import CallReader, Piece, new_call_id
 
 
 class _Item(NamedTuple):
@@ -90,8 +90,7 @@ class ResponseReply(Reply):
     def _pieces(self, output: SequenceOutput) -> list[Piece]:
         if self._reader is None:
             return [Piece("text", output.text)] if output.text else []
-        ends = output.finish_reason is not None
-        return [*self._reader.push(output.text), *(self._reader.finish() if ends else ())]
+        return self._reader.read(output.text, ends=output.finish_reason is not None)
 
     def _told(self, piece: Piece) -> Iterator[Body]:
         """What a piece of the answer makes of the items."""
@@ -111,7 +110,7 @@ class ResponseReply(Reply):
 
     def _begin(self, kind: str, *, name: str = "") -> Iterator[Body]:
         head: Body = {"id": f"{'msg' if kind == 'message' else 'fc'}_{secrets.token_hex(12)}", "type": kind}
-        more: Body = {"call_id": f"call_{secrets.token_hex(12)}", "name": name}
+        more: Body = {"call_id": new_call_id(), "name": name}
         head |= {"role": "assistant"} if kind == "message" else more
         self._open, self._text = _Item(kind, str(head["id"]), len(self._done), head), ""
         item = self._open

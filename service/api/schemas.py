@@ -4,7 +4,8 @@ Only types and ranges live here; what depends on the model or on several fields 
 Fields that are not declared stay reachable in `model_extra`.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -51,7 +52,12 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
 
 
-def text_of(content: Content) -> str:
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Sequence[_HasText]) -> str:
     """Content as one string; parts are joined by line breaks, so that no word can form across their border."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 

@@ -23,7 +23,7 @@ from service.engine.costs.measuring import measure_costs
 from service.engine.costs.model import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.grammars import Grammar, GrammarCompiler
+from service.grammars import Grammar
 from service.prompts import read_prompt_set, refuse_too_long
 from service.tokenizer import ChatTokenizer
 
@@ -221,8 +221,7 @@ def check(
     """Go through the cases, all if none are given, until so many tokens are compared; `advance` is told each case's."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
-    compiler = GrammarCompiler(assembly.tokenizer, assembly.target.vocab_size, assembly.loaded.eos_token_ids)
-    grammar = compiler.compile("json_schema", _SCHEMA)
+    grammar = assembly.grammars.compile("json_schema", _SCHEMA)
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
     ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways))

@@ -88,8 +88,8 @@ class DraftStage:
         followed = refusal is None or (will_ask and self._policy.follows(load))
         candidates = self._grow(drafting) if refusal is None else self._forced(drafting, refusal)
         if candidates is None:
-            reason = refusal or "no_candidates"
-            return DraftTree.empty(lines, self._device), Budget(load, reason, (0,) * lines, False, followed)
+            assert refusal is not None, "a drafter that is asked answers"
+            return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
         chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
         num_keep = torch.minimum(chosen, candidates.num_nodes)
         nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be

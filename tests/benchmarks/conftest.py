@@ -1,13 +1,18 @@
 """The loaded models that the benchmarks' tests share, and the command line."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from service.errors import StartupError
 from tests.service.bench.conftest import assembly, in_no_hurry, trained_assembly
+from tests.service.bench.parts import save_two_layers, written_prompts
 
 __all__ = ["assembly", "in_no_hurry", "trained_assembly"]
 
@@ -26,3 +31,27 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
         return result.exit_code, result.output
 
     return run
+
+
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def run_tiny(run: Callable[..., tuple[int, str]], tmp_path: Path) -> Iterator[Callable[..., tuple[Report, str]]]:
+    """An experiment on the target of two layers and a few prompts, with these words beside: its report and output."""
+
+    def run_tiny(experiment: str, *words: object) -> tuple[Report, str]:
+        folder = save_two_layers(tmp_path / "model")
+        prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+        prompts.write_text("\n".join(written_prompts()))
+        code, output = run(
+            *(experiment, "--prompts", prompts, "--out", out, "--model", folder, "--load-dtype", "float32"),
+            *("--device", "cpu", "--threads", 1, "--max-model-len", 256, "--state-dir", folder / "state"),
+            *("--drafter", "lookup", *words),
+        )
+        assert code == 0, output
+        return json.loads(out.read_text()), output
+
+    threads = torch.get_num_threads()
+    yield run_tiny
+    torch.set_num_threads(threads)

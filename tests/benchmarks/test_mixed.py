@@ -1,16 +1,12 @@
 """Bursts are the same for the same seed, and windows count where a fixed budget wins."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import torch
+from typing import Any
 
 from benchmarks.mixed import SIZES, Burst, bursts_of, row_of, summary_of
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import Measure
-from tests.service.bench.parts import save_two_layers, written_prompts
 from tests.service.engine.harness import step_stats
 
 MEASURE = Measure(max_tokens=8, concurrency=1, temperature=0.0, seed=3)
@@ -49,21 +45,8 @@ def test_windows_are_counted_where_the_fixed_budget_wins() -> None:
     assert summary["adaptive_over_plain"] == 1.5
 
 
-def test_a_run_prints_and_writes_every_burst(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    folder = save_two_layers(tmp_path / "model")
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    prompts.write_text("\n".join(written_prompts()))
-    threads = torch.get_num_threads()
-    try:
-        code, output = run(
-            *("mixed", "--prompts", prompts, "--bursts", 3, "--max-tokens", 4, "--out", out),
-            *("--model", folder, "--load-dtype", "float32", "--device", "cpu", "--threads", 1, "--drafter", "lookup"),
-            *("--max-model-len", 256, "--kv-cache", "40MiB", "--state-dir", folder / "state"),
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert code == 0, output
-    report = json.loads(out.read_text())
+def test_a_run_prints_and_writes_every_burst(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    report, output = run_tiny("mixed", "--bursts", 3, "--max-tokens", 4, "--kv-cache", "40MiB")
     assert len(report["rows"]) == 3
     assert report["summary"]["mismatched_tokens"] == 0
     assert "suspended_where_fixed_wins" in output

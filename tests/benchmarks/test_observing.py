@@ -1,13 +1,9 @@
 """Watched and unwatched turns give the same tokens, and what is watched is really read."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-
-import torch
+from typing import Any
 
 from benchmarks.observing import Seen, Turn, rows_of
-from tests.service.bench.parts import save_two_layers, written_prompts
 
 
 def turn(watched: bool, seconds: float, *answers: tuple[int, ...]) -> Turn:
@@ -28,22 +24,11 @@ def test_each_way_has_a_row_of_all_its_turns() -> None:
     assert (unwatched.scrapes, watched.scrapes, watched.moments) == (0, 6, 4)
 
 
-def test_a_run_prints_and_writes_both_ways(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    folder = save_two_layers(tmp_path / "model")
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    prompts.write_text("\n".join(written_prompts()))
-    threads = torch.get_num_threads()
-    try:
-        code, output = run(
-            *("observing", "--prompts", prompts, "--limit", 2, "--max-tokens", 16, "--streams", 2, "--turns", 1),
-            *("--out", out, "--model", folder, "--load-dtype", "float32", "--device", "cpu", "--threads", 1),
-            *("--max-model-len", 256, "--kv-cache", "10MiB", "--state-dir", folder / "state"),
-            *("--drafter", "lookup", "--budget-policy", "fixed", "--max-budget", 4),
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert code == 0, output
-    report = json.loads(out.read_text())
+def test_a_run_prints_and_writes_both_ways(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    report, output = run_tiny(
+        *("observing", "--limit", 2, "--max-tokens", 16, "--streams", 2, "--turns", 1, "--kv-cache", "10MiB"),
+        *("--budget-policy", "fixed", "--max-budget", 4),
+    )
     rows = {row["watched"]: row for row in report["rows"]}
     assert [rows[way]["tokens"] for way in (False, True)] == [32, 32]
     assert rows[True]["scrapes"] >= 1
