@@ -1,0 +1,82 @@
+"""`python -m benchmarks.own_prompts KIND FILE`: prompts of kinds that no public set has, from texts that lie on any
+Debian machine with Python.
+
+`advertisements` of installed programs, unit `tests` for functions of the standard library, `summaries` of pieces of
+Python's manual, 1,500 characters and more."""
+
+import ast
+import inspect
+import json
+import pkgutil
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+COUNT = 300
+MANUAL_CHARACTERS = range(1500, 3001)
+FUNCTION_CHARACTERS = range(200, 1201)
+_END = "|end of package|"
+
+
+def _advertisements() -> Iterator[str]:
+    """Of each package that is installed."""
+    form = "${Package}\\t${Description}" + _END
+    packages = subprocess.run(
+        ["dpkg-query", "--show", "--showformat", form], check=True, capture_output=True, text=True
+    ).stdout
+    for package in packages.removesuffix(_END).split(_END):
+        name, _, description = package.partition("\t")
+        asked = f"Write a short and cheerful advertisement for the program {name}. This is what its makers say of it:"
+        yield f"{asked}\n\n{description}"
+
+
+def _unit_tests() -> Iterator[str]:
+    """Of functions of the standard library."""
+    directory = Path(inspect.getfile(ast)).parent
+    for module in pkgutil.iter_modules([str(directory)]):
+        path = directory / f"{module.name}.py"
+        if not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            source = ast.get_source_segment(text, node) if isinstance(node, ast.FunctionDef) else None
+            if source is not None and len(source) in FUNCTION_CHARACTERS:
+                yield f"Write a unit test with pytest for this function.\n\n```python\n{source}\n```"
+
+
+def _summaries() -> Iterator[str]:
+    """Of pieces of the manual, whole paragraphs each."""
+    for title, text in topics.items():
+        piece = ""
+        for paragraph in text.split("\n\n"):
+            piece += paragraph + "\n\n"
+            if len(piece) in MANUAL_CHARACTERS:
+                asked = "Say in three sentences what a beginner must know of it."
+                yield f"This is a part of a manual, from the chapter '{title}'. {asked}\n\n{piece}"
+            if len(piece) >= MANUAL_CHARACTERS.start:
+                piece = ""
+
+
+KINDS: dict[str, Callable[[], Iterator[str]]] = {
+    "advertisements": _advertisements,
+    "tests": _unit_tests,
+    "summaries": _summaries,
+}
+
+
+def main(kind: str, path: str) -> None:
+    prompts = sorted(set(KINDS[kind]()))
+    random.Random(0).shuffle(prompts)
+    with Path(path).open("w", encoding="utf-8") as file:
+        for number, prompt in enumerate(prompts[:COUNT]):
+            messages = [{"role": "user", "content": prompt}]
+            file.write(json.dumps({"id": f"{kind}-{number}", "task": kind, "messages": messages}) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in KINDS:
+        sys.exit(f"{__doc__}\n\nKIND is one of {', '.join(KINDS)}.")
+    main(sys.argv[1], sys.argv[2])
