@@ -30,6 +30,10 @@ PREDICTED = CONTEXT + 1
 SURE = PREDICTED + 3
 """Strength from which on a match in the prediction tells where in it the answer is."""
 
+GUESSES = (0, -1)
+"""Places in the prediction, seen from the cursor, from which it may go on though the last token is another: that token
+stands for the predicted one, or before it."""
+
 
 class Texts(NamedTuple):
     """Lines of the table of texts; `ends`, `origins` and `cursors` are columns of it, all [lines] int64.
@@ -43,7 +47,8 @@ class Texts(NamedTuple):
 
 class Matches(NamedTuple):
     """Places whose preceding tokens equal the text's last ones, strongest first. Strength is the number of equal tokens
-    (at most CONTEXT, 0 = no match), and PREDICTED more in the prediction, which may predict the bonus token as well."""
+    (at most CONTEXT, 0 = no match), and PREDICTED more in the prediction, which may predict the bonus token as well and
+    is guessed to go on where no token is equal."""
 
     columns: Tensor  # [batch, matches] int64, where the last equal token stands
     strengths: Tensor  # [batch, matches] int64
@@ -60,12 +65,14 @@ def find_matches(texts: Texts, rows: Tensor, columns: int, matches: int, reach: 
     places = torch.arange(CONTEXT, columns - 1, device=rows.device)  # nothing follows the last column
     near = 3.0 * columns - (places - cursors - 0.25).abs()  # of two equally near the one ahead
     preference = torch.where(places < origins, near, places)
-    keys = torch.add(preference, _grades(tokens, suffix), alpha=4.0 * columns)  # above every preference
+    grades = _grades(tokens, suffix).maximum(_is_guessed(places, origins, cursors).view(torch.uint8))
+    keys = torch.add(preference, grades, alpha=4.0 * columns)  # above every preference
     keys.scatter_(1, last - CONTEXT, -1.0)  # the end of the text matches itself
     found = keys.topk(matches, dim=1).indices + CONTEXT
     contexts = tokens.gather(1, (found[:, :, None] - back).flatten(1)).view(*found.shape, CONTEXT)
     lengths = (contexts == suffix[:, None]).cumprod(2).sum(2)
-    strengths = lengths + PREDICTED * ((found < origins) & (lengths > 0))
+    in_prediction = (found < origins) & ((lengths > 0) | _is_guessed(found, origins, cursors))
+    strengths = lengths + PREDICTED * in_prediction
     strengths, order = strengths.sort(dim=1, descending=True, stable=True)
     found = found.gather(1, order)
     # A match close to the end of the text is a period: copying goes on into what it has just copied.
@@ -78,6 +85,14 @@ def find_matches(texts: Texts, rows: Tensor, columns: int, matches: int, reach: 
     best = torch.where(strengths[:, :1] >= SURE, found[:, :1], cursors)
     texts.cursors.index_copy_(0, rows, best[:, 0])
     return Matches(found, strengths, continuations)
+
+
+def _is_guessed(places: Tensor, origins: Tensor, cursors: Tensor) -> Tensor:
+    """Whether the prediction may go on from there, whatever the text's last token."""
+    guessed = torch.zeros_like(places < origins)
+    for offset in GUESSES:
+        guessed |= places == cursors + offset
+    return guessed & (places < origins)
 
 
 def _grades(tokens: Tensor, suffix: Tensor) -> Tensor:

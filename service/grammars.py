@@ -5,7 +5,7 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and wal
 its last committed token, and is moved down a path and back again for every node."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
+from service.json_schemas import restated
 from service.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
-JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
 DEFINITIONS = ("$defs", "definitions")
 """What parts of a schema refer to."""
@@ -108,7 +109,7 @@ class GrammarCompiler:
 
     def _compile(self, kind: GrammarKind, source: str) -> Grammar:
         value = json.loads(source)
-        matcher = LLMatcher(self._vocabulary, _written(kind, value), log_level=0)
+        matcher = self._matcher_of(kind, value)
         if not matcher.is_error():
             return Grammar(matcher)
         path = next(self._faulty(value), ()) if kind == "json_schema" else ()
@@ -130,7 +131,10 @@ class GrammarCompiler:
         yield from search(schema, ())
 
     def _is_refused(self, schema: dict[str, Any]) -> bool:
-        return LLMatcher(self._vocabulary, _written("json_schema", schema), log_level=0).is_error()
+        return self._matcher_of("json_schema", schema).is_error()
+
+    def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
+        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(in_lark(kind, value)), log_level=0)
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -144,22 +148,28 @@ def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
             yield from (((key, str(place)), inner) for place, inner in enumerate(value) if isinstance(inner, dict))
 
 
-def _written(kind: GrammarKind, value: Any) -> str:
-    """In llguidance's form. Raises GrammarError."""
+def in_lark(kind: GrammarKind, value: Any) -> str:
+    """A grammar in Lark's form. Raises GrammarError."""
     if kind == "json_schema":
         if not isinstance(value, dict):
             raise GrammarError("a schema must be an object")
-        return LLMatcher.grammar_from_json_schema(value, overrides=JSON_FORM)
+        return f"start: {json_rule(value)}"
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    if kind == "lark":
-        return LLMatcher.grammar_from_lark(value)
+        written: str = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+        return written
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
+        return "start: " + " | ".join(json.dumps(choice) for choice in value)
+    if kind == "lark":
+        return str(value)
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(value))
+        return str(any_to_lark(value))
     except Exception as error:  # of a parser that names no kinds of its own
         raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
+
+
+def json_rule(schema: Mapping[str, JsonValue]) -> str:
+    """Right side of a rule in Lark's form."""
+    return f"%json {json.dumps({**restated(dict(schema)), 'x-guidance': _JSON_FORM})}"
 
 
 def _first_line(message: str) -> str:

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from service.grammars import DEFINITIONS, JSON_FORM
+from service.grammars import DEFINITIONS, json_rule
 
-_NAME = '{"name": "'  # as JSON_FORM has it
+_NAME = '{"name": "'  # in the form of grammars of JSON
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
@@ -79,12 +79,12 @@ class Calling:
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
         trigger = f"<[{special_ids[form.trigger]}]>" if form.trigger in special_ids else _literal(form.trigger)
-        objects = [f"%json {_in_form(self._call_of(name, schema))}" for name, schema in self.schemas.items()]
+        objects = [json_rule(self._call_of(name, schema)) for name, schema in self.schemas.items()]
         lines = [f"call: {' | '.join(objects)}", f"calls: {rest}", _TEXT]
         if self.must:
             return "\n".join((f"start: {trigger} calls", *lines))
         if answer is not None:
-            return "\n".join((f"start: {trigger} calls | answer", f"answer: %json {_in_form(answer)}", *lines))
+            return "\n".join((f"start: {trigger} calls | answer", f"answer: {json_rule(answer)}", *lines))
         if not form.trigger:
             return "\n".join(("start: calls | other", "other: /([^{](.|\\n)*)?/", *lines))
         if form.trigger in special_ids:
@@ -106,14 +106,11 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _in_form(schema: Mapping[str, JsonValue]) -> str:
-    return json.dumps({**schema, "x-guidance": dict(JSON_FORM)})
-
-
 class Piece(NamedTuple):
-    """A part of an answer: text beside calls, the name with which a call begins, or more of its arguments."""
+    """A part of an answer: a thought, text beside calls, the name with which a call begins, or more of its
+    arguments."""
 
-    kind: Literal["text", "name", "arguments"]
+    kind: Literal["thought", "text", "name", "arguments"]
     text: str
     call: int = 0  # number of the call
 
@@ -207,15 +204,6 @@ class CallReader:
 def _overlap(text: str, start: str) -> int:
     """Length of the longest end of the text with which `start` begins."""
     return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)
-
-
-def read_calls(text: str, form: ToolForm) -> tuple[str, list[Call]]:
-    """Text and calls of a whole answer."""
-    pieces = CallReader(form).read(text, ends=True)
-    content = "".join(piece.text for piece in pieces if piece.kind == "text")
-    names = [piece.text for piece in pieces if piece.kind == "name"]
-    arguments = ["".join(p.text for p in pieces if p.kind == "arguments" and p.call == n) for n in range(len(names))]
-    return content, [Call(*both) for both in zip(names, arguments, strict=True)]
 
 
 _TOLD = """# Tools

@@ -17,14 +17,14 @@ _RANK_FACTOR = 0.8
 _PREDICTED_FACTOR = 4.0
 _NO_MATCH = 2.0**-60  # weighs nothing, yet can be divided by
 
-_SUPPORT_EDGES = (1.5, 2.5, 4.5, 8.5, 15.5)  # equal tokens
+_SUPPORT_EDGES = (0.5, 1.5, 2.5, 4.5, 8.5, 15.5)  # equal tokens; none where a prediction is guessed to go on
 _SHARE_EDGES = (0.1, 0.3, 0.6, 0.9, 0.99)  # of the parent's weight
 _VOTE_EDGES = (1.5, 2.5, 5.5)  # matches
 _DEPTH_EDGES = (0.5, 2.5, 7.5)  # nodes above
 
 # Log-odds of the prior, summed over the kinds of evidence. Fitted by logistic regression on 239,000 labels: greedy and
 # sampled answers of SmolLM2-135M-Instruct to 306 prompts of eight tasks (log loss 0.265, 0.66 for a constant).
-_SUPPORT_LOGITS = (-0.84, -0.30, -0.04, 0.21, 0.49, 1.26)
+_SUPPORT_LOGITS = (-0.84, -0.84, -0.30, -0.04, 0.21, 0.49, 1.26)
 _SHARE_LOGITS = (-2.20, -1.02, -0.26, 0.76, 1.31, 2.20)
 _VOTE_LOGITS = (-0.93, -0.13, 0.56, 1.27)
 _DEPTH_LOGITS = (-0.38, -0.09, 0.36, 0.90)
@@ -70,7 +70,7 @@ def _strength_weights() -> torch.Tensor:
     """Weight of a match by strength. # [NUM_STRENGTHS] float32"""
     lengths = torch.arange(CONTEXT + 1).float()
     weights = torch.cat([lengths.exp2(), _PREDICTED_FACTOR * lengths.exp2()])
-    weights[0] = weights[PREDICTED] = _NO_MATCH
+    weights[0] = _NO_MATCH
     return weights
 
 

@@ -36,8 +36,10 @@ void find_matches(const int32_t* table, int64_t width, const int64_t* ends, cons
         const int32_t* text = table + row * width;
         matches.clear();
         for (int64_t at = CONTEXT; at < columns - 1; at++) {
-            if (text[at] != text[last] || at == last) continue;
-            int grade = text[at - 1] != text[last - 1] ? 1 : text[at - 2] != text[last - 2] ? 2 : 3;
+            const bool equal = text[at] == text[last];
+            const bool guessed = at < origin && (at == cursors[row] || at == cursors[row] - 1);
+            if (at == last || !(equal || guessed)) continue;
+            const int grade = !equal || text[at - 1] != text[last - 1] ? 1 : text[at - 2] != text[last - 2] ? 2 : 3;
             double near = 3.0 * double(columns) - std::abs(double(at - cursors[row]) - 0.25);
             matches.push_back({(at < origin ? near : double(at)) + grade * 4.0 * double(columns), at, 0});
         }

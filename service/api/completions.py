@@ -7,6 +7,7 @@ from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.answers import AnswerReader
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Completion, Job, build
@@ -16,7 +17,7 @@ from service.api.sse import EventStream, collect, events, whole
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import CallReader, Piece, new_call_id, read_calls
+from service.tools import Piece, new_call_id
 
 # JSON knows no infinity; this is what OpenAI's servers send instead.
 _LOWEST_LOGPROB = -9999.0
@@ -51,19 +52,21 @@ class ChatReply(Reply):
 
     def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         super().__init__(job, card, tokenizer)
-        self._calling = job.calling
-        self._readers: dict[int, CallReader] = {}  # of streamed calls, by choice
+        self._readers: dict[int, AnswerReader] = {}  # of streamed answers, by choice
 
     def whole(self, outputs: Iterable[SequenceOutput]) -> Body:
         body = super().whole(outputs)
         return {**body, "prompt_token_ids": self._prompt_of(0)} if self._return_token_ids else body
 
     def _choice(self, number: int, choice: Choice) -> Body:
-        message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
-        text, calls = (choice.text, []) if self._calling is None else read_calls(choice.text, self._calling.form)
+        thought, text, calls = self._job.reader().whole(choice.text)
+        message: Body = {"role": "assistant", "content": text, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
-            message["content"] = text or None
             message["tool_calls"] = [{**_begun(call.name), "function": call._asdict()} for call in calls]
+        if thought or calls:
+            message["content"] = text or None
         return {
             "index": number,
             "message": message,
@@ -88,16 +91,15 @@ class ChatReply(Reply):
                 choice |= self._tokens(output.token_ids) | self._trace(number, output)
             yield self._chunk(choice)
         if output.finish_reason is not None:
-            has_called = number in self._readers and self._readers[number].num_calls > 0
-            reason = _end(output.finish_reason, has_called)
+            reason = _end(output.finish_reason, self._readers[number].num_calls > 0)
             end: Body = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._chunk(_delta(number, {}) | end)
 
     def _deltas(self, number: int, output: SequenceOutput) -> list[Body]:
-        """An output's text, or what it says of calls."""
-        if self._calling is None:
-            return [{"content": output.text}] if output.text else []
-        reader = self._readers.setdefault(number, CallReader(self._calling.form))
+        """What an output says."""
+        if number not in self._readers:
+            self._readers[number] = self._job.reader()
+        reader = self._readers[number]
         return list(map(_told, reader.read(output.text, ends=output.finish_reason is not None)))
 
     def _opening(self, number: int) -> Body:
@@ -122,6 +124,8 @@ class ChatReply(Reply):
 
 def _told(piece: Piece) -> Body:
     """A piece of an answer as a delta."""
+    if piece.kind == "thought":
+        return {"reasoning_content": piece.text}
     if piece.kind == "text":
         return {"content": piece.text}
     if piece.kind == "name":

@@ -10,6 +10,7 @@ from functools import partial
 
 from pydantic import JsonValue
 
+from service.answers import AnswerReader
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatTemplateFields,
@@ -25,12 +26,14 @@ from service.api.structured import calling_of, grammar_of
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard
+from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import Calling, form_of, told
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
 _SEED_RANGE = 2**63  # of drawn ones
+_TAG_TOKENS = 16  # more than a tag at a prompt's end has, and the white space behind it
 
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
@@ -63,6 +66,11 @@ class Job:
     body: SamplingFields
     requests: tuple[GenerationRequest, ...]
     calling: Calling | None = None  # what the answer may call
+    thinking: Thinking | None = None  # of a model that thinks
+
+    def reader(self) -> AnswerReader:
+        """Of one choice."""
+        return AnswerReader(self.thinking, None if self.calling is None else self.calling.form)
 
 
 async def build(body: Completion, server: Server, *, client: str) -> Job:
@@ -70,19 +78,21 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
     runtime, card, n = server.runtime, server.runtime.card, body.n or 1
     runtime.check_ready()
     _check_fields(body, server)
-    calling = None
+    calling = thinking = None
     if isinstance(body, ChatCompletionRequest):
         kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
         calling = await calling_of(body, runtime)
         tools = [] if calling is None else body.tools or []
         prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools))]
+        if thinks(runtime.tokenizer.chat_template):
+            thinking = Thinking.behind(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
     job_id = f"{kind}-{uuid.uuid4().hex}"
     seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     prediction = await _encode_prediction(body, server)
-    grammar = await grammar_of(body, calling, runtime)
+    grammar = await grammar_of(body, calling, thinking, runtime)
     requests = []
     for position, prompt in enumerate(prompts):
         check_token_ids(prompt, card, param=source)
@@ -98,7 +108,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
                     seed=prompt_seed,
                     max_tokens=max_tokens,
                     num_logprobs=num_logprobs,
-                    shows_specials=calling is not None and calling.form.trigger in runtime.tokenizer.special_ids,
+                    shows_specials=any(mark in runtime.tokenizer.special_ids for mark in _marks(calling, thinking)),
                 ),
                 n=n,
                 prediction=prediction,
@@ -109,7 +119,12 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
                 priority=body.priority or 0,
             )
         )
-    return Job(job_id, int(time.time()), body, tuple(requests), calling)
+    return Job(job_id, int(time.time()), body, tuple(requests), calling, thinking)
+
+
+def _marks(calling: Calling | None, thinking: Thinking | None) -> list[str]:
+    """Strings by which an answer is read."""
+    return [*([] if calling is None else [calling.form.trigger]), *([] if thinking is None else [BEGIN, END])]
 
 
 def check_model(model: str | None, server: Server) -> None:
@@ -150,7 +165,11 @@ def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
     # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
     plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
     plain["content"] = "" if message.content is None else text_of(message.content)
-    plain |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    plain |= {
+        name: value
+        for name in ("name", "tool_call_id", "reasoning_content")
+        if (value := getattr(message, name)) is not None
+    }
     if message.tool_calls:
         plain["tool_calls"] = [_past_call(call, f"{param}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
     return plain

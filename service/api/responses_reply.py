@@ -14,22 +14,44 @@ from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import CallReader, Piece, new_call_id
+from service.tools import Piece, new_call_id
+
+
+class _Kind(NamedTuple):
+    """Of items."""
+
+    name: str
+    prefix: str  # of ids
+    events: str  # of how one grows
+    part: Body | None  # what its content is one of; None: it has arguments
+
+
+_MESSAGE = _Kind("message", "msg", "output_text", {"type": "output_text", "annotations": [], "logprobs": []})
+_THOUGHT = _Kind("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
+_CALL = _Kind("function_call", "fc", "function_call_arguments", None)
 
 
 class _Item(NamedTuple):
     """An item of the output while it grows."""
 
-    kind: str  # message or function_call
-    id: str
+    kind: _Kind
     place: int  # among the items
     head: Body  # what does not grow
 
+    @property
+    def where(self) -> Body:
+        """It, in events."""
+        inside: Body = {} if self.kind.part is None else {"content_index": 0}
+        return {"item_id": self.head["id"], "output_index": self.place, **inside}
+
+    def part(self, text: str) -> Body:
+        return {**(self.kind.part or {}), "text": text}
+
     def whole(self, text: str, status: str) -> Body:
-        if self.kind == "message":
-            content: list[JsonValue] = [] if status == "in_progress" else [_part(text)]
-            return {**self.head, "status": status, "content": content}
-        return {**self.head, "status": status, "arguments": text}
+        if self.kind.part is None:
+            return {**self.head, "status": status, "arguments": text}
+        content: list[JsonValue] = [] if status == "in_progress" else [self.part(text)]
+        return {**self.head, "status": status, "content": content}
 
 
 class ResponseReply(Reply):
@@ -49,7 +71,7 @@ class ResponseReply(Reply):
         self._asked = asked
         self._keep = keep
         self._id = f"resp_{secrets.token_hex(24)}"
-        self._reader = None if job.calling is None else CallReader(job.calling.form)
+        self._reader = job.reader()
         self._done: list[JsonValue] = []
         self._open: _Item | None = None
         self._text = ""  # of the open item
@@ -69,12 +91,12 @@ class ResponseReply(Reply):
             self._has_begun = True
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
-        for piece in self._pieces(output):
+        for piece in self._reader.read(output.text, ends=output.finish_reason is not None):
             yield from self._told(piece)
         if output.finish_reason is not None:
             self._reason = output.finish_reason
             if not self._done and self._open is None:  # an answer of no words is one, too
-                yield from self._begin("message")
+                yield from self._begin(_MESSAGE, role="assistant")
             yield from self._close("completed" if self._reason == "stop" else "incomplete")
 
     def trailer(self) -> Iterator[Body]:
@@ -87,36 +109,29 @@ class ResponseReply(Reply):
     def _choice(self, number: int, choice: Choice) -> Body:
         raise AssertionError("a response has items, no choices")
 
-    def _pieces(self, output: SequenceOutput) -> list[Piece]:
-        if self._reader is None:
-            return [Piece("text", output.text)] if output.text else []
-        return self._reader.read(output.text, ends=output.finish_reason is not None)
-
     def _told(self, piece: Piece) -> Iterator[Body]:
         """What a piece of the answer makes of the items."""
         if piece.kind == "name":
             yield from self._close("completed")
-            yield from self._begin("function_call", name=piece.text)
+            yield from self._begin(_CALL, call_id=new_call_id(), name=piece.text)
             return
-        if self._open is None:
-            yield from self._begin("message")
-        assert self._open is not None, "an item has just begun"
+        if piece.kind == "thought" and self._open is None:
+            yield from self._begin(_THOUGHT, summary=[])
+        elif piece.kind == "text" and (self._open is None or self._open.kind is not _MESSAGE):
+            yield from self._close("completed")
+            yield from self._begin(_MESSAGE, role="assistant")
+        assert self._open is not None, "an item has begun"
         self._text += piece.text
-        where: Body = {"item_id": self._open.id, "output_index": self._open.place, "delta": piece.text}
-        if piece.kind == "arguments":
-            yield self._event("response.function_call_arguments.delta", **where)
-        else:
-            yield self._event("response.output_text.delta", **where, content_index=0, logprobs=[])
+        more: Body = {"logprobs": []} if self._open.kind is _MESSAGE else {}
+        yield self._event(f"response.{self._open.kind.events}.delta", **self._open.where, delta=piece.text, **more)
 
-    def _begin(self, kind: str, *, name: str = "") -> Iterator[Body]:
-        head: Body = {"id": f"{'msg' if kind == 'message' else 'fc'}_{secrets.token_hex(12)}", "type": kind}
-        more: Body = {"call_id": new_call_id(), "name": name}
-        head |= {"role": "assistant"} if kind == "message" else more
-        self._open, self._text = _Item(kind, str(head["id"]), len(self._done), head), ""
+    def _begin(self, kind: _Kind, **more: JsonValue) -> Iterator[Body]:
+        head: Body = {"id": f"{kind.prefix}_{secrets.token_hex(12)}", "type": kind.name, **more}
+        self._open, self._text = _Item(kind, len(self._done), head), ""
         item = self._open
         yield self._event("response.output_item.added", output_index=item.place, item=item.whole("", "in_progress"))
-        if kind == "message":
-            yield self._event("response.content_part.added", **_of_part(item), part=_part(""))
+        if kind.part is not None:
+            yield self._event("response.content_part.added", **item.where, part=item.part(""))
 
     def _close(self, status: str) -> Iterator[Body]:
         if self._open is None:
@@ -124,12 +139,13 @@ class ResponseReply(Reply):
         item, text, self._open = self._open, self._text, None
         whole = item.whole(text, status)
         self._done.append(whole)
-        if item.kind == "message":
-            yield self._event("response.output_text.done", **_of_part(item), text=text, logprobs=[])
-            yield self._event("response.content_part.done", **_of_part(item), part=_part(text))
+        done = f"response.{item.kind.events}.done"
+        if item.kind is _CALL:
+            yield self._event(done, **item.where, name=item.head["name"], arguments=text)
         else:
-            where: Body = {"item_id": item.id, "output_index": item.place, "name": item.head["name"]}
-            yield self._event("response.function_call_arguments.done", **where, arguments=text)
+            more: Body = {"logprobs": []} if item.kind is _MESSAGE else {}
+            yield self._event(done, **item.where, text=text, **more)
+            yield self._event("response.content_part.done", **item.where, part=item.part(text))
         yield self._event("response.output_item.done", output_index=item.place, item=whole)
 
     def _finished(self) -> Body:
@@ -181,11 +197,3 @@ class ResponseReply(Reply):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-
-
-def _part(text: str) -> Body:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _of_part(item: _Item) -> Body:
-    return {"item_id": item.id, "output_index": item.place, "content_index": 0}

@@ -83,6 +83,7 @@ class Message(Body):
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
     tool_call_id: str | None = None
 
 

@@ -10,8 +10,9 @@ from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
 from service.errors import InvalidRequest
-from service.grammars import DEFINITIONS, Grammar, GrammarError, GrammarKind
+from service.grammars import DEFINITIONS, Grammar, GrammarError, GrammarKind, in_lark
 from service.runtime import Runtime
+from service.thinking import Thinking
 from service.tools import HERMES, Calling, form_of
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
@@ -29,7 +30,9 @@ class Wish(NamedTuple):
     source: JsonValue
 
 
-async def grammar_of(body: SamplingFields, calling: Calling | None, runtime: Runtime) -> Grammar | None:
+async def grammar_of(
+    body: SamplingFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
+) -> Grammar | None:
     """Raises InvalidRequest for more than one wish, and for one that cannot be honoured."""
     wishes = _wishes(body)
     if calling is not None:
@@ -42,7 +45,11 @@ async def grammar_of(body: SamplingFields, calling: Calling | None, runtime: Run
     for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
         if given:
             raise InvalidRequest(f"'{name}' cannot be honoured beside '{wishes[0].param}'.", param=name)
-    return await compiled(wishes[0], runtime)
+    grammar = await compiled(wishes[0], runtime)
+    if thinking is None:
+        return grammar
+    before = thinking.before(in_lark(wishes[0].kind, wishes[0].source), runtime.tokenizer.special_ids)
+    return await compiled(Wish(wishes[0].param, "lark", before), runtime)
 
 
 async def compiled(wish: Wish, runtime: Runtime) -> Grammar:

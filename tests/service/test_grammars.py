@@ -11,7 +11,7 @@ from service.tokenizer import ChatTokenizer
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = 258
+EOS = TOKENIZER.special_ids["<|end|>"]
 
 
 @pytest.fixture(scope="module")

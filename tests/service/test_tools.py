@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
+from service.answers import AnswerReader
 from service.grammars import GrammarCompiler
 from service.tokenizer import ChatTokenizer
 from service.tools import (
@@ -18,13 +19,12 @@ from service.tools import (
     Piece,
     ToolForm,
     form_of,
-    read_calls,
     told,
 )
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = 258
+EOS = TOKENIZER.special_ids["<|end|>"]
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
 RECORDED = {
     HERMES: (
@@ -53,16 +53,20 @@ SCHEMAS: dict[str, dict[str, JsonValue]] = {
 }
 
 
+def whole(text: str, form: ToolForm) -> tuple[str, list[Call]]:
+    return AnswerReader(None, form).whole(text)[1:]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_recorded_calls(form: ToolForm) -> None:
     assert form.written([ROME, NOW]) == RECORDED[form]
-    assert read_calls(RECORDED[form], form) == ("", [ROME, NOW])
+    assert whole(RECORDED[form], form) == ("", [ROME, NOW])
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL])
 def test_text_before_calls_is_text(form: ToolForm) -> None:
     lead = "Let me see <tool_ [TOOL_ {\n"
-    assert read_calls(lead + RECORDED[form], form) == (lead, [ROME, NOW])
+    assert whole(lead + RECORDED[form], form) == (lead, [ROME, NOW])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,7 +89,7 @@ def test_however_an_answer_is_cut(form: ToolForm, seed: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("text", ["", "Hello.", "a < b", '{"a": 1}', "<tool_call", '{"na', "{}\n{"])
 def test_an_answer_without_calls_is_all_text(form: ToolForm, text: str) -> None:
-    assert read_calls(text, form) == (text, [])
+    assert whole(text, form) == (text, [])
 
 
 def test_the_form_is_what_the_template_teaches() -> None:
@@ -163,7 +167,7 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     assert str(system["content"]).startswith("Be brief.\n\n# Tools")
     assert '{"type": "function", "function": {"name": "now"}}' in str(system["content"])
     assert user == {"role": "user", "content": "When?"}
-    assert read_calls(str(assistant["content"]), HERMES) == ("", [Call("now", '{"zone": "UTC"}')])
+    assert whole(str(assistant["content"]), HERMES) == ("", [Call("now", '{"zone": "UTC"}')])
     assert results == {
         "role": "user",
         "content": "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nUTC\n</tool_response>",

@@ -1,0 +1,152 @@
+"""JSON schemas (draft 2020-12) in the words that the compiler of grammars knows: the same meaning, said otherwise.
+
+What cannot be said otherwise is left for it to refuse, at its place."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+Schema = dict[str, Any]
+
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Those that hold; others are remarks, as the draft has it."""
+
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_INSIDE = frozenset(
+    {"items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", *_UNEVALUATED}
+)
+_LISTED = frozenset({"prefixItems", "allOf", "anyOf", "oneOf"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"})
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_PLACED = _LISTED - {"prefixItems"} | {"$ref", "$dynamicRef", "if", "then", "else", "not", "dependentSchemas"}
+"""What may evaluate properties and items beside a schema's own."""
+
+
+def restated(schema: Schema) -> Schema:
+    """A schema of the same meaning."""
+    told = {key: _part(key, value) for key, value in schema.items()}
+    for rule in _RULES:
+        rule(told)
+    return told
+
+
+def _part(key: str, value: JsonValue) -> Any:
+    if key in _LISTED and isinstance(value, list):
+        return [_inside(one) for one in value]
+    if key in _NAMED and isinstance(value, dict):
+        return {name: _inside(one) for name, one in value.items()}
+    return _inside(value) if key in _INSIDE else value
+
+
+def _inside(value: JsonValue) -> Any:
+    return restated(value) if isinstance(value, dict) else value
+
+
+def _whole_counts(schema: Schema) -> None:
+    for key in _COUNTS & schema.keys():
+        if isinstance(schema[key], float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
+
+
+def _remarks(schema: Schema) -> None:
+    """Words that say nothing here."""
+    if "if" not in schema or not {"then", "else"} & schema.keys():
+        _drop(schema, "if", "then", "else")
+    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
+        _drop(schema, "contains", "minContains", "maxContains")
+    if schema.get("uniqueItems") is False:
+        _drop(schema, "uniqueItems")
+    if schema.get("not") is False:
+        _drop(schema, "not")
+    for key in _UNEVALUATED:
+        if schema.get(key) in (True, {}):
+            _drop(schema, key)
+    if "format" in schema and schema["format"] not in FORMATS:
+        _drop(schema, "format")
+
+
+def _unevaluated(schema: Schema) -> None:
+    """Nothing else evaluates: they are the additional ones."""
+    if _PLACED & schema.keys():
+        return
+    for key, plain in _UNEVALUATED.items():
+        if key in schema and not (plain == "items" and "contains" in schema):
+            schema.setdefault(plain, schema.pop(key))
+            _drop(schema, key)
+
+
+def _contains(schema: Schema) -> None:
+    """What an array shall contain stands at its beginning."""
+    if "contains" not in schema or {"maxContains", "prefixItems", "unevaluatedItems"} & schema.keys():
+        return
+    count, wanted = schema.get("minContains", 1), schema["contains"]
+    also = [schema["items"]] if "items" in schema else []
+    schema["prefixItems"] = [{"allOf": [wanted, *also]} if also else wanted] * count
+    schema["minItems"] = max(schema.get("minItems", 0), count)
+    _drop(schema, "contains", "minContains")
+
+
+def _dependent(schema: Schema) -> None:
+    """A property is not there, or what depends on it holds."""
+    needed: Mapping[str, list[str]] = schema.get("dependentRequired", {})
+    conditions: dict[str, list[Any]] = {name: [{"required": names}] for name, names in needed.items() if names}
+    for name, holds in schema.get("dependentSchemas", {}).items():
+        conditions.setdefault(name, []).append(holds)
+    choices = [
+        {"anyOf": [{"properties": {name: False}}, condition]}
+        for name, depending in conditions.items()
+        for condition in depending
+    ]
+    if choices:
+        schema["allOf"] = [*schema.get("allOf", []), *choices]
+    _drop(schema, "dependentRequired", "dependentSchemas")
+
+
+def _property_names(schema: Schema) -> None:
+    """Names by a pattern, a length or a list, where properties have no schemas of their own."""
+    names = schema.get("propertyNames")
+    if names in (True, {}):
+        _drop(schema, "propertyNames")
+    if not isinstance(names, dict) or {"properties", "patternProperties", "unevaluatedProperties"} & schema.keys():
+        return
+    value, rule = schema.get("additionalProperties", True), names.keys() - {"type", "title", "description"}
+    if rule == {"enum"} or rule == {"const"}:
+        listed = names["enum"] if "enum" in names else [names["const"]]
+        schema["properties"] = {name: value for name in listed if isinstance(name, str)}
+    elif rule == {"pattern"}:
+        schema["patternProperties"] = {names["pattern"]: value}
+    elif rule and rule <= {"minLength", "maxLength"}:
+        schema["patternProperties"] = {f"^.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": value}
+    else:
+        return
+    schema["additionalProperties"] = False
+    _drop(schema, "propertyNames")
+
+
+def _other_types(schema: Schema) -> None:
+    """Anything but a type is any other type."""
+    refused = schema.get("not")
+    if not isinstance(refused, dict) or refused.keys() != {"type"} or "type" in schema:
+        return
+    types = refused["type"] if isinstance(refused["type"], list) else [refused["type"]]
+    if "integer" not in types or "number" in types:
+        schema["type"] = sorted(_TYPES - set(types))
+        _drop(schema, "not")
+
+
+def _drop(schema: Schema, *keys: str) -> None:
+    for key in keys:
+        schema.pop(key, None)
+
+
+_RULES: tuple[Callable[[Schema], None], ...] = (
+    _whole_counts,
+    _remarks,
+    _property_names,
+    _dependent,
+    _unevaluated,
+    _contains,
+    _other_types,
+)

@@ -1,0 +1,118 @@
+"""Schemas said otherwise mean the same: what their grammars accept validates, by the public suite of JSON schemas."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from typing import Any, NamedTuple
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from service.grammars import Grammar, GrammarCompiler, GrammarError
+from service.json_schemas import restated
+from service.tokenizer import ChatTokenizer
+from tests.tiny_models import tiny_tokenizer
+
+TOKENIZER = ChatTokenizer(tiny_tokenizer())
+EOS = TOKENIZER.special_ids["<|end|>"]
+COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
+PACKAGE = "jsonschema==4.26.0"
+"""Its source holds the suite."""
+LEAST_ACCEPTED = 0.66
+
+
+class Case(NamedTuple):
+    description: str
+    schema: Any
+    tests: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """The public suite for draft 2020-12, as the package of a validator ships it."""
+    folder = tmp_path_factory.mktemp("suite")
+    words = ["download", "-q", "--no-deps", "--no-binary", "jsonschema", "--dest", str(folder), PACKAGE]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=300)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    files = sorted(folder.glob("*/json/tests/draft2020-12/*.json"))
+    assert len(files) > 40
+    return [
+        Case(f"{path.stem}: {case['description']}", case["schema"], case["tests"])
+        for path in files
+        for case in json.loads(path.read_text())
+    ]
+
+
+def accepts(grammar: Grammar, value: Any) -> bool:
+    matcher = grammar._matcher.deep_copy()
+    return bool(matcher.consume_tokens([*TOKENIZER.encode(json.dumps(value, ensure_ascii=False)), EOS]))
+
+
+def grammar_of(schema: dict[str, Any]) -> Grammar:
+    return COMPILER.compile("json_schema", schema)
+
+
+def test_the_public_suite(suite: list[Case]) -> None:
+    """No grammar accepts what its schema refuses; a part of the suite is refused, most of it whole keywords."""
+    accepted, unsound, missed, valid = 0, [], 0, 0
+    for case in suite:
+        if not isinstance(case.schema, dict):
+            continue
+        try:
+            grammar = grammar_of(case.schema)
+        except GrammarError:
+            continue
+        accepted += 1
+        for test in case.tests:
+            is_accepted = accepts(grammar, test["data"])
+            if is_accepted and not test["valid"]:
+                unsound.append((case.description, test["description"]))
+            valid += test["valid"]
+            missed += test["valid"] and not is_accepted
+    assert unsound == []
+    assert accepted / len(suite) >= LEAST_ACCEPTED
+    assert missed / valid < 0.08  # a grammar may be narrower: numbers in other forms, contained items first
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "minItems": 2.0}, [1, 2], [1]),
+        ({"type": "string", "format": "path"}, "/tmp", 1),
+        ({"type": "object", "propertyNames": {"enum": ["u", "v"]}, "additionalProperties": {"type": "integer"}},
+         {"u": 1}, {"w": 1}),
+        ({"type": "object", "propertyNames": {"pattern": "^a+$"}}, {"aa": 1}, {"b": 1}),
+        ({"type": "object", "propertyNames": {"maxLength": 2}}, {"aa": 1}, {"aaa": 1}),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"b": 1}, {"a": 1}),
+        ({"type": "object", "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
+         {"b": 1}, {"a": 1, "b": 2}),
+        ({"properties": {"a": {"type": "integer"}}, "type": "object", "unevaluatedProperties": False},
+         {"a": 1}, {"c": 1}),
+        ({"prefixItems": [{"type": "integer"}], "type": "array", "unevaluatedItems": False}, [1], [1, 2]),
+        ({"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}}, [7, 1], [1, 2]),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 0}, [2], {}),
+        ({"not": {"type": ["string", "object"]}}, [1], "a"),
+        ({"then": {"type": "null"}, "type": "integer"}, 1, "a"),
+    ],
+)  # fmt: skip
+def test_what_is_said_otherwise(schema: dict[str, Any], good: Any, bad: Any) -> None:
+    validator, grammar = Draft202012Validator(schema), grammar_of(schema)
+    assert validator.is_valid(good)
+    assert accepts(grammar, good)
+    assert not validator.is_valid(bad)
+    assert not accepts(grammar, bad)
+
+
+def test_what_clients_send_is_left_as_it_is() -> None:
+    schema = {"type": "object", "properties": {"not": {"enum": [{"if": 1.0}]}}, "required": ["not"]}
+    assert restated(schema) == schema
+
+
+def test_the_given_schema_is_not_changed() -> None:
+    schema = {"properties": {"a": {"contains": {}, "minContains": 0, "minItems": 1.0}}}
+    before = json.dumps(schema)
+    restated(schema)
+    assert json.dumps(schema) == before
