@@ -62,6 +62,14 @@ class GrammarState:
             else:  # nobody gets there: the token above is never chosen
                 mask[:] = 0xFF
 
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether a token may stand behind this path, known without a mask; what only ends a finished text is not."""
+        forced = self.forced(path)
+        if forced is None or forced:
+            return forced is not None and token == forced[0]
+        with self._behind([*path, token]) as is_possible:
+            return is_possible
+
     def forced(self, path: Sequence[int]) -> list[int] | None:
         """Tokens that must stand behind this path, as far as the grammar leaves no choice of characters; None where the
         path itself is impossible."""

@@ -21,7 +21,7 @@ from kernels.sample import OFF, Choice, Filters, likeliest
 from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
 from service.engine.sampler import EAGER_SAMPLER, Sampler
-from service.grammars import Grammar
+from service.grammars import Grammar, GrammarState
 
 _NEVER = float("-inf")
 
@@ -118,11 +118,12 @@ class SamplingTable:
     temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None where nobody draws
     seeds: Tensor | None = None  # [batch] int64
     filters: Filters | None = None  # of each sequence, where somebody filters
+    grammars: "tuple[BoundText | None, ...] | None" = None  # of each sequence, where somebody has one
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the likeliest tokens are chosen of the logits as they are."""
-        return not self.transforms and self.temperatures is None
+    def reads_logits(self) -> bool:
+        """Whether tokens are chosen of the logits as they are."""
+        return not self.transforms and self.grammars is None
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
@@ -133,17 +134,18 @@ class SamplingTable:
             (any(p.logit_bias for p in params), _logit_bias),
             (any(p.min_tokens > 0 for p in params), _min_tokens),
             (any(p.has_penalties for p in params), _penalties),
-            (any(state.grammar for state in states), _grammars),
         ]
         transforms = tuple(build(states) for asked, build in plan if asked)
+        grammars = tuple(map(_bound, states)) if any(state.grammar for state in states) else None
         if not any(p.temperature > 0 for p in params):
-            return SamplingTable(transforms)
+            return SamplingTable(transforms, grammars=grammars)
         device = states[0].device
         return SamplingTable(
             transforms,
             _floats([p.temperature for p in params], device),
             torch.tensor([signed64(p.seed) for p in params], device=device),
             _filters(states) if any(_drops_tokens(p) for p in params) else None,
+            grammars,
         )
 
     def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
@@ -162,7 +164,8 @@ def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
     scores = logits.to(torch.float32, copy=True) if transforms else logits
     for transform in transforms:
         transform(scores, rows)
-    return rows.table.choose(scores, rows.sequence_idx, rows.positions, EAGER_SAMPLER)
+    choice = rows.table.choose(scores, rows.sequence_idx, rows.positions, EAGER_SAMPLER)
+    return choice if rows.table.grammars is None else _within_grammars(rows.table.grammars, scores, rows, choice)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
@@ -230,21 +233,35 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
     return penalise
 
 
-def _grammars(states: Sequence[SamplingState]) -> Transform:
-    vocab, grammars = states[0].vocab, [state.grammar for state in states]
+class BoundText(NamedTuple):
+    """A text that a grammar binds."""
 
-    def forbid(scores: Tensor, rows: SamplingRows) -> None:
-        sequences, paths = rows.sequence_idx.tolist(), rows.path_tokens.tolist()  # planned transfer: of such texts
-        bound = [(row, grammar) for row, place in enumerate(sequences) if (grammar := grammars[place]) is not None]
-        of_bound = [[token for token in paths[row] if token >= 0] for row, _ in bound]
-        forbidden = forbidden_tokens([grammar for _, grammar in bound], of_bound, vocab).to(scores.device)
-        if len(bound) == len(sequences):
-            scores.masked_fill_(forbidden, _NEVER)
-            return
-        lines = torch.tensor([row for row, _ in bound], dtype=torch.int64, device=scores.device)
-        scores[lines] = scores[lines].masked_fill_(forbidden, _NEVER)
+    grammar: GrammarState
+    is_filtered: bool
 
-    return forbid
+
+def _bound(state: SamplingState) -> BoundText | None:
+    return None if state.grammar is None else BoundText(state.grammar, _drops_tokens(state.params))
+
+
+def _within_grammars(bound: Sequence[BoundText | None], scores: Tensor, rows: SamplingRows, choice: Choice) -> Choice:
+    """Rows whose choice their grammar forbids choose again, of what it allows. A choice that it allows is the one that
+    a mask would leave, unless tokens are filtered by how likely they are among others."""
+    sequences, paths = rows.sequence_idx.tolist(), rows.path_tokens.tolist()  # planned transfer: of such texts
+    chosen = choice.tokens.tolist()  # planned transfer
+    again: list[tuple[int, GrammarState, list[int]]] = []
+    for row, place in enumerate(sequences):
+        text, path = bound[place], [token for token in paths[row] if token >= 0]
+        if text is not None and (text.is_filtered or not text.grammar.allows(path, chosen[row])):
+            again.append((row, text.grammar, path))
+    if not again:
+        return choice
+    lines, grammars, behind = zip(*again, strict=True)
+    forbidden = forbidden_tokens(grammars, behind, scores.shape[1]).to(scores.device)
+    which = torch.tensor(lines, device=scores.device)
+    left = scores[which].to(torch.float32).masked_fill_(forbidden, _NEVER)
+    other = rows.table.choose(left, rows.sequence_idx[which], rows.positions[which], EAGER_SAMPLER)
+    return Choice(*(first.index_copy(0, which, second) for first, second in zip(choice, other, strict=True)))
 
 
 def _drops_tokens(params: SamplingParams) -> bool:

@@ -65,10 +65,10 @@ class VerifyStage:
         if self._batch != completing:
             self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
         table = self._table
-        if table.is_plain:
-            return sampler.likeliest(logits)
-        if table.transforms:
+        if not table.reads_logits:
             return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
+        if table.temperatures is None:
+            return sampler.likeliest(logits)
         return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, sampler)
 
 

@@ -1,5 +1,6 @@
 """Grammars on draft trees: what is forbidden needs no row, what is forced needs no drafter, and masks follow paths."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,22 @@ def test_masks_follow_the_path() -> None:
     assert allowed[3] == set(range(VOCAB_SIZE)), "nobody stands behind an impossible path"
     state.extend([a, b, d])
     assert set((~forbidden_tokens([state], [[]], VOCAB_SIZE)[0]).nonzero()[:, 0].tolist()) == {EOS_ID}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_mask_leaves_is_what_is_allowed(seed: int) -> None:
+    """Along a walk through the grammar, for every token."""
+    rng, state = random.Random(seed), COMPILER.compile("json_schema", SCHEMA).begin()
+    path: list[int] = []
+    while EOS_ID not in path:
+        left = set((~forbidden_tokens([state], [path], VOCAB_SIZE)[0]).nonzero()[:, 0].tolist())
+        known = {token for token in range(VOCAB_SIZE) if state.allows(path, token)}
+        assert known == left or (not known and left == {EOS_ID})
+        path.append(rng.choice(sorted(left)))
+        if len(path) == 5:
+            state.extend(path)
+            path = []
+    assert not state.allows(path, 0)
 
 
 def test_forbidden_nodes_and_all_below_them_are_gone() -> None:
