@@ -1,11 +1,10 @@
-"""JSON schemas (draft 2020-12) in the words that the compiler of grammars knows: the same meaning, said otherwise.
-
-What cannot be said otherwise is left for it to refuse, at its place."""
+"""JSON schemas (draft 2020-12) in the words that the compiler of grammars knows: every answer to what comes out is
+one to what came in. Objects hold the properties that are named and no others, unless the schema says more; what cannot
+be said otherwise is left for the compiler to refuse, at its place."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-
-from pydantic import JsonValue
 
 Schema = dict[str, Any]
 
@@ -25,23 +24,46 @@ _PLACED = _LISTED - {"prefixItems"} | {"$ref", "$dynamicRef", "if", "then", "els
 
 
 def restated(schema: Schema) -> Schema:
-    """A schema of the same meaning."""
-    told = {key: _part(key, value) for key, value in schema.items()}
+    """A schema of which each answer is one of this schema's."""
+    return _told(schema, closes=not _composes(schema))
+
+
+def _told(schema: Schema, *, closes: bool) -> Schema:
+    told = {key: _changed(key, value, partial(_told, closes=closes)) for key, value in schema.items()}
     for rule in _RULES:
         rule(told)
+    if closes and "properties" in told and "patternProperties" not in told:
+        told.setdefault("additionalProperties", False)
     return told
 
 
-def _part(key: str, value: JsonValue) -> Any:
+def _changed(key: str, value: Any, change: Callable[[Schema], Any]) -> Any:
+    """A keyword's value, with what is a schema in it changed."""
+
+    def each(inner: Any) -> Any:
+        return change(inner) if isinstance(inner, dict) else inner
+
     if key in _LISTED and isinstance(value, list):
-        return [_inside(one) for one in value]
+        return list(map(each, value))
     if key in _NAMED and isinstance(value, dict):
-        return {name: _inside(one) for name, one in value.items()}
-    return _inside(value) if key in _INSIDE else value
+        return {name: each(inner) for name, inner in value.items()}
+    return each(value) if key in _INSIDE else value
 
 
-def _inside(value: JsonValue) -> Any:
-    return restated(value) if isinstance(value, dict) else value
+def _composes(schema: Schema) -> bool:
+    """Whether several schemas speak of one object, so that none of them alone names its properties."""
+    found = False
+
+    def look(inner: Schema) -> None:
+        nonlocal found
+        several = "properties" in inner and _PLACED & inner.keys()
+        exclusive = "oneOf" in inner and "discriminator" not in inner
+        found = found or bool(several) or exclusive or len(inner.get("allOf", ())) > 1
+        for key, value in inner.items():
+            _changed(key, value, look)
+
+    look(schema)
+    return found
 
 
 def _whole_counts(schema: Schema) -> None:

@@ -106,8 +106,28 @@ def test_what_is_said_otherwise(schema: dict[str, Any], good: Any, bad: Any) -> 
     assert not accepts(grammar, bad)
 
 
-def test_what_clients_send_is_left_as_it_is() -> None:
-    schema = {"type": "object", "properties": {"not": {"enum": [{"if": 1.0}]}}, "required": ["not"]}
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (NAMED, True),
+        ({**NAMED, "additionalProperties": True}, False),
+        ({**NAMED, "patternProperties": {"^x": True}}, False),
+        ({"type": "object"}, False),
+        ({"allOf": [NAMED, {"properties": {"b": True}}]}, False),
+        ({**NAMED, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
+        ({"oneOf": [{**NAMED, "required": ["a"]}, {"type": "null"}]}, False),
+    ],
+)
+def test_an_object_holds_the_properties_that_one_schema_names(schema: dict[str, Any], is_closed: bool) -> None:
+    assert accepts(grammar_of(schema), {"a": 1})
+    assert accepts(grammar_of(schema), {"a": 1, "b": 1, "xyz": 2}) is not is_closed
+
+
+def test_what_is_no_schema_is_left_as_it_is() -> None:
+    schema = {"properties": {"not": {"enum": [{"if": 1.0, "properties": {}}]}}, "additionalProperties": False}
     assert restated(schema) == schema
 
 
