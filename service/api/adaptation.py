@@ -35,7 +35,7 @@ def adaptation_router(server: Server) -> APIRouter:
 
     for command in ("pause", "resume", "rollback"):
         change = partial(_state_after, server, methodcaller(command))
-        router.add_api_route(f"/v1/adaptation/{command}", change, methods=["POST"])
+        router.add_api_route(f"/v1/adaptation/{command}", change, methods=["POST"], name=command, description=command)
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> Response:

@@ -151,6 +151,10 @@ class TextReply(Reply):
 
     whole_object = chunk_object = "text_completion"
 
+    def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
+        super().__init__(job, card, tokenizer)
+        self._echoes = isinstance(job.body, CompletionRequest) and job.body.echo is True
+
     def chunks(self, output: SequenceOutput) -> Iterator[Body]:
         number = self._count(output)
         if output.text or self._tells_tokens(output) or output.finish_reason is not None:
@@ -159,7 +163,7 @@ class TextReply(Reply):
     def _choice(self, number: int, choice: Choice | SequenceOutput) -> Body:
         piece: Body = {
             "index": number,
-            "text": choice.text,
+            "text": self._prompt_before(number) + choice.text,
             "logprobs": self._logprobs(number, choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -169,6 +173,13 @@ class TextReply(Reply):
             piece["prompt_token_ids"] = self._prompt_of(number)
         self._begun.add(number)
         return piece
+
+    def _prompt_before(self, number: int) -> str:
+        """The prompt before the first piece of a choice, for those who want to read it again."""
+        if not self._echoes or number in self._begun:
+            return ""
+        prompt = self._job.requests[number // self._n].prompt
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
 
     def _logprobs(self, number: int, tokens: Sequence[TokenLogprob] | None) -> Body | None:
         """Parallel lists."""

@@ -200,6 +200,8 @@ def _check_fields(body: Completion, server: Server) -> None:
     _refuse_unsupported(body, server)
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        raise InvalidRequest("'echo' cannot be honoured beside 'logprobs'.", param="echo")
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:

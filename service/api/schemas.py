@@ -206,6 +206,7 @@ class CompletionRequest(SamplingFields):
         | TokenIds
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 

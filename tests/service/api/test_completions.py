@@ -57,6 +57,13 @@ async def test_choices_stand_in_the_order_of_prompts() -> None:
     assert said == {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
 
 
+async def test_the_prompt_is_echoed_once() -> None:
+    whole = (await post(ScriptedEngine(say("x", "y")), ["a", "b"], echo=True)).json()
+    assert [choice["text"] for choice in whole["choices"]] == ["axy", "bxy"]
+    events = events_of(await post(ScriptedEngine(say("x", "y")), "a", echo=True, stream=True))
+    assert [event["choices"][0]["text"] for event in events] == ["ax", "y"]
+
+
 async def test_a_whole_answer() -> None:
     body = (await post(ScriptedEngine(say("he", "llo")), "the", return_token_ids=True, seed=-1)).json()
     assert body["id"].startswith("cmpl-")
@@ -111,7 +118,7 @@ async def test_logprobs_in_the_legacy_shape() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
