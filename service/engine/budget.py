@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.regret import GainPosterior, PosteriorsBySize, RegretLedger
 from drafters.tree import Candidates, survival_order
-from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
+from service.engine.costs.model import CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
 from service.engine.stats import DraftingOutlook, StepStats
 
@@ -177,11 +177,11 @@ class CostBudget(BudgetPolicy):
     are a baseline: one is taken where its doubt is the larger part of the doubt in a gain that may be none.
     """
 
-    def __init__(self, costs: CostTable, drafts: DraftCosts = FREE, ledger: RegretLedger | None = None) -> None:
-        """Without a ledger of the server it has one of its own, which nobody refills."""
+    def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger) -> None:
+        """`ledger`: of the server; others may have accounts in it."""
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
-        self._ledger = ledger or RegretLedger()
+        self._ledger = ledger
         self._ledger.open(DRAFTING, CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self.gains = PosteriorsBySize()  # plain steps per step
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch

@@ -82,7 +82,8 @@ class Engine:
         pace_seconds: float | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """`ledger`: what is told how long steps take; with `capture` trees are pruned by CUDA graphs."""
+        """`ledger`: what is told how long steps take, if anything is to be; with `capture` trees are pruned by CUDA
+        graphs."""
         self.target = target
         self.drafter = drafter
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
@@ -107,7 +108,7 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
-        self._ledger = ledger or RegretLedger()
+        self._ledger = ledger
         self._learning = learning
         self._credited: dict[str, int] = dict(drafter.credits())
 
@@ -183,7 +184,8 @@ class Engine:
             gaps=gaps,
             preemptions=self.scheduler.take_preemptions(),
         )
-        self._ledger.elapse(stats.seconds)
+        if self._ledger is not None:
+            self._ledger.elapse(stats.seconds)
         return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats))
 
     def _close(

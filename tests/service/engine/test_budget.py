@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree
 from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
-from service.engine.costs.model import CostTable
+from service.engine.costs.model import FREE, CostTable
 from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
 
@@ -55,6 +56,10 @@ def rate(chosen: list[float], batch: int, costs: CostTable, load: Load) -> float
     return (batch + sum(chosen)) / float(plain + whole - certain)
 
 
+def by_cost(costs: CostTable) -> CostBudget:
+    return CostBudget(costs, FREE, RegretLedger())
+
+
 def load_of(batch: int, *, prompt_rows: int = 0, max_nodes: int = 100) -> Load:
     return Load(
         batch + prompt_rows,
@@ -72,7 +77,7 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
     survival, costs = random_survival(rng, batch), staircase(rng)
     limits = [rng.randrange(9) for _ in range(batch)]
     load = load_of(batch, prompt_rows=rng.choice([0, 0, 10]), max_nodes=rng.choice([0, 3, 100]))
-    keep: list[int] = CostBudget(costs).choose(candidates_of(survival), torch.tensor(limits), load)[0].tolist()
+    keep: list[int] = by_cost(costs).choose(candidates_of(survival), torch.tensor(limits), load)[0].tolist()
     best = best_rate(survival, limits, costs, load)
     together = sorted((s for line, most in zip(survival, limits, strict=True) for s in line[:most]), reverse=True)
     assert rate(together[: sum(keep)], batch, costs, load) == pytest.approx(best, rel=1e-5)
@@ -90,8 +95,8 @@ def flat(seconds_per_row: float) -> CostTable:
 def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
     survival = [[0.9, 0.5, 0.1], [0.3]]
     limits = torch.tensor([9, 9])
-    assert CostBudget(flat(0.0)).choose(candidates_of(survival), limits, load_of(2))[0].tolist() == [3, 1]
-    dear = CostBudget(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
+    assert by_cost(flat(0.0)).choose(candidates_of(survival), limits, load_of(2))[0].tolist() == [3, 1]
+    dear = by_cost(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
     assert (dear[0].tolist(), dear[1]) == ([0, 0], "cost")
 
 
@@ -101,7 +106,7 @@ def test_the_budget_falls_with_load() -> None:
     line = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1]
     found = []
     for batch in (1, 2, 4, 8, 16, 64):
-        nodes, _ = CostBudget(costs).choose(
+        nodes, _ = by_cost(costs).choose(
             candidates_of([line] * batch), torch.full((batch,), 9), load_of(batch, max_nodes=1000)
         )
         found.append(float(nodes.float().mean()))
@@ -113,9 +118,9 @@ def test_the_budget_falls_with_load() -> None:
 def test_nobody_goes_without_a_tree_where_there_is_room_for_all() -> None:
     survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
     costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
-    nodes, _ = CostBudget(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
+    nodes, _ = by_cost(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
     assert nodes.tolist() == [3, 1, 0, 1]  # and not [4, 1, 0, 0]
-    lone = CostBudget(table([1.0, 5.0, 6.0, 100.0], [1.0, 1.0, 50.0, 5000.0]))
+    lone = by_cost(table([1.0, 5.0, 6.0, 100.0], [1.0, 1.0, 50.0, 5000.0]))
     few, _ = lone.choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
     assert few.tolist() == [1, 0, 0, 0]  # fewer nodes than sequences: the likeliest
 
@@ -124,13 +129,13 @@ def test_a_late_sequence_gets_more() -> None:
     candidates = candidates_of([[0.6, 0.5, 0.4], [0.6, 0.5, 0.4]])
     costs = table([1.0, 4.0, 5.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
     limits, even = torch.tensor([9, 9]), load_of(2)
-    assert CostBudget(costs).choose(candidates, limits, even)[0].tolist() == [1, 1]
+    assert by_cost(costs).choose(candidates, limits, even)[0].tolist() == [1, 1]
     late = Load(2, 50.0, 100, num_drafting=2, num_sequences=2, weights=torch.tensor([1.0, 3.0]))
-    assert CostBudget(costs).choose(candidates, limits, late)[0].tolist() == [0, 2]
+    assert by_cost(costs).choose(candidates, limits, late)[0].tolist() == [0, 2]
 
 
 POLICIES: dict[str, BudgetPolicy] = {
-    "cost": CostBudget(flat(0.0)),
+    "cost": by_cost(flat(0.0)),
     "fixed": FixedBudget(8),
     "table": FixedBudget({1: 8}),
 }

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
+from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, allocate_nodes
-from service.engine.costs.model import CostTable
+from service.engine.costs.model import FREE, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, SpeculationParams
 from service.engine.sampling import SamplingState
@@ -256,7 +257,7 @@ def test_why_costs_allow_no_node_is_told() -> None:
     rows = np.array([1.0, 100.0])
     dear = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=rows, seconds=np.array([[[1.0, 1e6]]]))
     for max_tokens, reason in ((100, "does_not_pay"), (4, "no_candidates")):
-        stage = DraftStage(Recorder(), policy := CostBudget(dear), max_budget=5, device=CPU)
+        stage = DraftStage(Recorder(), policy := CostBudget(dear, FREE, RegretLedger()), max_budget=5, device=CPU)
         for _ in range(2):  # baseline probes
             policy.learn(stage.build(batch_of(decoding(0)), 100)[1], step_stats())
         _, budget = stage.build(batch_of(decoding(0, max_tokens=max_tokens)), 100)

@@ -10,8 +10,9 @@ from drafters.merged import MergedDrafter
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import Readback
+from drafters.regret import RegretLedger
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.costs.model import CostTable
+from service.engine.costs.model import FREE, CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
 from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
@@ -80,7 +81,7 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
 ) -> None:
     monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
     free = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=np.array([1.0, 99.0]), seconds=np.ones((1, 1, 2)))
-    budget = CostBudget(free)
+    budget = CostBudget(free, FREE, RegretLedger())
     monkeypatch.setattr(budget, "refusal", lambda load: None)
     drafter = two_drafters() if num_drafters == 2 else "random"
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
