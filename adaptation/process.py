@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -199,11 +199,27 @@ class TrainingProcess:
             process.send_signal(number)
 
 
+class _Usual:
+    """What something usually takes: a geometric mean of the latest times, so that hiccups hardly count."""
+
+    def __init__(self) -> None:
+        self._log, self._count = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        return math.exp(self._log)
+
+    def observe(self, seconds: float) -> None:
+        self._count = min(self._count + 1, _STEPS)
+        self._log += (math.log(seconds) - self._log) / self._count
+
+
 class TrainingTime:
     """Seconds that training has computed, and those that it took from serving and nobody was charged for yet.
 
-    Steps are timed while training computes and while it does not. By what they take longer it takes from serving, all
-    the while that it computes beside it; a process goes on beside serving only as far as that is covered."""
+    Steps are timed while training computes and while it does not. By what steps of the same kind take longer it takes
+    from serving, all the while that it computes beside it; a process goes on beside serving only as far as that is
+    covered."""
 
     def __init__(
         self,
@@ -220,7 +236,7 @@ class TrainingTime:
         self._uncharged = 0.0
         self._stepped_at = self._glanced_at = -math.inf
         self._computes = False
-        self._alone = 0.0  # seconds that a step takes without training
+        self._alone: dict[Hashable, _Usual] = {}  # steps without training, by kind
         self._delay = GainPosterior(  # of a step beside training, in steps
             mean=_DELAY, sd=_DELAY, noise=_DELAY_NOISE, drift=(_DELAY_NOISE / _STEPS) ** 2
         )
@@ -238,16 +254,13 @@ class TrainingTime:
             self._computes = False
             self.seconds += self._now() - began
 
-    def stepped(self) -> None:
-        """A step of serving begins. Called by the engine's thread."""
-        now = self._clock()
-        seconds, self._stepped_at = now - self._stepped_at, now
-        if seconds > _BUSY_SECONDS:
-            return
+    def stepped(self, kind: Hashable, seconds: float) -> None:
+        """A step of serving has ended; those of one kind take equally long. Called by the engine's thread."""
+        self._stepped_at = self._clock()
         if not self._computes:
-            self._alone += (seconds - self._alone) / (_STEPS if self._alone else 1)
-        elif self._alone:
-            self._delay.observe(seconds / self._alone - 1.0)
+            self._alone.setdefault(kind, _Usual()).observe(seconds)
+        elif kind in self._alone:
+            self._delay.observe(seconds / self._alone[kind].seconds - 1.0)
 
     @property
     def taken_share(self) -> float:

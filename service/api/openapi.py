@@ -37,19 +37,16 @@ _ANSWERS: Mapping[str, tuple[str, ...]] = {
 _TEXT = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
+    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+    "required": ["message", "type", "param", "code"],
 }
-_REFUSAL = {
+REFUSAL: dict[str, Any] = {
     "description": "What was wrong, and with which field.",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    "content": {
+        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}
+    },
 }
+"""How every route answers what it cannot do."""
 
 
 def described(app: FastAPI) -> dict[str, Any]:
@@ -57,11 +54,11 @@ def described(app: FastAPI) -> dict[str, Any]:
     document = FastAPI.openapi(app)
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in BODIES.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    document["components"] = {"schemas": {**schemas["$defs"], "Error": _ERROR}}
+    document["components"] = {"schemas": schemas["$defs"]}
     for path, operations in document["paths"].items():
         content: dict[str, Any] = {kind: {} for kind in _ANSWERS.get(path, ("application/json",))}
         for operation in operations.values():
-            operation["responses"] = {"200": {"description": "The answer.", "content": content}, "default": _REFUSAL}
+            operation["responses"] = {"200": {"description": "The answer.", "content": content}, "default": REFUSAL}
     for path, model in BODIES.items():
         schema = {"$ref": f"#/components/schemas/{model.__name__}"}
         body = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -120,6 +120,10 @@ def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
 class Learning(Protocol):
     """All calls come from the engine thread, and must not hold it up."""
 
+    def stepped(self, stats: StepStats) -> None:
+        """A step has ended."""
+        ...
+
     def between_steps(self) -> int:
         """The moment at which weights may change. # -> version of the drafter that serves the next step"""
         ...

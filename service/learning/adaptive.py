@@ -29,6 +29,7 @@ from service.engine import drafter_weights
 from service.engine.budget import BudgetPolicy
 from service.engine.drafter_weights import Replaceable
 from service.engine.engine import Engine, EngineLimits
+from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
 
@@ -214,8 +215,11 @@ class _EngineHooks:
     tables: FeedbackRecorder
     replicas: Replicas
 
+    def stepped(self, stats: StepStats) -> None:
+        kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
+        self.time.stepped(kind, stats.seconds)
+
     def between_steps(self) -> int:
-        self.time.stepped()
         return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:

@@ -393,7 +393,7 @@ def test_what_training_took_is_told_once(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     now, time = Clock(), tried.learner.time
     time._clock = now
-    time.stepped()
+    time.stepped("decode", 0.05)
     with time.spent():
         now.now += 0.5
     assert [time.taken(), time.taken()] == [0.5 * time.taken_share, 0.0]

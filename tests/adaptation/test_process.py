@@ -183,8 +183,8 @@ def timed(covered: float) -> tuple[TrainingTime, Clock, Stopped]:
 
 
 def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
-    time.stepped()
     clock.now += seconds
+    time.stepped("decode", seconds)
 
 
 def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
@@ -209,13 +209,27 @@ def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) 
     assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
 
 
+def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
+    """Prompts, which are read while nothing is trained, take ten times as long."""
+    time, clock, process = timed(covered=1e9)
+    for _ in range(20):
+        for number in range(50):
+            clock.now += 0.5
+            time.stepped("prompt", 0.5)
+            step(time, clock, 0.9 if number == 7 else 0.05)
+        with time.spent():
+            for _ in range(50):
+                step(time, clock, 0.05 * 1.25)
+                process.may_compute()
+    assert time.taken_share == pytest.approx(0.2, abs=0.04)
+
+
 def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
     time, clock, process = timed(covered=1.0)
     share, computed = time.taken_share, 0.0
     with time.spent():
         for _ in range(200):
-            time.stepped()
-            clock.now += 0.05
+            step(time, clock, 0.05)
             computed += 0.05 * process.may_compute()
         assert share * computed == pytest.approx(1.0, abs=0.05)
         clock.now += 5.0

@@ -10,6 +10,7 @@ from drafters.protocol import Drafter
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
+from service.engine.stats import StepStats
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import (
     LIMITS,
@@ -33,6 +34,9 @@ class Heard:
     version: int = 0
     queries: list[Query] = field(default_factory=list)
     calls: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def stepped(self, stats: StepStats) -> None:
+        assert stats.seconds > 0.0
 
     def between_steps(self) -> int:
         self.version += 1

@@ -1,0 +1,58 @@
+"""Every route as the server describes it, and every body as OpenAI's own client types it, fuzzed: no answer is an error
+of the server's, and every one is as it is described."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as Chat
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as Text
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Response
+from pydantic import TypeAdapter
+
+from service.api.openapi import REFUSAL
+from tests.e2e.clients.test_clients import HERE, serving
+from tests.environments import python_environment, run
+from tests.processes import Process
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "40", "--seed", "1", "--no-color"]
+BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text, "/v1/responses": Response}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    running = serving(tmp_path_factory.mktemp("fuzzed"), max_output_tokens=4, admin_key="boss")
+    yield running
+    running.end()
+
+
+def fuzz(document: str, *more: str) -> None:
+    run(["bin/schemathesis", "run", document, *HOW, *more], python_environment(HERE / "schemathesis.txt"))
+
+
+def openai_bodies() -> dict[str, Any]:
+    """A document of their routes, for a model that is served."""
+    adapters = [(path, "validation", TypeAdapter(typed)) for path, typed in BODIES.items()]
+    schemas, shared = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    answers = {"200": {"description": "The answer.", "content": {"application/json": {}}}, "default": REFUSAL}
+    paths = {}
+    for (path, _), schema in schemas.items():
+        described = shared["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+        described["properties"]["model"] = {"const": "tiny"}
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post": {"requestBody": body, "responses": answers}}
+    info = {"title": "OpenAI's bodies, as their client types them", "version": "1"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared.get("$defs", {})}}
+
+
+def test_every_route_as_it_is_described(server: Process) -> None:
+    fuzz(f"{server.url}/openapi.json", "--exclude-path", "/adaptree/feed", "-H", "authorization: Bearer boss")
+
+
+def test_every_body_as_openai_types_it(server: Process, tmp_path: Path) -> None:
+    document = tmp_path / "openai.json"
+    document.write_text(json.dumps(openai_bodies()))
+    fuzz(str(document), "--url", server.url)
