@@ -216,7 +216,7 @@ def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
         for number in range(50):
             clock.now += 0.5
             time.stepped("prompt", 0.5)
-            step(time, clock, 0.9 if number == 7 else 0.05)
+            step(time, clock, 0.2 if number == 7 else 0.05)
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * 1.25)
