@@ -254,13 +254,16 @@ class TrainingTime:
             self._computes = False
             self.seconds += self._now() - began
 
-    def stepped(self, kind: Hashable, seconds: float) -> None:
-        """A step of serving has ended; those of one kind take equally long. Called by the engine's thread."""
+    def stepped(self, kind: Hashable, seconds: float) -> bool:
+        """A step of serving has ended; those of one kind take equally long. Called by the engine's thread.
+        # -> whether it had no training beside it"""
         self._stepped_at = self._clock()
         if not self._computes:
             self._alone.setdefault(kind, _Usual()).observe(seconds)
-        elif kind in self._alone:
+            return True
+        if kind in self._alone:
             self._delay.observe(seconds / self._alone[kind].seconds - 1.0)
+        return False
 
     @property
     def taken_share(self) -> float:

@@ -120,8 +120,8 @@ def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
 class Learning(Protocol):
     """All calls come from the engine thread, and must not hold it up."""
 
-    def stepped(self, stats: StepStats) -> None:
-        """A step has ended."""
+    def stepped(self, stats: StepStats) -> bool:
+        """A step has ended. # -> whether its times are those of serving alone, with no training beside it"""
         ...
 
     def between_steps(self) -> int:

@@ -101,9 +101,9 @@ class DraftStage:
         reason = reason if refusal is None else "forced"
         return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=refusal is None, followed=followed)
 
-    def learn(self, budget: Budget, committed: Committed, stats: StepStats) -> StepStats:
+    def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted, and what
-        drafter and calibration say of themselves.
+        drafter and calibration say of themselves. `timed`: whether the step's times say what steps take.
 
         Lines of what was committed are the completing sequences, of which the drafting ones stand first.
         """
@@ -116,7 +116,7 @@ class DraftStage:
         new_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
         return replace(
             stats,
-            predicted_verify_seconds=self._policy.learn(budget, self._as_waited_for(stats)),
+            predicted_verify_seconds=self._policy.learn(budget, self._as_waited_for(stats)) if timed else None,
             drafting=self._policy.outlook(budget.load),
             drafted_blocks=new_blocks,
             survival_error=self._calibration.error() if is_due else None,

@@ -186,9 +186,8 @@ class Engine:
         )
         if self._ledger is not None:
             self._ledger.elapse(stats.seconds)
-        if self._learning is not None:
-            self._learning.stepped(stats)
-        return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats))
+        undisturbed = self._learning is None or self._learning.stepped(stats)
+        return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats, timed=undisturbed))
 
     def _close(
         self, completing: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]

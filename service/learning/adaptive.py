@@ -215,9 +215,9 @@ class _EngineHooks:
     tables: FeedbackRecorder
     replicas: Replicas
 
-    def stepped(self, stats: StepStats) -> None:
+    def stepped(self, stats: StepStats) -> bool:
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
-        self.time.stepped(kind, stats.seconds)
+        return self.time.stepped(kind, stats.seconds)
 
     def between_steps(self) -> int:
         return self.weights.between_steps()

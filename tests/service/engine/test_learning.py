@@ -8,7 +8,7 @@ import torch
 from drafters.feedback import Query
 from drafters.protocol import Drafter
 from service.engine import build
-from service.engine.budget import FixedBudget
+from service.engine.budget import Budget, BudgetPolicy, FixedBudget
 from service.engine.engine import Engine
 from service.engine.stats import StepStats
 from service.engine.thread import EngineThread
@@ -32,11 +32,14 @@ class Heard:
     """A `Learning` that publishes with every step and keeps what it hears."""
 
     version: int = 0
+    trains: bool = False
+    steps: list[StepStats] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
     calls: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def stepped(self, stats: StepStats) -> None:
-        assert stats.seconds > 0.0
+    def stepped(self, stats: StepStats) -> bool:
+        self.steps.append(stats)
+        return not self.trains
 
     def between_steps(self) -> int:
         self.version += 1
@@ -47,12 +50,34 @@ class Heard:
         self.queries.append(query)
 
 
-def engine_for(heard: Heard, drafter: str = "random", num_slots: int | None = None) -> Engine:
+def engine_for(
+    heard: Heard, drafter: str = "random", num_slots: int | None = None, policy: BudgetPolicy | None = None
+) -> Engine:
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
     limits = replace(LIMITS, num_slots=num_slots)
     drafts: Drafter = build.make_drafter(drafter, target, limits)
-    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(4), learning=heard)
+    return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(4), learning=heard)
+
+
+class Timed(FixedBudget):
+    """Counts the steps it is told the times of."""
+
+    num_learnt = 0
+
+    def learn(self, budget: Budget, stats: StepStats) -> None:
+        self.num_learnt += 1
+
+
+def test_steps_beside_training_say_nothing_of_what_steps_take() -> None:
+    heard, policy = Heard(), Timed(4)
+    engine = engine_for(heard, policy=policy)
+    generate(engine, request("a", PROMPT, greedy(8)))
+    assert policy.num_learnt == len(heard.steps) > 0
+    heard.trains = True
+    generate(engine, request("b", PROMPT, greedy(8)))
+    assert len(heard.steps) > policy.num_learnt
+    assert all(stats.seconds > 0.0 for stats in heard.steps)
 
 
 def test_a_query_is_told_with_what_it_took() -> None:
