@@ -10,7 +10,7 @@ depth = padded length of a row's path, width = padded length of a list of ids.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.sample import OFF, Choice, Filters, likeliest
 from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
-from service.engine.sampler import EAGER_SAMPLER, Sampler
+from service.engine.sampler import Sampler
 from service.grammars import Grammar, GrammarState
 
 _NEVER = float("-inf")
@@ -107,6 +107,9 @@ class SamplingRows:
 Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
 
+Redraw = Callable[[Tensor, Tensor], Choice]
+"""Tokens of other scores [lines, vocab] for some rows [lines]."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
@@ -119,11 +122,6 @@ class SamplingTable:
     seeds: Tensor | None = None  # [batch] int64
     filters: Filters | None = None  # of each sequence, where somebody filters
     grammars: "tuple[BoundText | None, ...] | None" = None  # of each sequence, where somebody has one
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether tokens are chosen of the logits as they are."""
-        return not self.transforms and self.grammars is None
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
@@ -157,15 +155,15 @@ class SamplingTable:
         return sampler.sample(scores, seeds, positions, temperatures, filters)
 
 
-def choose_tokens(logits: Tensor, rows: SamplingRows) -> Choice:
-    """The target's token for each row of logits, once every transform has changed the scores."""
+def transformed(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Scores that tokens are chosen by: the logits, once every transform has changed them."""
     # logits [rows, vocab], any float dtype, left as they are
-    transforms = rows.table.transforms
-    scores = logits.to(torch.float32, copy=True) if transforms else logits
-    for transform in transforms:
+    if not rows.table.transforms:
+        return logits
+    scores = logits.to(torch.float32, copy=True)
+    for transform in rows.table.transforms:
         transform(scores, rows)
-    choice = rows.table.choose(scores, rows.sequence_idx, rows.positions, EAGER_SAMPLER)
-    return choice if rows.table.grammars is None else _within_grammars(rows.table.grammars, scores, rows, choice)
+    return scores
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
@@ -244,24 +242,30 @@ def _bound(state: SamplingState) -> BoundText | None:
     return None if state.grammar is None else BoundText(state.grammar, _drops_tokens(state.params))
 
 
-def _within_grammars(bound: Sequence[BoundText | None], scores: Tensor, rows: SamplingRows, choice: Choice) -> Choice:
-    """Rows whose choice their grammar forbids choose again, of what it allows. A choice that it allows is the one that
-    a mask would leave, unless tokens are filtered by how likely they are among others."""
-    sequences, paths = rows.sequence_idx.tolist(), rows.path_tokens.tolist()  # planned transfer: of such texts
-    chosen = choice.tokens.tolist()  # planned transfer
-    again: list[tuple[int, GrammarState, list[int]]] = []
-    for row, place in enumerate(sequences):
-        text, path = bound[place], [token for token in paths[row] if token >= 0]
-        if text is not None and (text.is_filtered or not text.grammar.allows(path, chosen[row])):
-            again.append((row, text.grammar, path))
+class GrammarRow(NamedTuple):
+    """A row whose token a grammar must allow."""
+
+    row: int
+    text: BoundText
+    path: Sequence[int]  # drafted tokens from the root's child to this row's node
+
+    def may_be(self, token: int) -> bool:
+        """Whether the choice stands: one that the grammar allows is the one that a mask would leave, unless tokens are
+        filtered by how likely they are among others."""
+        return not self.text.is_filtered and self.text.grammar.allows(self.path, token)
+
+
+def within_grammars(choice: Choice, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> Choice:
+    """Rows whose choice their grammar forbids choose again, of what it allows. # scores [rows, vocab]"""
+    chosen = choice.tokens.tolist()  # planned transfer: of such texts
+    again = [row for row in rows if not row.may_be(chosen[row.row])]
     if not again:
         return choice
-    lines, grammars, behind = zip(*again, strict=True)
-    forbidden = forbidden_tokens(grammars, behind, scores.shape[1]).to(scores.device)
-    which = torch.tensor(lines, device=scores.device)
-    left = scores[which].to(torch.float32).masked_fill_(forbidden, _NEVER)
-    other = rows.table.choose(left, rows.sequence_idx[which], rows.positions[which], EAGER_SAMPLER)
-    return Choice(*(first.index_copy(0, which, second) for first, second in zip(choice, other, strict=True)))
+    grammars, paths = [row.text.grammar for row in again], [row.path for row in again]
+    forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
+    lines = torch.tensor([row.row for row in again], device=scores.device)
+    other = redraw(scores[lines].to(torch.float32).masked_fill_(forbidden, _NEVER), lines)
+    return Choice(*(first.index_copy(0, lines, second) for first, second in zip(choice, other, strict=True)))
 
 
 def _drops_tokens(params: SamplingParams) -> bool:

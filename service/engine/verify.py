@@ -1,16 +1,25 @@
 """From one forward's logits to what is accepted: the target's choice at every row, then the walk down each tree."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, path_tokens
+from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult, path_tokens
 from kernels import ops
 from kernels.sample import Choice
 from service.engine.rows import ForwardRows
 from service.engine.sampler import EAGER_SAMPLER, Sampler
-from service.engine.sampling import SamplingRows, SamplingTable, choose_tokens
+from service.engine.sampling import (
+    BoundText,
+    GrammarRow,
+    SamplingRows,
+    SamplingTable,
+    transformed,
+    within_grammars,
+)
 from service.engine.sequence import Sequence
 
 
@@ -64,12 +73,45 @@ class VerifyStage:
     ) -> Choice:
         if self._batch != completing:
             self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
-        table = self._table
-        if not table.reads_logits:
-            return choose_tokens(logits, _sampling_rows(completing, rows, tree, table))
-        if table.temperatures is None:
-            return sampler.likeliest(logits)
-        return table.choose(logits, rows.logit_sequence, rows.attention.positions[rows.logit_rows] + 1, sampler)
+        table, scores = self._table, logits
+        if table.transforms:
+            scores, sampler = transformed(logits, _sampling_rows(completing, rows, tree, table)), EAGER_SAMPLER
+        choice = _chosen(table, scores, rows, sampler)
+        if table.grammars is None:
+            return choice
+        bound = _grammar_rows(table.grammars, rows, tree)
+        return within_grammars(
+            choice, bound, scores, lambda left, lines: _chosen(table, left, rows, EAGER_SAMPLER, lines)
+        )
+
+
+def _chosen(
+    table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, lines: Tensor | None = None
+) -> Choice:
+    """Tokens of all rows that choose one, or of some of them. # lines [any] int64"""
+    if table.temperatures is None:
+        return sampler.likeliest(scores)
+    sequence, logit_rows = rows.logit_sequence, rows.logit_rows
+    if lines is not None:
+        sequence, logit_rows = sequence[lines], logit_rows[lines]
+    return table.choose(scores, sequence, rows.attention.positions[logit_rows] + 1, sampler)
+
+
+def _grammar_rows(bound: Items[BoundText | None], rows: ForwardRows, tree: DraftTree) -> Iterator[GrammarRow]:
+    """Those of texts that a grammar binds."""
+    if not tree.width:  # one row for each sequence
+        yield from (GrammarRow(row, text, ()) for row, text in enumerate(bound) if text is not None)
+        return
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()  # planned transfer: of such texts
+    sequences, places = rows.logit_sequence.tolist(), _places(rows).tolist()  # planned transfer
+    for row, (line, place) in enumerate(zip(sequences, places, strict=True)):
+        text, path, node = bound[line], list[int](), place - 1
+        if text is None:
+            continue
+        while node != ROOT:
+            path.append(tokens[line][node])
+            node = parents[line][node]
+        yield GrammarRow(row, text, path[::-1])
 
 
 def _sampling_rows(

@@ -18,7 +18,8 @@ from torch import Tensor
 from kernels.accept import accept
 from kernels.gumbel import gumbel_noise
 from service.engine.requests import SamplingParams
-from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, choose_tokens
+from service.engine.sampling import SamplingRows, SamplingState, SamplingTable
+from tests.service.engine.harness import choose_tokens
 
 torch.set_num_threads(1)
 

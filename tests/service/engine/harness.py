@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drafters.protocol import Drafter
+from kernels.sample import Choice
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
+from service.engine.sampler import EAGER_SAMPLER
+from service.engine.sampling import SamplingRows, transformed
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
@@ -155,3 +158,8 @@ def alone(params: SamplingParams, prompt: Sequence[int], engine: Engine | None =
 def with_answers(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """The same requests, each with its own plain answer as prediction, so that random trees contain accepted nodes."""
     return [replace(one, prediction=tuple(alone(one.sampling, one.prompt).tokens)) for one in requests]
+
+
+def choose_tokens(logits: torch.Tensor, rows: SamplingRows) -> Choice:
+    """The target's token for each row of logits."""
+    return rows.table.choose(transformed(logits, rows), rows.sequence_idx, rows.positions, EAGER_SAMPLER)

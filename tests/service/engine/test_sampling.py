@@ -14,7 +14,8 @@ from torch import Tensor
 from kernels.gumbel import gumbel_noise
 from kernels.sample import Choice
 from service.engine.requests import SamplingParams
-from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, choose_tokens, logprobs
+from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, logprobs
+from tests.service.engine.harness import choose_tokens
 
 torch.set_num_threads(1)
 
