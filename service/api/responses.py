@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pydantic_core
 from fastapi import APIRouter
 from pydantic import JsonValue, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.api.body import read_body
+from service.api.body import parse_body, read_body
 from service.api.reply import Body
 from service.api.request_builder import build
 from service.api.response_store import ResponseStore, Stored
@@ -50,8 +51,8 @@ def responses_router(server: Server) -> APIRouter:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
         client = client_of(request)
         items = _conversation(body, store, client)
-        chat = _as_chat(body, items)
         try:
+            chat = _as_chat(body, items)
             job = await build(chat, server, client=server.client_of(request.scope, chat))
         except InvalidRequest as error:
             raise _renamed(error) from error
@@ -100,7 +101,7 @@ def _conversation(body: ResponsesRequest, store: ResponseStore, client: str) -> 
 
 
 def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompletionRequest:
-    """The same as a chat completion."""
+    """The same as a chat completion. Raises InvalidRequest, by that one's names."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += _messages(_ITEMS.validate_python(items))
     fields: dict[str, Any] = {
@@ -124,7 +125,7 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif form is not None:
         fields["response_format"] = {"type": form.type}
-    return ChatCompletionRequest.model_validate({**(body.model_extra or {}), **fields})
+    return parse_body(pydantic_core.to_json({**(body.model_extra or {}), **fields}), ChatCompletionRequest)
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
     ("fields", "param"),
     [
         ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"extra_body": {"stop": [5]}}, "stop.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0.type",
@@ -133,7 +135,19 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
     ],
-    ids=["no items", "image", "tool", "choice", "tokens", "schema", "length", "background", "conversation"],
+    ids=[
+        "no items",
+        "thoughts",
+        "stop",
+        "image",
+        "tool",
+        "choice",
+        "tokens",
+        "schema",
+        "length",
+        "background",
+        "conversation",
+    ],
 )
 def test_refusals_name_the_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
