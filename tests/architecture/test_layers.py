@@ -7,6 +7,7 @@ import pytest
 from tests.architecture.rules import BENCHMARKS, PACKAGES, imports_of, imports_upwards, module_name, modules
 
 LEAVES = (
+    "service.answers",
     "adaptation.config",
     "service.__version__",
     "service.errors",
@@ -17,7 +18,9 @@ LEAVES = (
     "service.observability.metrics",
     "service.observability.metric_tables",
     "service.grammars",
+    "service.json_schemas",
     "service.tokenizer",
+    "service.thinking",
     "service.tools",
 )
 RECORDS = (
