@@ -5,6 +5,7 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and wal
 its last committed token, and is moved down a path and back again for every node."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -27,6 +28,7 @@ _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
 DEFINITIONS = ("$defs", "definitions")
 """What parts of a schema refer to."""
 
@@ -181,5 +183,5 @@ def json_rule(schema: Mapping[str, JsonValue]) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Without the grammar, which compilers quote below."""
-    return message.strip().partition("\n   1 |")[0].strip()
+    """Without the place in our own words before it, and the grammar that is quoted below it."""
+    return _PLACE.sub("", message.strip()).partition("\n   1 |")[0].strip()
