@@ -6,7 +6,7 @@ its last committed token, and is moved down a path and back again for every node
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -119,11 +119,17 @@ class GrammarCompiler:
 
     def _compile(self, kind: GrammarKind, source: str) -> Grammar:
         value = json.loads(source)
-        matcher = self._matcher_of(kind, value)
-        if not matcher.is_error():
-            return Grammar(matcher)
-        path = next(self._faulty(value), ()) if kind == "json_schema" else ()
-        raise GrammarError(_first_line(matcher.get_error()), path)
+        try:
+            matcher = self._matcher_of(kind, value)
+        except GrammarError as error:
+            raise GrammarError(str(error), self._path(kind, value)) from error
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()), self._path(kind, value))
+        return Grammar(matcher)
+
+    def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
+        """To the part of a schema that cannot be honoured."""
+        return next(self._faulty(value), ()) if kind == "json_schema" and isinstance(value, dict) else ()
 
     def _faulty(self, schema: Any) -> Iterator[tuple[str, ...]]:
         """Where in a schema the part stands that cannot be honoured, the innermost first."""
@@ -141,7 +147,10 @@ class GrammarCompiler:
         yield from search(schema, ())
 
     def _is_refused(self, schema: dict[str, Any]) -> bool:
-        return self._matcher_of("json_schema", schema).is_error()
+        try:
+            return self._matcher_of("json_schema", schema).is_error()
+        except GrammarError:
+            return True
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
         return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(in_lark(kind, value)), log_level=0)
@@ -161,8 +170,6 @@ def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
 def in_lark(kind: GrammarKind, value: Any) -> str:
     """A grammar in Lark's form. Raises GrammarError."""
     if kind == "json_schema":
-        if not isinstance(value, dict):
-            raise GrammarError("a schema must be an object")
         return f"start: {json_rule(value)}"
     if kind == "regex":
         written: str = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
@@ -177,9 +184,15 @@ def in_lark(kind: GrammarKind, value: Any) -> str:
         raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
 
 
-def json_rule(schema: Mapping[str, JsonValue]) -> str:
-    """Right side of a rule in Lark's form."""
-    return f"%json {json.dumps({**restated(dict(schema)), 'x-guidance': _JSON_FORM})}"
+def json_rule(schema: JsonValue) -> str:
+    """Right side of a rule in Lark's form. Raises GrammarError for what is no schema."""
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema must be an object")
+    try:
+        told = restated(schema)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of other types
+        raise GrammarError(f"this is no JSON schema: {error}") from error
+    return f"%json {json.dumps({**told, 'x-guidance': _JSON_FORM})}"
 
 
 def _first_line(message: str) -> str:

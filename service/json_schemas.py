@@ -18,6 +18,7 @@ _INSIDE = frozenset(
 _LISTED = frozenset({"prefixItems", "allOf", "anyOf", "oneOf"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"})
+_MOST_CONTAINED = 64
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _PLACED = _LISTED - {"prefixItems"} | {"$ref", "$dynamicRef", "if", "then", "else", "not", "dependentSchemas"}
 """What may evaluate properties and items beside a schema's own."""
@@ -104,6 +105,8 @@ def _contains(schema: Schema) -> None:
     if "contains" not in schema or {"maxContains", "prefixItems", "unevaluatedItems"} & schema.keys():
         return
     count, wanted = schema.get("minContains", 1), schema["contains"]
+    if count > _MOST_CONTAINED:
+        return
     also = [schema["items"]] if "items" in schema else []
     schema["prefixItems"] = [{"allOf": [wanted, *also]} if also else wanted] * count
     schema["minItems"] = max(schema.get("minItems", 0), count)

@@ -55,6 +55,9 @@ def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
         ({"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}, ("anyOf", "1"), "uniqueItems"),
         ({"$ref": "#/$defs/b", "$defs": {"b": {"pattern": "(?=x)", "type": "string"}}}, ("$defs", "b"), "look"),
         ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, ("properties", "a"), "gone"),
+        ({"properties": {"a": {"contains": {}, "minContains": "x"}}}, ("properties", "a"), "no JSON schema"),
+        ({"allOf": 5}, (), "no JSON schema"),
+        ({"contains": {}, "minContains": 10**9}, (), "contains"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(

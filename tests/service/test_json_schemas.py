@@ -4,12 +4,16 @@ import json
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from benchmarks.schema_suite import Case, read_suite
+from service import json_schemas
 from service.grammars import Grammar, GrammarCompiler, GrammarError
 from service.json_schemas import restated
 from service.tokenizer import ChatTokenizer
@@ -127,3 +131,25 @@ def test_the_given_schema_is_not_changed() -> None:
     before = json.dumps(schema)
     restated(schema)
     assert json.dumps(schema) == before
+
+
+OTHERS = {"type", "not", "enum", "const", "format", "propertyNames", "dependentRequired", "required", "$ref"}
+
+KEYWORDS = sorted(json_schemas._INSIDE | json_schemas._LISTED | json_schemas._NAMED | json_schemas._COUNTS | OTHERS)
+
+
+def keywords(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(KEYWORDS), values, max_size=3)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner) | keywords(inner),
+    max_leaves=8,
+)
+
+
+@given(keywords(JSON_VALUES))
+def test_whatever_is_sent_is_a_grammar_or_a_refusal(schema: dict[str, Any]) -> None:
+    with suppress(GrammarError):
+        grammar_of(schema)
