@@ -84,7 +84,7 @@ class Calling:
         if self.must:
             return "\n".join((f"start: {trigger} calls", *lines))
         if answer is not None:
-            return "\n".join((f"start: {trigger} calls | answer", f"answer: {json_rule(answer)}", *lines))
+            return "\n".join((f"start: {trigger} calls | answer", f"answer: {json_rule(dict(answer))}", *lines))
         if not form.trigger:
             return "\n".join(("start: calls | other", "other: /([^{](.|\\n)*)?/", *lines))
         if form.trigger in special_ids:
