@@ -83,7 +83,7 @@ def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(
         self: SamplingTable, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler
     ) -> Choice:
-        nowhere = torch.full_like(positions, torch.iinfo(positions.dtype).max)
+        nowhere = positions.new_full((int(sequence_idx.max()) + 1,), torch.iinfo(positions.dtype).max)
         roots = nowhere.scatter_reduce(0, sequence_idx, positions, "amin")
         return true_choose(self, scores, sequence_idx, roots[sequence_idx], sampler)
 

@@ -14,7 +14,7 @@ from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.verify import Verified
 from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
 from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
-from tests.tiny_models import EOS_ID, random_prompts
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts
 
 torch.set_num_threads(1)
 
@@ -122,7 +122,8 @@ def test_a_prediction_that_comes_true_is_counted() -> None:
     (text,) = random_prompts(1, 30, seed=4)
     answer = alone(greedy(40), text).tokens
     right = request("right", text, greedy(40), prediction=answer)
-    wrong = request("wrong", text, greedy(40), prediction=[310, 311] * 10)
+    never = [token for token in range(VOCAB_SIZE) if token not in answer][:2]
+    wrong = request("wrong", text, greedy(40), prediction=never * 10)
     results = generate(tiny_engine(drafter="lookup"), right, wrong, request("none", text, greedy(40)))
     records = {name: result.end.speculation for (name, _), result in results.items()}
     counts = {n: (r.accepted_prediction_tokens, r.rejected_prediction_tokens) for n, r in records.items() if r}
