@@ -97,7 +97,6 @@ def _unevaluated(schema: Schema) -> None:
     for key, plain in _UNEVALUATED.items():
         if key in schema and not (plain == "items" and "contains" in schema):
             schema.setdefault(plain, schema.pop(key))
-            _drop(schema, key)
 
 
 def _contains(schema: Schema) -> None:

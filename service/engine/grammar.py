@@ -35,7 +35,7 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
         runs.append([])
         if state is None:
             continue
-        paths = _paths(tokens[line], parents[line], counts[line])
+        paths = paths_of(tokens[line], parents[line], counts[line])
         for node, path in [(ROOT, []), *enumerate(paths)]:
             forced = state.forced(path)
             if forced is None:
@@ -48,7 +48,7 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
     return ops.on(device).merge_trees(whole, max_nodes)[0]
 
 
-def _paths(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[list[int]]:
+def paths_of(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[list[int]]:
     """The tokens from the root's child down to each node."""
     paths: list[list[int]] = []
     for token, parent in zip(tokens[:count], parents[:count], strict=True):

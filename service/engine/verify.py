@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult, path_tokens
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult, path_tokens
 from kernels import ops
 from kernels.sample import Choice
+from service.engine.grammar import paths_of
 from service.engine.rows import ForwardRows
 from service.engine.sampler import EAGER_SAMPLER, Sampler
 from service.engine.sampling import (
@@ -102,16 +103,14 @@ def _grammar_rows(bound: Items[BoundText | None], rows: ForwardRows, tree: Draft
     if not tree.width:  # one row for each sequence
         yield from (GrammarRow(row, text, ()) for row, text in enumerate(bound) if text is not None)
         return
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()  # planned transfer: of such texts
+    shape = tree.tokens, tree.parents, tree.num_nodes
+    trees = [values.tolist() for values in shape]  # planned transfer: of such texts
+    paths = [[[], *paths_of(*line)] if text else [] for text, *line in zip(bound, *trees, strict=True)]
     sequences, places = rows.logit_sequence.tolist(), _places(rows).tolist()  # planned transfer
     for row, (line, place) in enumerate(zip(sequences, places, strict=True)):
-        text, path, node = bound[line], list[int](), place - 1
-        if text is None:
-            continue
-        while node != ROOT:
-            path.append(tokens[line][node])
-            node = parents[line][node]
-        yield GrammarRow(row, text, path[::-1])
+        text = bound[line]
+        if text is not None:
+            yield GrammarRow(row, text, paths[line][place])
 
 
 def _sampling_rows(

@@ -3,9 +3,10 @@
 import random
 
 import pytest
+from pydantic import JsonValue
 
 from service.answers import AnswerReader
-from service.grammars import GrammarCompiler, in_lark
+from service.grammars import GrammarCompiler, GrammarKind, in_lark
 from service.thinking import Thinking, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import HERMES, Call
@@ -64,7 +65,7 @@ def test_models_that_think_have_it_in_their_template() -> None:
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
 EOS = TOKENIZER.special_ids["<|end|>"]
 COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
-YES = {
+YES: dict[GrammarKind, tuple[JsonValue, str]] = {
     "json_schema": ({"enum": ["yes"]}, '"yes"'),
     "regex": ("y/?es", "yes"),
     "choice": (["yes", "no"], "yes"),
@@ -79,9 +80,9 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", YES)
-def test_a_grammar_holds_behind_a_thought(kind: str) -> None:
+def test_a_grammar_holds_behind_a_thought(kind: GrammarKind) -> None:
     source, yes = YES[kind]
-    grammar = in_lark(kind, source)  # type: ignore[arg-type]
+    grammar = in_lark(kind, source)
     begun, before = (thinking.before(grammar, {}) for thinking in (BEGUN, BEFORE))
     assert accepts(begun, f"no\n{{</thin</think>\n\n{yes}")
     assert accepts(before, f"<think>no\n</think>{yes}")
