@@ -2,7 +2,9 @@
 Without a CUDA device a capture is the computation itself, called again on the same buffers, so that padding and placing
 are tested there."""
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,9 +44,25 @@ class CudaGraphs:
             compute()  # libraries choose their algorithms and allocate their workspaces in the first run on a stream
         main.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with (
+            _garbage_kept(),
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
             compute()
         return graph.replay
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Nothing is collected meanwhile: a graph that is given back while another is captured spoils the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture_for(device: torch.device) -> Capture:

@@ -57,7 +57,7 @@ def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> C
     claimed = candidates.survival * (candidates.depths <= deepest[:, None])
     above = pad(claimed, (1, 0), value=1.0).gather(1, candidates.parents + 1)
     conditional = (claimed / above.clamp(min=1e-9)).clamp(max=1.0)
-    claim = (conditional * CLAIMS).long().clamp(max=CLAIMS - 1)
+    claim = (conditional * CLAIMS).long().clamp(0, CLAIMS - 1)  # of no number a claim of 0
     buckets = (candidates.depths - 1).clamp(0, DEPTHS - 1) * CLAIMS + claim
     corrected = (conditional * rates[buckets]).clamp(max=CEILING)
     survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)

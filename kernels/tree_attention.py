@@ -54,7 +54,8 @@ class Attention(Protocol):
     ) -> Tensor:
         """Attend all rows in one layer; `softcap` bounds scores to +-softcap by tanh (Gemma 2). # query [rows, query
         heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and values with this
-        forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in float32"""
+        forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in float32; numbers
+        even where a row sees nothing, as padding may"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class MaskedAttention:
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             visible = own.visible if window is None else own.visible & (own.distance < window)
-            weights = functional.softmax(scores.masked_fill(~visible[:, None, None], -math.inf), dim=-1)
+            hidden = ~visible[:, None, None]
+            weights = functional.softmax(scores.masked_fill(hidden, -math.inf), dim=-1).masked_fill(hidden, 0.0)
             out[own.rows] = torch.einsum("rhgk,khd->rhgd", weights, values).flatten(1, 2).to(out.dtype)
         return out
 

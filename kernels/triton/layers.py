@@ -125,15 +125,9 @@ def _rotate_store(
     source = joined + (row * tl.num_programs(1) + head) * 2 * HALF + place
     first = tl.load(source, mask=held, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=held, other=0.0).to(tl.float32)
-    slot = tl.load(slots + row)
-    if head < QUERY_HEADS:
-        to, norm = query + (row * QUERY_HEADS + head) * 2 * HALF + place, query_norm + place
-    elif head < QUERY_HEADS + KV_HEADS:
-        to, norm = keys + (slot * KV_HEADS + head - QUERY_HEADS) * 2 * HALF + place, key_norm + place
-    else:
-        to, norm = values + (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS) * 2 * HALF + place, key_norm + place
     if head < QUERY_HEADS + KV_HEADS:
         if NORMS:
+            norm = (query_norm if head < QUERY_HEADS else key_norm) + place
             scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + epsilon)
             first = _weighted(first * scale, norm, held, kind)
             second = _weighted(second * scale, norm + HALF, held, kind)
@@ -141,6 +135,18 @@ def _rotate_store(
         turned = _turned(first, -second, cos + angle, sin + angle, held, kind)
         second = _turned(second, first, cos + angle + HALF, sin + angle + HALF, held, kind)
         first = turned
+    own = (tl.load(slots + row) * KV_HEADS + head - QUERY_HEADS) * 2 * HALF + place
+    # three stores: queries and the pool may be of two types of numbers
+    if head < QUERY_HEADS:
+        _store_halves(query + (row * QUERY_HEADS + head) * 2 * HALF + place, first, second, held, HALF)
+    elif head < QUERY_HEADS + KV_HEADS:
+        _store_halves(keys + own, first, second, held, HALF)
+    else:
+        _store_halves(values + own - KV_HEADS * 2 * HALF, first, second, held, HALF)
+
+
+@triton.jit
+def _store_halves(to: tl.tensor, first: tl.tensor, second: tl.tensor, held: tl.tensor, HALF: tl.constexpr) -> None:
     tl.store(to, first, mask=held)
     tl.store(to + HALF, second, mask=held)
 

@@ -72,6 +72,7 @@ def _features_of_row(
     value = tl.where(place == _TOP + 3, tl.exp(first), value)
     value = tl.where(place == _TOP + 4, tl.log(weights) - moment / weights, value)
     tl.store(features + row * _NUM_FEATURES + place, value, mask=place < _NUM_FEATURES)
+    best_ids = tl.where((best_ids >= 0) & (best_ids < vocab), best_ids, 0)  # scores that are no numbers rank nobody
     tl.store(ids + row * _TOP + place, best_ids.to(tl.int64), mask=place < _TOP)
 
 

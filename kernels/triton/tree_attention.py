@@ -17,7 +17,7 @@ Legend: members = rows of a tile x query heads per key/value head, dim = head_di
 reference. Scores are in powers of two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -110,7 +110,8 @@ def plan_attention(
 ) -> TilePlan:
     """As the reference's `plan_attention`, without asking the device anything. Rows may stand in any order."""
     group = query_heads // kv_heads
-    return TilePlan(rows, slot_table, _tile_rows(rows, _members_of(group) // group))
+    trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
+    return TilePlan(replace(rows, **trees), slot_table, _tile_rows(rows, _members_of(group) // group))
 
 
 def _members_of(group: int) -> int:
@@ -261,7 +262,7 @@ def _tail_kernel(
         totals = tl.dot(weight, tl.full([_COLUMNS, 16], 1.0, tl.float32), totals, input_precision="ieee")
         mixed = tl.dot(weight, value, mixed, input_precision="ieee")
     whole = tl.max(totals, 1)
-    result = mixed / tl.where(row >= 0, whole, 1.0)[:, None]
+    result = mixed / tl.where(whole > 0, whole, 1.0)[:, None]
     _store_rows(out, result, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM)
 
 

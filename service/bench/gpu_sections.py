@@ -18,6 +18,7 @@ from drafters.specblock import checkpoint
 from service.assembly import Assembly, assemble
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
 from service.bench.experiment import Measure, percentile, plain_engine, requests_from, tokens_per_second, warm_up
+from service.bench.gpu_anatomy import anatomy_of
 from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
 from service.config import ServiceConfig
@@ -178,7 +179,7 @@ _SEQUENCES = 4  # 256 rows of a root and 64 nodes each
 def step_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Decode, verify, replaying and drafting of one model."""
     model, costs_only = assembly.config.model_source, assembly.config.is_dummy
-    for measure in (_decode, _verify, _graphs, _drafter):
+    for measure in (_decode, _verify, _graphs, _drafter, _anatomy):
         for figure in measure(assembly, plan):
             yield replace(figure, at={"model": model, **figure.at}, costs_only=costs_only)
 
@@ -235,16 +236,39 @@ def _drafter(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     yield Figure("drafter", "share of a step", drafts / whole, "")
 
 
+def _anatomy(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
+    """What a step asks for and what the device does in it, plain and with a tree."""
+    for name, nodes in (("plain", 0), ("drafted", _NODES)):
+        engine = _engine(assembly, nodes)
+        engine.add(_request(assembly, plan))
+        for _ in range(_WARM_UPS + 4):
+            engine.step()
+
+        def some_steps(engine: Engine = engine) -> int:
+            return len([engine.step() for _ in range(min(plan.steps, 8))])
+
+        with serving(assembly.target.device):
+            anatomy = anatomy_of(some_steps, assembly.target.device)
+        for what, value, unit in anatomy.figures():
+            yield Figure("anatomy", f"{name}: {what}", value, unit)
+
+
 def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> list[TimedStep]:
     """Steps of one decoding sequence that read no prompt; the first ones warm up."""
-    engine = assembly.engine(
-        assembly.drafter("none" if nodes == 0 else None), FixedBudget(min(nodes, assembly.limits.max_budget))
-    )
+    run = generate(_engine(assembly, nodes), [_request(assembly, plan)])
+    return [step for step in run.steps if not step.stats.prompt_tokens][2 : 2 + plan.steps]
+
+
+def _engine(assembly: Assembly, nodes: int) -> Engine:
+    budget = FixedBudget(min(nodes, assembly.limits.max_budget))
+    return assembly.engine(assembly.drafter("none" if nodes == 0 else None), budget)
+
+
+def _request(assembly: Assembly, plan: Plan) -> GenerationRequest:
+    """One made-up text that is long enough for all steps."""
     most_tokens = min(4 * plan.steps + 8, assembly.limits.max_model_len - _PROMPT)
     sampling = SamplingParams(seed=0, max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
-    prompt = tuple(range(_PROMPT))
-    run = generate(engine, [GenerationRequest(request_id="steps", prompt=prompt, sampling=sampling)])
-    return [step for step in run.steps if not step.stats.prompt_tokens][2 : 2 + plan.steps]
+    return GenerationRequest(request_id="steps", prompt=tuple(range(_PROMPT)), sampling=sampling)
 
 
 def read_bytes(assembly: Assembly, context: int) -> int:

@@ -119,8 +119,9 @@ def _layout(parts: Sequence[Part], places: Sequence[Tensor]) -> tuple[AttentionR
     table = torch.full((len(parts) + 2, max([LONGEST, *(part.end for part in parts)])), NULL_SLOT)
     sequence, positions, node = [], [], []
     width = max(len(part.parents) for part in parts)
-    node_slots, node_depths = torch.zeros(2, len(parts), width, dtype=torch.int64)
-    ancestors = torch.zeros(len(parts), width, width, dtype=torch.bool)
+    # with gaps between lines, as views of wider tensors have
+    node_slots, node_depths = torch.zeros(2, len(parts), width + 1, dtype=torch.int64)[:, :, :width]
+    ancestors = torch.zeros(len(parts), width + 1, width, dtype=torch.bool)[:, :width]
     for idx, (part, own) in enumerate(zip(parts, places, strict=True)):
         count = len(part.parents)
         table[lines[idx], : part.end] = own[: part.end]

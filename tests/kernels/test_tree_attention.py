@@ -8,7 +8,7 @@ import torch
 
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
-from tests.kernels.attention_parts import Heads, Part, Vectors, attend, naive, random_part, tree_around
+from tests.kernels.attention_parts import LONGEST, Heads, Part, Vectors, attend, naive, random_part, tree_around
 
 torch.set_num_threads(1)
 
@@ -131,3 +131,13 @@ def test_another_branch_of_the_tree_is_not_seen(on_cpu: Ops) -> None:
     (after,) = attend([Part(text, 99, 100, nodes, parents)], heads, on_cpu.plan_attention)
     changed = (before != after).flatten(1).any(1).tolist()
     assert changed == [False, False, True, False, True, False, True]
+
+
+def test_a_row_that_sees_nothing_gets_numbers(on_cpu: Ops) -> None:
+    """Padding before a text's beginning: what it computes must be numbers, for they may be stored where others look."""
+    zeros, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    rows = AttentionRows(none, none, none - 1, none, none - 1, zeros, zeros, zeros[..., None].bool())
+    table = torch.zeros(1, LONGEST, dtype=torch.int64)
+    plan = on_cpu.plan_attention(rows, table, query_heads=4, kv_heads=2)
+    pool = torch.full((2, 4, 2, 16), 3.0)
+    assert plan.attend(torch.ones(1, 4, 16), pool, scale=1.0).isfinite().all()
