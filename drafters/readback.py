@@ -50,6 +50,7 @@ class DeviceTimestamp:
         self._event.record()
 
     def __sub__(self, earlier: "DeviceTimestamp", /) -> float:
+        self._event.synchronize()  # planned transfer: of steps that are read, a moment
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1e3
 

@@ -2,12 +2,13 @@
 records. Steps that read prompts belong to nobody.
 """
 
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from itertools import pairwise
 from typing import Protocol
 
 from drafters.feedback import Query
+from drafters.readback import Clock, Timestamp
 from service.engine.budget import Budget
 from service.engine.requests import SequenceOutput
 from service.engine.scheduler import Batch
@@ -16,16 +17,23 @@ from service.engine.stats import FinishStats, StepStats
 
 
 class StepClock:
-    """Seconds of a step's phases."""
+    """Seconds of a step's phases, by when the device gets to their ends."""
 
-    def __init__(self) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
-        self._last = time.perf_counter()
+    def __init__(self, now: Clock) -> None:
+        self._now = now
+        self._laps: list[tuple[str, Timestamp]] = [("", now())]
 
     def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        """So far went this phase."""
+        self._laps.append((phase, self._now()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase; waits for the end of the last one."""
+        seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
+        for (_, before), (phase, after) in pairwise(self._laps):
+            seconds[phase] += after - before
+        return seconds
 
 
 def charge(

@@ -60,9 +60,11 @@ class Budget:
 
     load: Load
     reason: str  # one of REASONS
-    nodes: tuple[int, ...]  # of each line of the step's trees
+    widths: tuple[int, ...]  # rows of nodes of each line of the step's trees
     drafted: bool  # whether the drafter was asked
     followed: bool  # whether it is to take in prompts and answers
+    sizes: Tensor | None = None  # [drafting, 2] int64, nodes wanted and candidates there were; None: no trees
+    nodes: tuple[int, ...] = ()  # of each line, in the end
 
 
 def pace_weights(sequences: Sequence[Running], pace_seconds: float, now: float, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from drafters.protocol import Committed, HostMetadata, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels import ops
+from kernels.staging import send
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows, flatten
 from service.engine.scheduler import Scheduled
@@ -53,7 +54,7 @@ def commit(
     if tree.width:
         node_slots = rows.attention.node_slots[rows.completing, : tree.width]
         path_slots, freed = ops.on(table.slots.device).commit_slots(
-            result.path, result.num_accepted, tree.num_nodes, node_slots, table_rows, roots, table.slots
+            result.path, result.num_accepted, rows.num_nodes, node_slots, table_rows, roots, table.slots
         )
     features, counts = output.features, result.num_accepted + 1
     committed = Committed(
@@ -85,7 +86,7 @@ def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, follo
             yield Read(
                 row=item.table_row,
                 start=start,
-                tokens=torch.tensor(ahead, dtype=torch.int64, device=features.device),
+                tokens=send(features.device, ahead)[0],
                 slots=rows.slots[part],
                 features=features[part],
                 follow=follow,

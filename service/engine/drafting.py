@@ -5,6 +5,7 @@ became of earlier ones, pruned to the budget; and what the step then teaches all
 import time
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from drafters.calibration import SurvivalCalibration
 from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
+from kernels.staging import send, send_floats
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
 from service.engine.grammar import constrained
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning
+from service.engine.tree_width import ExactWidth, FixedWidth, TreeWidth
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -38,12 +41,13 @@ class DraftStage:
         capture: Capture | None = None,
         max_sequences: int = 0,
     ) -> None:
-        """With `capture` the trees of up to `max_sequences` are pruned by CUDA graphs."""
+        """With `capture` the trees of up to `max_sequences` are pruned by CUDA graphs, in fixed widths."""
         self._drafter = drafter
         self._policy = policy
         self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
+        self._width: TreeWidth = FixedWidth(max_budget) if capture else ExactWidth()
         self._calibration = SurvivalCalibration(device)
         self._pruning = TreePruning(
             self._calibration,
@@ -86,20 +90,37 @@ class DraftStage:
         refusal = self._policy.refusal(load) if asks else "no_candidates"
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))
-        candidates = self._grow(drafting) if refusal is None else self._forced(drafting, refusal)
-        if candidates is None:
-            assert refusal is not None, "a drafter that is asked answers"
+        is_forced = refusal == "suspended" and any(sequence.sampling.grammar for sequence in drafting)
+        candidates = DraftTree.empty(len(drafting), self._device)
+        if refusal is None or is_forced:
+            numbers = self._numbers(drafting)
+            candidates = self._constrained(drafting, candidates if is_forced else self._grow(drafting, numbers))
+        if refusal is not None and not candidates.width:
             return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
-        chosen, reason = self._policy.choose(candidates, self._limits(drafting, candidates), load, self._pruning.share)
-        num_keep = torch.minimum(chosen, candidates.num_nodes)
-        nodes: list[int] = num_keep.tolist()  # planned transfer: how large the step will be
-        if reason == "cost" and not any(nodes):
-            there_were = bool((candidates.survival > 0).any())  # planned transfer: of a step without trees
-            reason = "does_not_pay" if there_were else "no_candidates"
-        tree = self._pruning.keep(num_keep, max(nodes))
-        nodes += [0] * (lines - len(nodes))
+        candidates = self._pruning.correct(candidates, numbers.deepest)
+        worth = (candidates.survival > 0).sum(1)
+        limits = torch.minimum(numbers.wished, worth)
+        chosen, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
+        wanted = torch.minimum(chosen, candidates.num_nodes)
+        widths = self._width.of(wanted, load.max_nodes)
+        width = max(widths, default=0)
+        tree = self._pruning.keep(wanted.clamp(max=width), width)
+        widths += [0] * (lines - len(widths))
         reason = reason if refusal is None else "forced"
-        return _pad_lines(tree, lines), Budget(load, reason, tuple(nodes), drafted=refusal is None, followed=followed)
+        decided = Budget(load, reason, tuple(widths), drafted=refusal is None, followed=followed)
+        return _pad_lines(tree, lines), replace(decided, sizes=torch.stack([wanted, worth], dim=1))
+
+    def settle(self, budget: Budget, sizes: Items[Items[int]]) -> Budget:
+        """The decision, now that the host knows its trees. # sizes [completing, 2] as of the budget's"""
+        if budget.sizes is None:
+            return replace(budget, nodes=budget.widths)
+        sizes = sizes[: budget.load.num_drafting]
+        self._width.learn([wanted for wanted, _ in sizes])
+        nodes = tuple(min(wanted, width) for (wanted, _), width in zip(sizes, budget.widths, strict=False))
+        reason = budget.reason
+        if reason == "cost" and not any(nodes):
+            reason = "does_not_pay" if any(worth for _, worth in sizes) else "no_candidates"
+        return replace(budget, nodes=nodes + (0,) * (len(budget.widths) - len(nodes)), reason=reason)
 
     def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> StepStats:
         """Take in what became of the step's trees; returns its report with what had been predicted, and what
@@ -116,20 +137,13 @@ class DraftStage:
         new_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
         return replace(
             stats,
-            predicted_verify_seconds=self._policy.learn(budget, self._as_waited_for(stats)) if timed else None,
+            predicted_verify_seconds=self._policy.learn(budget, stats) if timed else None,
             drafting=self._policy.outlook(budget.load),
             drafted_blocks=new_blocks,
             survival_error=self._calibration.error() if is_due else None,
             rank_predicted=ranks.predicted,
             rank_right=ranks.right,
         )
-
-    def _as_waited_for(self, stats: StepStats) -> StepStats:
-        """On a device launches return at once; what waits is the transfer of emitted tokens, timed with the rest."""
-        if self._device.type == "cpu":
-            return stats
-        verify = stats.verify_seconds + stats.other_seconds
-        return replace(stats, verify_seconds=verify, follow_seconds=0.0, other_seconds=0.0)
 
     def _load(self, batch: Batch, num_free_slots: int) -> Load:
         pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows
@@ -150,43 +164,48 @@ class DraftStage:
             for part in (self._drafter, self._calibration, self._policy):
                 part.renew()
 
-    def _grow(self, drafting: Items[Sequence]) -> Candidates:
-        host = HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting))
-        temperatures = [s.sampling.params.temperature for s in drafting]
-        noise = Noise(
-            seeds=self._tensor([s.sampling.params.seed for s in drafting]),
-            temperatures=torch.tensor(temperatures, device=self._device),
-            positions=self._tensor(host.roots),
-            warm=any(temperatures),
-            host=host,
+    def _numbers(self, drafting: Items[Sequence]) -> "_Numbers":
+        most = self._max_budget
+        columns = send(
+            self._device,
+            [s.table_row for s in drafting],
+            [len(s.tokens) - 1 for s in drafting],
+            [s.sampling.params.seed for s in drafting],
+            [s.num_remaining - 1 for s in drafting],
+            [most if s.max_nodes is None else min(s.max_nodes, most) for s in drafting],
         )
-        return self._corrected(drafting, self._drafter.grow(self._tensor(host.rows), noise))
+        return _Numbers(*columns, send_floats(self._device, [s.sampling.params.temperature for s in drafting]))
 
-    def _forced(self, drafting: Items[Sequence], refusal: str) -> Candidates | None:
-        """What grammars force where drafting is suspended, which needs no drafter; None where there is nothing."""
-        if refusal != "suspended" or not any(sequence.sampling.grammar for sequence in drafting):
-            return None
-        forced = self._corrected(drafting, DraftTree.empty(len(drafting), self._device))
-        return forced if forced.width else None
+    def _grow(self, drafting: Items[Sequence], numbers: "_Numbers") -> Candidates:
+        noise = Noise(
+            seeds=numbers.seeds,
+            temperatures=numbers.temperatures,
+            positions=numbers.roots,
+            warm=any(s.sampling.params.temperature for s in drafting),
+            host=HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting)),
+        )
+        return self._drafter.grow(numbers.rows, noise)
 
-    def _corrected(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
-        """By grammars, by what can still be emitted, by what became of earlier ones."""
+    def _constrained(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
+        """By grammars, and with what these force."""
         grammars = [s.sampling.grammar for s in drafting]
-        if any(grammars):
-            candidates = constrained(candidates, grammars, self._max_budget)
-        deepest = self._tensor([s.num_remaining - 1 for s in drafting])
-        return self._pruning.correct(candidates, deepest)
+        return constrained(candidates, grammars, self._max_budget) if any(grammars) else candidates
 
-    def _limits(self, drafting: Items[Sequence], candidates: Candidates) -> Tensor:
-        """Most nodes of each sequence: by configuration, by its own wish, by what is worth verifying. # -> [batch]"""
-        wished = [self._max_budget if s.max_nodes is None else min(s.max_nodes, self._max_budget) for s in drafting]
-        return torch.minimum(self._tensor(wished), (candidates.survival > 0).sum(1))
 
-    def _tensor(self, values: Items[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+class _Numbers(NamedTuple):
+    """What the host knows of the drafting sequences, on the device; all [drafting]."""
+
+    rows: Tensor  # int64, as all but temperatures
+    roots: Tensor  # absolute positions
+    seeds: Tensor
+    deepest: Tensor  # nodes behind the root that can still be emitted
+    wished: Tensor  # most nodes by configuration and request
+    temperatures: Tensor  # float32
 
 
 def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     """Append trees of zero nodes."""
     missing = lines - tree.batch
+    if not missing:
+        return tree
     return DraftTree(*(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) for values in tree))

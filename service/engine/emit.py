@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafters.protocol import Committed, Drafter
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
@@ -20,14 +22,23 @@ from service.engine.verify import Verified
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
 
 
-def read_tokens(committed: Committed, verified: Verified) -> tuple[list[list[int]], list[bool]]:
-    """By completing sequence, its accepted tokens and the bonus token, and whether it has failed.
+class StepResult(NamedTuple):
+    """What the host is told of a step, by completing sequence."""
 
-    Asks the device, once: this is what the host waits for in every step.
-    """
-    everything = torch.cat([committed.tokens, verified.failed[:, None].long()], dim=1)
-    lines: list[list[int]] = everything.tolist()  # planned transfer
-    return [[token for token in line[:-1] if token >= 0] for line in lines], [bool(line[-1]) for line in lines]
+    tokens: list[list[int]]  # the accepted ones and the bonus token
+    failed: list[bool]
+    sizes: list[list[int]]  # of the trees, as of `Budget`
+
+
+def read_result(committed: Committed, verified: Verified, sizes: Tensor | None) -> StepResult:
+    """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64"""
+    columns = [committed.tokens, verified.failed[:, None]]
+    width = committed.tokens.shape[1]
+    if sizes is not None:
+        columns.append(pad(sizes, (0, 0, 0, len(committed.tokens) - len(sizes))))
+    lines: list[list[int]] = torch.cat(columns, dim=1).tolist()  # planned transfer
+    tokens = [[token for token in line[:width] if token >= 0] for line in lines]
+    return StepResult(tokens, [bool(line[width]) for line in lines], [line[width + 1 :] for line in lines])
 
 
 class EmitStage:

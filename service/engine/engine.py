@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
+from drafters.readback import clock_of
 from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
@@ -21,7 +22,7 @@ from service.engine.accounting import Learning, StepClock, charge, finish_stats,
 from service.engine.budget import BudgetPolicy
 from service.engine.commit import commit, lay_out, reads
 from service.engine.drafting import DraftStage
-from service.engine.emit import EmitStage, read_tokens
+from service.engine.emit import EmitStage, read_result
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SequenceOutput
@@ -108,6 +109,7 @@ class Engine:
         self._verify_stage = VerifyStage()
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
+        self._now = clock_of(target.device)
         self._ledger = ledger
         self._learning = learning
         self._credited: dict[str, int] = dict(drafter.credits())
@@ -143,7 +145,7 @@ class Engine:
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
         version = self._learning.between_steps() if self._learning is not None else 0
-        clock = StepClock()
+        clock = StepClock(self._now)
         if self.target.pool.use(self, self.slots.mine):
             assert not self.scheduler.running, "another engine has used the slots of running texts"
             self.scheduler.forget_texts()
@@ -153,7 +155,7 @@ class Engine:
         self._draft_stage.start(batch.started)
         tree, budget = self._draft_stage.build(batch, self.slots.num_free)
         clock.lap("draft")
-        rows = lay_out(batch.items, tree, self.slots, self.table, budget.nodes)
+        rows = lay_out(batch.items, tree, self.slots, self.table, budget.widths)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing, host = batch.completing, batch.host
@@ -165,9 +167,10 @@ class Engine:
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
-        tokens, failed = read_tokens(committed, verified)
+        tokens, failed, sizes = read_result(committed, verified, budget.sizes)
+        budget = self._draft_stage.settle(budget, sizes)
         drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
-        self.slots.free(freed[: sum(drafted) - sum(accepted)])
+        self.slots.free(freed[: sum(budget.widths) - sum(accepted)])
         gaps = _advance(batch, drafted, accepted)
         charge(batch, version, drafted, accepted, clock.seconds)
         emit, remove = self._emit_stage.emit, self.scheduler.remove

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
 from kernels import ops
+from kernels.staging import send
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 
 
@@ -40,6 +41,7 @@ class ForwardRows:
     logit_rows: Tensor  # [logits] int64, whose next token is chosen: each completing extend's last row, then all nodes
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
+    num_nodes: Tensor  # [completing sequences] int64, rows of nodes, those of padding included
 
     @property
     def num_rows(self) -> int:
@@ -49,14 +51,15 @@ class ForwardRows:
 def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes: Sequence[int]) -> ForwardRows:
     """Lay out extends and trees (tree line i belongs to extend i) into rows that use the given slots.
 
-    slots [rows] int64, one per extend token and tree node; `nodes` counts those of each line, as `tree` does.
+    slots [rows] int64, one per extend token and tree node; `nodes` counts those of each line, at least as many as its
+    tree has: rows of padding stand where the root does, and nobody sees them.
     """
     lengths = [extend.num_rows for extend in extends]
     ends = list(accumulate(lengths))
     completes = [line for line, extend in enumerate(extends) if extend.completes]
     place = {line: number for number, line in enumerate(completes)}
     of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
-    sequence, node, tokens, positions, extend_end, table_rows, completing, logit_rows, logit_sequence = _on(
+    sequence, node, tokens, positions, extend_end, table_rows, completing, num_nodes, logit_rows, logit_sequence = send(
         slots.device,
         [line for line, length in enumerate(lengths) for _ in range(length)] + of_nodes,
         [ROOT] * ends[-1] + [number for count in nodes for number in range(count)],
@@ -65,6 +68,7 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         [extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
         [extend.table_row for extend in extends],
         completes,
+        [nodes[line] for line in completes],
         [ends[line] - 1 for line in completes] + list(range(ends[-1], ends[-1] + len(of_nodes))),
         [*range(len(completes)), *(place[line] for line in of_nodes)],
     )
@@ -85,10 +89,4 @@ def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes
         node_depths=tree.depths,
         ancestors=ops.on(slots.device).ancestor_matrix(tree.parents),
     )
-    return ForwardRows(tokens, attention, slots, num_extend_rows, logit_rows, logit_sequence, completing)
-
-
-def _on(device: torch.device, *columns: list[int]) -> tuple[Tensor, ...]:
-    """All of it as int64, in one transfer."""
-    together = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
-    return torch.split(together, list(map(len, columns)))
+    return ForwardRows(tokens, attention, slots, num_extend_rows, logit_rows, logit_sequence, completing, num_nodes)

@@ -51,7 +51,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return _CLAIMS[func]
     _refuse_mixture(func, leaves, claimed)
     asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (torch.device, str)) and _is_there(leaf)]
-    args, kwargs = tree_map(_here, (args, kwargs))
+    args, kwargs = tree_map(_here, (args, {name: value for name, value in kwargs.items() if name != "pin_memory"}))
     with torch._C.DisableTorchFunction():
         result = func(*args, **kwargs)
     stays = bool(claimed) and func is not Tensor.cpu and not (func is Tensor.to and _goes_home(args, kwargs, asked))

@@ -260,5 +260,7 @@ def test_why_costs_allow_no_node_is_told() -> None:
         stage = DraftStage(Recorder(), policy := CostBudget(dear, FREE, RegretLedger()), max_budget=5, device=CPU)
         for _ in range(2):  # baseline probes
             policy.learn(stage.build(batch_of(decoding(0)), 100)[1], step_stats())
-        _, budget = stage.build(batch_of(decoding(0, max_tokens=max_tokens)), 100)
+        _, decided = stage.build(batch_of(decoding(0, max_tokens=max_tokens)), 100)
+        assert decided.sizes is not None
+        budget = stage.settle(decided, decided.sizes.tolist())
         assert (budget.reason, budget.nodes) == (reason, (0,))

@@ -8,7 +8,7 @@ import torch
 from drafters.protocol import Committed
 from drafters.registry import NoDrafter
 from drafters.tree import DraftTree, VerifyResult
-from service.engine.emit import EmitStage, absorb, read_tokens
+from service.engine.emit import EmitStage, absorb, read_result
 from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.verify import Verified
@@ -72,7 +72,9 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Seq
     committed = Committed(row, emitted, torch.tensor([count + 1]), tree, result, None, row, nowhere)
     removed: list[Sequence] = []
     stage, logits = EmitStage(NoDrafter(), EOS), torch.zeros(count + 1, 320)
-    (output,) = stage.emit([sequence], *read_tokens(committed, verified), [0], verified, logits, removed.append)
+    (output,) = stage.emit(
+        [sequence], *read_result(committed, verified, None)[:2], [0], verified, logits, removed.append
+    )
     assert removed == ([] if output.finish_reason is None else [sequence])
     return output
 
