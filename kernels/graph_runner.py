@@ -108,9 +108,8 @@ class GraphRunner(Generic[Out]):
             if fit is not self._padded:
                 fit.pad()
                 self._padded = fit
-            for place, value in zip(fit.heads, values, strict=True):
-                if place is not None:
-                    place.copy_(value)
+            for places, chosen in fit.heads:
+                torch._foreach_copy_(places, [values[number] for number in chosen])
             fit.captured.repeat()
         return fit.captured.results
 
@@ -169,18 +168,21 @@ class _Fit(Generic[Out]):
 
     def __init__(self, captured: _Captured[Out], sizes: Sizes) -> None:
         self.captured = captured
-        self.heads: list[Tensor | None] = []
+        heads: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         self._tails: list[tuple[Tensor, Tensor]] = []
-        for place, padding, size in zip(captured.inputs, captured.padding, sizes, strict=True):
+        for number, (place, padding, size) in enumerate(zip(captured.inputs, captured.padding, sizes, strict=True)):
             if not isinstance(place, Tensor):
-                self.heads.append(None)
                 continue
             head = tuple(map(slice, size))
-            self.heads.append(place[head])
+            if place[head].numel():
+                heads.setdefault(place.dtype, []).append((number, place[head]))
             for axis, count in enumerate(size):
                 if count < place.shape[axis]:
                     tail = (*head[:axis], slice(count, None))
                     self._tails.append((place[tail], padding[tail]))
+
+        # Places of a type are filled by one call, with the inputs of these numbers.
+        self.heads = [([place for _, place in held], [number for number, _ in held]) for held in heads.values()]
 
     def pad(self) -> None:
         for place, padding in self._tails:

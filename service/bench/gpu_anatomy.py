@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -44,7 +43,7 @@ def anatomy_of(run: Callable[[], int], device: torch.device) -> Anatomy:
             torch.cuda.synchronize(device)
     calls, kernels, seconds = Counter[str](), Counter[str](), Counter[str]()
     for event in profiler.events() or ():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             name = event.name.split("(")[0][:80]
             kernels[name] += 1
             seconds[name] += event.device_time_total

@@ -162,7 +162,7 @@ class FixedBudget(BudgetPolicy):
         self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
     ) -> tuple[Tensor, str]:
         nodes = self._nodes(load)
-        keep = torch.minimum(limits, candidates.num_nodes).clamp(max=nodes)
+        keep = limits.clamp(max=nodes)
         if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
             return keep, "fixed"
         return keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots"

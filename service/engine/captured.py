@@ -34,8 +34,12 @@ class PaddedRows(NamedTuple):
     """Inputs of a forward. Padding rows are the first token of a text of their own, behind all sequences, which lies
     in the unread slot: whatever they compute reaches nobody."""
 
-    rows: Tensor  # [5, rows] int64: tokens, positions, sequence, node, slots
-    logit_rows: Tensor  # [rows] int64
+    tokens: Tensor  # [rows] int64; this and the next five
+    positions: Tensor
+    sequence: Tensor
+    node: Tensor
+    slots: Tensor
+    logit_rows: Tensor
     lines: Tensor  # [sequences + 1, length] int64, the slot table's lines of the step's sequences
     extend_end: Tensor  # [sequences + 1] int64; this and what follows as of `AttentionRows`
     node_slots: Tensor
@@ -46,7 +50,11 @@ class PaddedRows(NamedTuple):
     def of(rows: ForwardRows, table: SlotTable) -> "PaddedRows":
         attention = rows.attention
         return PaddedRows(
-            torch.stack([rows.tokens, attention.positions, attention.sequence, attention.node, rows.slots]),
+            rows.tokens,
+            attention.positions,
+            attention.sequence,
+            attention.node,
+            rows.slots,
             rows.logit_rows,
             table.slots[attention.table_rows],
             attention.extend_end,
@@ -62,9 +70,12 @@ class PaddedRows(NamedTuple):
         def zeros(*size: int) -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=device).expand(size)
 
-        filler = torch.tensor([0, 0, shape.sequences, ROOT, unread_slot], device=device)
         return PaddedRows(
-            filler[:, None].expand(-1, shape.rows),
+            zeros(shape.rows),
+            zeros(shape.rows),
+            zeros(shape.rows) + shape.sequences,
+            zeros(shape.rows) + ROOT,
+            zeros(shape.rows) + unread_slot,
             zeros(shape.rows),
             zeros(lines, length) + unread_slot,
             zeros(lines),
@@ -107,10 +118,18 @@ class CapturedForward:
 
 
 def _forward(
-    target: Target, table_rows: Tensor, rows: Tensor, logit_rows: Tensor, lines: Tensor, *trees: Tensor
+    target: Target,
+    table_rows: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    node: Tensor,
+    slots: Tensor,
+    logit_rows: Tensor,
+    lines: Tensor,
+    *trees: Tensor,
 ) -> tuple[Tensor, ...]:
     """Logits, and features where the target taps them. Arguments as of `PaddedRows`."""
-    tokens, positions, sequence, node, slots = rows
     attention = AttentionRows(sequence, positions, node, table_rows[: lines.shape[0]], *trees)
     output = target.compute(tokens, attention, slots, logit_rows, lines)
     return (output.logits,) if output.features is None else (output.logits, output.features)

@@ -21,7 +21,7 @@ from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning
-from service.engine.tree_width import ExactWidth, FixedWidth, TreeWidth
+from service.engine.tree_width import ExactWidth, FixedWidth, TreeWidth, widths_up_to
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -53,7 +53,7 @@ class DraftStage:
             self._calibration,
             capture=capture if max_budget else None,
             max_batch=max_sequences,
-            width=max_budget,
+            widths=widths_up_to(max_budget),
             device=device,
         )
         self._version = drafter.version
@@ -97,18 +97,14 @@ class DraftStage:
             candidates = self._constrained(drafting, candidates if is_forced else self._grow(drafting, numbers))
         if refusal is not None and not candidates.width:
             return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
-        candidates = self._pruning.correct(candidates, numbers.deepest)
-        worth = (candidates.survival > 0).sum(1)
-        limits = torch.minimum(numbers.wished, worth)
-        chosen, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
-        wanted = torch.minimum(chosen, candidates.num_nodes)
+        candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
+        wanted, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
         widths = self._width.of(wanted, load.max_nodes)
-        width = max(widths, default=0)
-        tree = self._pruning.keep(wanted.clamp(max=width), width)
+        tree, sizes = self._pruning.keep(wanted, max(widths, default=0))
         widths += [0] * (lines - len(widths))
         reason = reason if refusal is None else "forced"
         decided = Budget(load, reason, tuple(widths), drafted=refusal is None, followed=followed)
-        return _pad_lines(tree, lines), replace(decided, sizes=torch.stack([wanted, worth], dim=1))
+        return _pad_lines(tree, lines), replace(decided, sizes=sizes)
 
     def settle(self, budget: Budget, sizes: Items[Items[int]]) -> Budget:
         """The decision, now that the host knows its trees. # sizes [completing, 2] as of the budget's"""
@@ -166,7 +162,7 @@ class DraftStage:
 
     def _numbers(self, drafting: Items[Sequence]) -> "_Numbers":
         most = self._max_budget
-        columns = send(
+        rows, roots, seeds, deepest, wished = send(
             self._device,
             [s.table_row for s in drafting],
             [len(s.tokens) - 1 for s in drafting],
@@ -174,7 +170,8 @@ class DraftStage:
             [s.num_remaining - 1 for s in drafting],
             [most if s.max_nodes is None else min(s.max_nodes, most) for s in drafting],
         )
-        return _Numbers(*columns, send_floats(self._device, [s.sampling.params.temperature for s in drafting]))
+        temperatures = send_floats(self._device, [s.sampling.params.temperature for s in drafting])
+        return _Numbers(rows, roots, seeds, deepest, wished, temperatures)
 
     def _grow(self, drafting: Items[Sequence], numbers: "_Numbers") -> Candidates:
         noise = Noise(

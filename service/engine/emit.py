@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.protocol import Committed, Drafter
+from drafters.protocol import Drafter
+from drafters.tree import DraftTree
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
 from service.engine.sampling import logprobs
 from service.engine.sequence import Finish, Sequence
@@ -30,12 +31,12 @@ class StepResult(NamedTuple):
     sizes: list[list[int]]  # of the trees, as of `Budget`
 
 
-def read_result(committed: Committed, verified: Verified, sizes: Tensor | None) -> StepResult:
+def read_result(verified: Verified, sizes: Tensor | None) -> StepResult:
     """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64"""
-    columns = [committed.tokens, verified.failed[:, None]]
-    width = committed.tokens.shape[1]
+    columns = [verified.tokens, verified.failed[:, None]]
+    batch, width = verified.tokens.shape
     if sizes is not None:
-        columns.append(pad(sizes, (0, 0, 0, len(committed.tokens) - len(sizes))))
+        columns.append(pad(sizes, (0, 0, 0, batch - len(sizes))) if batch > len(sizes) else sizes)
     lines: list[list[int]] = torch.cat(columns, dim=1).tolist()  # planned transfer
     tokens = [[token for token in line[:width] if token >= 0] for line in lines]
     return StepResult(tokens, [bool(line[width]) for line in lines], [line[width + 1 :] for line in lines])
@@ -53,6 +54,7 @@ class EmitStage:
         completing: Items[Sequence],
         tokens: Items[list[int]],
         failed: Items[bool],
+        tree: DraftTree,
         drafted: Items[int],
         verified: Verified,
         logits: Tensor,
@@ -67,7 +69,7 @@ class EmitStage:
                 remove(sequence)
             output = self.output(sequence, kept, shown, finish)
             traced = sequence.request.speculation.trace
-            outputs.append(replace(output, tree=_step_tree(verified, line, drafted[line])) if traced else output)
+            outputs.append(replace(output, tree=_step_tree(tree, verified, line, drafted[line])) if traced else output)
         return outputs
 
     def output(
@@ -116,10 +118,9 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
     return Finish("length") if sequence.num_remaining <= 0 else None
 
 
-def _step_tree(verified: Verified, line: int, nodes: int) -> StepTree:
+def _step_tree(tree: DraftTree, verified: Verified, line: int, nodes: int) -> StepTree:
     """The tree of one sequence, for requests that ask."""
-    tree = verified.tree
-    path: list[int] = verified.result.path[line].tolist()  # planned transfer
+    path: list[int] = verified.path[line].tolist()  # planned transfer
     return StepTree(
         tuple(tree.tokens[line, :nodes].tolist()),  # planned transfer: only for requests that ask
         tuple(tree.parents[line, :nodes].tolist()),  # planned transfer

@@ -20,18 +20,19 @@ from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, step_stats
 from service.engine.budget import BudgetPolicy
-from service.engine.commit import commit, lay_out, reads
+from service.engine.commit import committed_of, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import EmitStage, read_result
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SequenceOutput
-from service.engine.rows import ForwardRows
+from service.engine.rows import ForwardRows, RowLayout
 from service.engine.sampling import SamplingState, signed64
 from service.engine.scheduler import Batch, Scheduler
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
+from service.engine.tree_width import widths_up_to
 from service.engine.verify import VerifyStage
 from service.tokenizer import ChatTokenizer
 
@@ -89,6 +90,7 @@ class Engine:
         self.drafter = drafter
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
         self.table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
+        widths = widths_up_to(limits.max_budget)
         self._draft_stage = DraftStage(
             drafter,
             policy,
@@ -106,7 +108,8 @@ class Engine:
             cache=PrefixCache(target.device, keep=limits.prefix_cache, isolate_clients=limits.isolate_clients),
             tree_nodes=limits.max_budget,
         )
-        self._verify_stage = VerifyStage()
+        self._layout = RowLayout(capture, widths, max_sequences=limits.max_sequences, device=target.device)
+        self._verify_stage = VerifyStage(self.table, capture, widths, max_sequences=limits.max_sequences)
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._vocabulary = vocabulary
         self._now = clock_of(target.device)
@@ -155,26 +158,24 @@ class Engine:
         self._draft_stage.start(batch.started)
         tree, budget = self._draft_stage.build(batch, self.slots.num_free)
         clock.lap("draft")
-        rows = lay_out(batch.items, tree, self.slots, self.table, budget.widths)
+        rows = lay_out(batch.items, tree, self.slots, self.table, budget.widths, self._layout)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
         completing, host = batch.completing, batch.host
         verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.sampler)
         scored = self.drafter.wants_scores
-        committed, freed = commit(
-            rows, verified, output, self.table, wants_scores=scored, host=host, follow=budget.followed
-        )
+        committed = committed_of(verified, tree, output, wants_scores=scored, host=host, follow=budget.followed)
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
-        tokens, failed, sizes = read_result(committed, verified, budget.sizes)
+        tokens, failed, sizes = read_result(verified, budget.sizes)
         budget = self._draft_stage.settle(budget, sizes)
         drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
-        self.slots.free(freed[: sum(budget.widths) - sum(accepted)])
+        self.slots.free(verified.freed[: sum(budget.widths) - sum(accepted)])
         gaps = _advance(batch, drafted, accepted)
         charge(batch, version, drafted, accepted, clock.seconds)
         emit, remove = self._emit_stage.emit, self.scheduler.remove
-        outputs = emit(completing, tokens, failed, drafted, verified, output.logits, remove)
+        outputs = emit(completing, tokens, failed, tree, drafted, verified, output.logits, remove)
         finished = self._close(completing, host.rows, outputs)
         clock.lap("other")
         stats = step_stats(

@@ -4,14 +4,16 @@ All extend rows come first, sequence by sequence and by position; then all tree 
 """
 
 from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
 from kernels import ops
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to
 from kernels.staging import send
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 
@@ -37,9 +39,10 @@ class ForwardRows:
     tokens: Tensor  # [rows] int64
     attention: AttentionRows
     slots: Tensor  # [rows] int64, where each row's keys and values go
-    num_extend_rows: int
+    extend_table_rows: Tensor  # [extend rows] int64, lines of the slot table
     logit_rows: Tensor  # [logits] int64, whose next token is chosen: each completing extend's last row, then all nodes
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
+    logit_places: Tensor  # [logits] int64, where among its sequence's choices: 0 behind the root, then by node
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
     num_nodes: Tensor  # [completing sequences] int64, rows of nodes, those of padding included
 
@@ -47,46 +50,102 @@ class ForwardRows:
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def num_extend_rows(self) -> int:
+        return self.extend_table_rows.shape[0]
 
-def flatten(extends: Sequence[ExtendRows], tree: DraftTree, slots: Tensor, nodes: Sequence[int]) -> ForwardRows:
-    """Lay out extends and trees (tree line i belongs to extend i) into rows that use the given slots.
 
-    slots [rows] int64, one per extend token and tree node; `nodes` counts those of each line, at least as many as its
-    tree has: rows of padding stand where the root does, and nobody sees them.
-    """
-    lengths = [extend.num_rows for extend in extends]
-    ends = list(accumulate(lengths))
-    completes = [line for line, extend in enumerate(extends) if extend.completes]
-    place = {line: number for number, line in enumerate(completes)}
-    of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
-    sequence, node, tokens, positions, extend_end, table_rows, completing, num_nodes, logit_rows, logit_sequence = send(
-        slots.device,
-        [line for line, length in enumerate(lengths) for _ in range(length)] + of_nodes,
-        [ROOT] * ends[-1] + [number for count in nodes for number in range(count)],
-        [token for extend in extends for token in extend.tokens],
-        [extend.start + offset for extend in extends for offset in range(extend.num_rows)],
-        [extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
-        [extend.table_row for extend in extends],
-        completes,
-        [nodes[line] for line in completes],
-        [ends[line] - 1 for line in completes] + list(range(ends[-1], ends[-1] + len(of_nodes))),
-        [*range(len(completes)), *(place[line] for line in of_nodes)],
-    )
-    num_extend_rows = tokens.shape[0]
-    lines, numbers = sequence[num_extend_rows:], node[num_extend_rows:]
-    node_slots = slots.new_full((tree.batch, tree.width), NULL_SLOT)
-    if tree.width:
-        tokens = torch.cat([tokens, tree.tokens[lines, numbers]])
-        positions = torch.cat([positions, extend_end[lines] + tree.depths[lines, numbers]])
-        node_slots[lines, numbers] = slots[num_extend_rows:]
-    attention = AttentionRows(
-        sequence=sequence,
-        positions=positions,
-        node=node,
-        table_rows=table_rows,
-        extend_end=extend_end,
-        node_slots=node_slots,
-        node_depths=tree.depths,
-        ancestors=ops.on(slots.device).ancestor_matrix(tree.parents),
-    )
-    return ForwardRows(tokens, attention, slots, num_extend_rows, logit_rows, logit_sequence, completing, num_nodes)
+class RowLayout:
+    """Lays out extends and trees into rows; captured, in steps of up to `max_sequences` and some widths of trees."""
+
+    def __init__(
+        self,
+        capture: Capture | None = None,
+        widths: Items[int] = (),
+        *,
+        max_sequences: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        shapes = fixed_shapes(max_sequences, widths) if capture else []
+        self._place = GraphRunner(_placed, capture, ((_padding(*shape, device), ()) for shape in shapes if shape[1]))
+
+    def __call__(self, extends: Items[ExtendRows], tree: DraftTree, slots: Tensor, nodes: Items[int]) -> ForwardRows:
+        """Tree line i belongs to extend i. `nodes` counts the rows of each line's nodes, at least as many as its tree
+        has: rows of padding stand where the root does, and nobody sees them. The next call may overwrite the result.
+        # slots [rows] int64, one per extend token and row of a node"""
+        lengths = [extend.num_rows for extend in extends]
+        ends = list(accumulate(lengths))
+        completes = [line for line, extend in enumerate(extends) if extend.completes]
+        place = {line: number for number, line in enumerate(completes)}
+        numbers = [number for count in nodes for number in range(count)]
+        of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
+        unknown = [0] * len(of_nodes)
+        columns = send(
+            slots.device,
+            [*(token for extend in extends for token in extend.tokens), *unknown],
+            [*(extend.start + offset for extend in extends for offset in range(extend.num_rows)), *unknown],
+            [*(line for line, length in enumerate(lengths) for _ in range(length)), *of_nodes],
+            [ROOT] * ends[-1] + numbers,
+            [extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
+            [extend.table_row for extend in extends],
+            [extend.table_row for extend in extends for _ in range(extend.num_rows)],
+            [ends[line] - 1 for line in completes] + list(range(ends[-1], ends[-1] + len(of_nodes))),
+            [*range(len(completes)), *(place[line] for line in of_nodes)],
+            [0] * len(completes) + [number + 1 for number in numbers],
+            completes,
+            [nodes[line] for line in completes],
+        )
+        tokens, positions, sequence, node, extend_end, table_rows = columns[:6]
+        node_slots, ancestors = tree.tokens, tree.tokens[..., None].bool()  # of no nodes
+        if tree.width:
+            shape = tokens, positions, sequence, node, slots, extend_end
+            placed = self._place((*shape, tree.tokens, tree.parents, tree.depths))
+            tokens, positions = (values[: len(tokens)] for values in placed[:2])
+            node_slots = placed[2][: tree.batch, : tree.width]
+            ancestors = placed[3][: tree.batch, : tree.width, : tree.width]
+        attention = AttentionRows(sequence, positions, node, table_rows, extend_end, node_slots, tree.depths, ancestors)
+        written, logit_rows, logit_sequence, logit_places, completing, num_nodes = columns[6:]
+        return ForwardRows(
+            tokens, attention, slots, written, logit_rows, logit_sequence, logit_places, completing, num_nodes
+        )
+
+
+def fixed_shapes(max_sequences: int, widths: Items[int]) -> list[tuple[int, int]]:
+    """Sequences and widths of decoding steps, the most rows first."""
+    shapes = product(batches_up_to(max_sequences), (*widths, 0))
+    return sorted(shapes, key=lambda shape: (shape[0] * (1 + shape[1]), shape), reverse=True)
+
+
+def _padding(batch: int, width: int, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Roots of a sequence of nobody's."""
+    row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
+    line, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
+    return row, row, row + batch - 1, row + ROOT, row, line, nodes, nodes + ROOT, nodes
+
+
+def _placed(
+    tokens: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    node: Tensor,
+    slots: Tensor,
+    extend_end: Tensor,
+    tree_tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and positions of all rows, those of nodes by their trees; of each line its nodes' slots, and who is on
+    whose path. # sequence, node, slots, tokens, positions [rows]; extend_end [lines]; tree_tokens, parents, depths
+    [lines, nodes]"""
+    lines, width = parents.shape
+    is_node = node >= 0
+    at = sequence, node.clamp(min=0)
+    tokens = torch.where(is_node, tree_tokens[at], tokens)
+    positions = torch.where(is_node, extend_end[sequence] + depths[at], positions)
+    node_slots = slots.new_full((lines, width + 1), NULL_SLOT)  # behind the nodes: what is none
+    node_slots[sequence, torch.where(is_node, node, width)] = slots
+    return tokens, positions, node_slots[:, :width], ops.on(slots.device).ancestor_matrix(parents)
+
+
+flatten = RowLayout()
+"""Without captures."""

@@ -14,7 +14,8 @@ from kernels.sample import OFF, Choice, Filters
 
 
 class Sampler:
-    """Chooses by `kernels.ops`; `capture` takes logits that stand at the head of one static buffer."""
+    """Chooses by `kernels.ops`; `capture` takes logits that stand at the head of one static buffer, and the next choice
+    overwrites the last one then."""
 
     def __init__(
         self, capture: Capture | None = None, logits: Tensor | None = None, counts: Iterable[int] = ()
@@ -29,14 +30,14 @@ class Sampler:
 
     def likeliest(self, logits: Tensor) -> Choice:
         """The likeliest token of each row. # logits [rows, vocab]"""
-        return _own(self._likeliest((), (logits,)), logits.shape[0])
+        return _leading(self._likeliest((), (logits,)), logits.shape[0])
 
     def sample(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
     ) -> Choice:
         """Each row's token by position-keyed noise of what filters leave, as `kernels.ops`' `sample`."""
         runner = self._plain if filters is None else self._filtered
-        return _own(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
+        return _leading(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
 
 
 def _choose_likeliest(logits: Tensor) -> Choice:
@@ -59,9 +60,9 @@ def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, 
     return whole[0], whole[1], zeros, tuple(filters)
 
 
-def _own(choice: Choice, rows: int) -> Choice:
-    """The leading rows, for whoever reads them after the next call."""
-    return Choice(*(result[:rows].clone() for result in choice))
+def _leading(choice: Choice, rows: int) -> Choice:
+    """The leading rows."""
+    return Choice(*(result[:rows] for result in choice))
 
 
 EAGER_SAMPLER = Sampler()

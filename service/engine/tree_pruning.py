@@ -4,6 +4,7 @@ and what became of them learnt.
 Legend: batch, nodes as in drafters/tree.py; a step's calls come in their order.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,19 @@ from service.engine.budget import allocate_nodes
 _NO_SEQUENCE = -1
 
 
-class _Pruned(NamedTuple):
+class _Corrected(NamedTuple):
     trees: DraftTree
     claimed: Tensor  # of their nodes before correction, as of `Corrected`
     buckets: Tensor
+    worth: Tensor  # [batch] int64, nodes that have a chance
+    limits: Tensor  # [batch] int64, of them those that are wished for
+
+
+class _Kept(NamedTuple):
+    trees: DraftTree
+    claimed: Tensor
+    buckets: Tensor
+    sizes: Tensor  # [batch, 2] int64, nodes wanted and nodes that have a chance
 
 
 class TreePruning:
@@ -33,15 +43,15 @@ class TreePruning:
         *,
         capture: Capture | None = None,
         max_batch: int = 0,
-        width: int = 0,
+        widths: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """`width` is that of the widest candidates to capture."""
+        """`widths` are those of trees, the last one also that of the widest candidates to capture."""
         self._calibration = calibration
-        self._corrected: _Pruned
-        self._kept: _Pruned
+        self._corrected: _Corrected
+        self._kept: _Kept
         self._batch = 0
-        batches = batches_up_to(max_batch) if capture else []
+        batches, width = batches_up_to(max_batch) if capture else [], max(widths, default=0)
         nodes = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
         none, ones = nodes.new_zeros(max_batch), torch.ones(max_batch, device=device)
         self._ops = ops.on(nodes.device)
@@ -49,7 +59,7 @@ class TreePruning:
         endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
         candidates = DraftTree(nodes, nodes, nodes, nodes.float(), none)
         self._correct = GraphRunner(
-            self._run_correct, capture, ((leading((candidates, none), batch), ()) for batch in batches)
+            self._run_correct, capture, ((leading((candidates, none, none), batch), ()) for batch in batches)
         )
         corrected = list(zip(batches, self._correct.results, strict=True))
         self._share = GraphRunner(
@@ -61,45 +71,60 @@ class TreePruning:
             ),
         )
         self._keep = GraphRunner(
-            self._run_keep, capture, (((none[:batch], width), given) for batch, given in corrected)
+            self._run_keep,
+            capture,
+            (((none[:batch], width), given) for width in sorted(widths, reverse=True) for batch, given in corrected),
         )
-        kept = zip(batches, self._keep.results, strict=True)
+        kept = zip([*batches] * len(widths), self._keep.results, strict=True)
         learnt = (((text[:batch], none[:batch]), given) for batch, given in kept)
         self._learn = GraphRunner(self._run_learn, capture, learnt)
 
-    def correct(self, candidates: Candidates, deepest: Tensor) -> Candidates:
-        """With survival as it turns out, and none below what can be emitted. # deepest [batch] int64"""
+    def correct(self, candidates: Candidates, deepest: Tensor, wished: Tensor) -> tuple[Candidates, Tensor]:
+        """With survival as it turns out, and none below what can be emitted; and how many nodes may be kept of each.
+        # deepest, wished [batch] int64"""
         self._batch = candidates.batch
-        self._corrected = self._correct((candidates, deepest))
-        return self._corrected[0].first(self._batch, candidates.width)
+        self._corrected = self._correct((candidates, deepest, wished))
+        return self._corrected.trees.first(self._batch, candidates.width), self._corrected.limits[: self._batch]
 
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
         """As `allocate_nodes`, of the corrected candidates."""
-        return self._share((limits, seconds, weights), (self._corrected[0],))[: self._batch]
+        return self._share((limits, seconds, weights), (self._corrected.trees,))[: self._batch]
 
-    def keep(self, num_keep: Tensor, width: int) -> DraftTree:
-        """The trees of the likeliest. # num_keep [batch] int64, at most `width`"""
-        if width == 0:
-            return DraftTree.empty(self._batch, num_keep.device)
-        self._kept = self._keep((num_keep, width), self._corrected)
-        return self._kept[0].first(self._batch, width)
+    def keep(self, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
+        """The trees of the likeliest, as many as fit into the width, where trees are captured one of theirs or 0; and
+        how many there were to be, and might have been. # num_keep [batch] int64 -> trees, [batch, 2] int64"""
+        kept = self._keep((num_keep, width), self._corrected)
+        sizes = kept.sizes[: self._batch]
+        if not width:
+            return DraftTree.empty(self._batch, num_keep.device), sizes
+        self._kept = kept
+        return kept.trees.first(self._batch, width), sizes
 
     def learn(self, tokens: Tensor, counts: Tensor) -> None:
         """Take in what was committed of these trees. # tokens [batch, longest], counts [batch] as of `Committed`"""
         self._learn((tokens, counts), self._kept)
 
-    def _run_correct(self, candidates: Candidates, deepest: Tensor) -> _Pruned:
+    def _run_correct(self, candidates: Candidates, deepest: Tensor, wished: Tensor) -> _Corrected:
         survival, claimed, buckets = self._calibration.correct(candidates, deepest)
-        return _Pruned(candidates._replace(survival=survival), claimed, buckets)
+        worth = (survival > 0).sum(1)
+        trees = candidates._replace(survival=survival)
+        return _Corrected(trees, claimed, buckets, worth, torch.minimum(wished, worth))
 
     def _run_keep(
-        self, num_keep: Tensor, width: int, candidates: Candidates, claimed: Tensor, buckets: Tensor
-    ) -> _Pruned:
-        tree, kept = self._ops.select_nodes(candidates, num_keep, width)
-        return _Pruned(tree, claimed.gather(1, kept), buckets.gather(1, kept))
+        self,
+        num_keep: Tensor,
+        width: int,
+        candidates: Candidates,
+        claimed: Tensor,
+        buckets: Tensor,
+        worth: Tensor,
+        limits: Tensor,
+    ) -> _Kept:
+        tree, kept = self._ops.select_nodes(candidates, num_keep.clamp(max=width), width)
+        return _Kept(tree, claimed.gather(1, kept), buckets.gather(1, kept), torch.stack([num_keep, worth], dim=1))
 
     def _run_learn(
-        self, tokens: Tensor, counts: Tensor, tree: DraftTree, claimed: Tensor, buckets: Tensor
+        self, tokens: Tensor, counts: Tensor, tree: DraftTree, claimed: Tensor, buckets: Tensor, sizes: Tensor
     ) -> tuple[()]:
         self._calibration.learn(claimed, buckets, tree, tokens, counts)
         return ()

@@ -9,6 +9,11 @@ WIDTHS = (7, 15, 31, 63, 127)
 """With the root a power of two, for which kernels have tiles."""
 
 
+def widths_up_to(max_nodes: int) -> tuple[int, ...]:
+    """Those that trees of so many nodes may need."""
+    return (*(width for width in WIDTHS if width < max_nodes), max_nodes) if max_nodes else ()
+
+
 class TreeWidth(Protocol):
     def of(self, num_nodes: Tensor, free: int) -> list[int]:
         """Rows of nodes for each tree, in all not more than are free. # num_nodes [batch] int64, as they are wanted, in
@@ -17,6 +22,7 @@ class TreeWidth(Protocol):
 
     def learn(self, num_nodes: Sequence[int]) -> None:
         """How many nodes the last trees were to have."""
+        return
 
 
 class ExactWidth(TreeWidth):
@@ -32,12 +38,12 @@ class FixedWidth(TreeWidth):
     Which one follows from the trees of the step before; more nodes than that are not verified, fewer are padding."""
 
     def __init__(self, max_nodes: int) -> None:
-        self.widths = (*(width for width in WIDTHS if width < max_nodes), max_nodes)
+        self._widths = widths_up_to(max_nodes)
         self._wanted = max_nodes
 
     def of(self, num_nodes: Tensor, free: int) -> list[int]:
         batch = num_nodes.shape[0]
-        fitting = [width for width in self.widths if width * batch <= free]
+        fitting = [width for width in self._widths if width * batch <= free]
         enough = [width for width in fitting if width >= self._wanted]
         return [min(enough, default=max(fitting, default=0))] * batch
 

@@ -5,25 +5,23 @@ A check that cannot fail proves nothing, so each bug also shows that the same ca
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, HostMetadata
 from kernels.sample import Choice
 from service.assembly import Assembly
 from service.bench.lossless import Case, Extras, LosslessResult, Way, check
-from service.engine import commit as commit_module
 from service.engine import emit as emit_module
 from service.engine import sampling
-from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.rows import ForwardRows
+from service.engine import verify as verify_module
+from service.engine.kv_pool import SlotPool
 from service.engine.sampler import Sampler
 from service.engine.sampling import SamplingState, SamplingTable, Transform
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
-from service.engine.target import TargetOutput
 from service.engine.verify import Verified
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts
 
@@ -50,30 +48,19 @@ def test_without_a_bug_the_same_cases_pass(assembly: Assembly, extras: Extras) -
 
 def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last accepted position of a sequence keeps the slot of a rejected node, and its own is freed instead."""
-    true_commit = commit_module.commit
+    true_settled = verify_module._settled
 
-    def commit(
-        rows: ForwardRows,
-        verified: Verified,
-        output: TargetOutput,
-        table: SlotTable,
-        *,
-        wants_scores: bool,
-        host: HostMetadata | None,
-        follow: bool,
-    ) -> tuple[Committed, Tensor]:
-        committed, freed = true_commit(
-            rows, verified, output, table, wants_scores=wants_scores, host=host, follow=follow
-        )
-        accepted = verified.result.num_accepted
+    def settled(table: Tensor, *step: Any) -> Verified:
+        verified = true_settled(table, *step)
+        accepted, freed = verified.num_accepted, verified.freed
         if freed.any() and accepted.any():
             victim = int(accepted.argmax())
-            place = (committed.rows[victim], committed.positions[victim] + accepted[victim])
-            right, wrong = table.slots[place].clone(), freed[0].clone()
-            table.slots[place], freed[0] = wrong, right
-        return committed, freed
+            place = (verified.table_rows[victim], verified.roots[victim] + accepted[victim])
+            right, wrong = table[place].clone(), freed[0].clone()
+            table[place], freed[0] = wrong, right
+        return verified
 
-    monkeypatch.setattr("service.engine.engine.commit", commit)
+    monkeypatch.setattr(verify_module, "_settled", settled)
 
 
 def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
     sections = {row["section"] for row in report["rows"]}
-    assert sections == {"decode", "verify", "graphs", "drafter", "exactness", "speed", "load", "training"}
+    assert sections == {"decode", "verify", "graphs", "drafter", "anatomy", "exactness", "speed", "load", "training"}
     assert report["summary"]["dry_run"] is True
     assert report["summary"]["skipped"] == []
     assert report["summary"]["failed"] == {}

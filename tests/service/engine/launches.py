@@ -42,7 +42,7 @@ class Launches(TorchDispatchMode):
         def counted(*args: Any, **kwargs: Any) -> Result:
             with self._hush():
                 result = compute(*args, **kwargs)
-            self.count += launches
+            self.count += 0 if self._hushed else launches
             return result
 
         return counted

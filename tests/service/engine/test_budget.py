@@ -157,7 +157,7 @@ def test_without_candidates_nothing_is_kept(name: str, batch: int) -> None:
 )
 def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], reason: str) -> None:
     candidates = candidates_of([[0.9, 0.8, 0.7], [0.5], [0.4, 0.3, 0.2]])
-    found, told = FixedBudget(2).choose(candidates, torch.tensor([9, 9, 2]), Load(3, 10.0, max_nodes))
+    found, told = FixedBudget(2).choose(candidates, torch.tensor([3, 1, 2]), Load(3, 10.0, max_nodes))
     assert (found.tolist(), told) == (keep, reason)
 
 
@@ -165,7 +165,7 @@ def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], 
 def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
     policy = FixedBudget({1: 3, 3: 1, 8: 0})
     candidates = candidates_of([[0.9, 0.8, 0.7, 0.6]] * batch)
-    assert policy.choose(candidates, torch.full((batch,), 9), load_of(batch))[0].tolist() == [nodes] * batch
+    assert policy.choose(candidates, torch.full((batch,), 4), load_of(batch))[0].tolist() == [nodes] * batch
     assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
 
 

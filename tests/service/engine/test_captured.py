@@ -143,14 +143,6 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
             assert torch.equal(chosen.bad_rows, expected.bad_rows)
 
 
-def test_choices_outlive_the_next_one() -> None:
-    both = Both("llama")
-    first = (one := both.step([0, 1], 3, seed=0)[1]).sampler.likeliest(one.logits).tokens
-    before = first.clone()
-    (other := both.step([2, 3], 3, seed=1)[1]).sampler.likeliest(other.logits)
-    assert torch.equal(first, before)
-
-
 def test_a_broken_row_is_told_by_a_captured_choice() -> None:
     both = Both("llama")
     both.captured_target.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")

@@ -2,13 +2,14 @@
 
 import torch
 
-from drafters.tree import DraftTree, VerifyResult
-from kernels.accept import accept
-from service.engine.commit import commit, lay_out
+from drafters.tree import DraftTree
+from service.engine.commit import committed_of, lay_out
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows
 from service.engine.target import TargetOutput
-from service.engine.verify import Verified
+from service.engine.verify import VerifyStage
+from tests.service.engine.harness import greedy
+from tests.service.engine.test_scheduler import sequence_of
 from tests.service.engine.test_target import tree_of
 
 CPU = torch.device("cpu")
@@ -23,15 +24,13 @@ class Step:
         both = DraftTree.concatenated([tree, DraftTree(*map(torch.zeros_like, tree))])
         extends = [ExtendRows(2, 7, [10], completes=True), ExtendRows(0, 3, [20, 21, 22], completes=False)]
         self.rows = lay_out(extends, both, self.slots, self.table)
-        found = accept(tree.tokens, tree.parents, tree.num_nodes, torch.tensor([target_tokens]))
-        result = VerifyResult(found.path, found.num_accepted, found.bonus, torch.tensor([target_tokens]))
-        verified = Verified(tree, result, torch.arange(6)[None], torch.tensor([False]))
         self.node_slots = self.rows.attention.node_slots[0, :5].tolist()
-        features = torch.arange(self.rows.num_rows).float()[:, None]
-        self.logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-        output = TargetOutput(self.logits, features)
-        self.committed, freed = commit(self.rows, verified, output, self.table, wants_scores=wants_scores)
-        self.slots.free(freed[: 5 - int(found.num_accepted)])
+        self.logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
+        self.logits[torch.arange(6), torch.tensor(target_tokens)] = 9.0
+        verified = VerifyStage(self.table).verify([sequence_of(8, greedy())], self.rows, both, self.logits)
+        output = TargetOutput(self.logits, torch.arange(self.rows.num_rows).float()[:, None])
+        self.committed = committed_of(verified, both, output, wants_scores=wants_scores)
+        self.slots.free(verified.freed[: 5 - int(verified.num_accepted)])
 
 
 def test_accepted_nodes_follow_the_root_in_the_table() -> None:

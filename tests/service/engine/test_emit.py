@@ -5,9 +5,8 @@ from collections.abc import Sequence as Items
 import pytest
 import torch
 
-from drafters.protocol import Committed
 from drafters.registry import NoDrafter
-from drafters.tree import DraftTree, VerifyResult
+from drafters.tree import DraftTree
 from service.engine.emit import EmitStage, absorb, read_result
 from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
@@ -62,18 +61,27 @@ def test_a_sequence_keeps_tokens_up_to_its_end(
 def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> SequenceOutput:
     """One step's output for one sequence, all of whose drafted tokens were accepted."""
     count = len(tokens) - 1
-    tree = DraftTree.empty(1)
-    result = VerifyResult(
-        torch.arange(count)[None], torch.tensor([count]), torch.tensor([tokens[-1]]), torch.zeros(1, 1)
-    )
-    verified = Verified(tree, result, torch.arange(count + 1)[None], torch.tensor([failed]))
-    row, emitted = torch.tensor([0]), torch.tensor([tokens])
+    emitted, one = torch.tensor([tokens]), torch.tensor([0])
     nowhere = torch.zeros_like(emitted)
-    committed = Committed(row, emitted, torch.tensor([count + 1]), tree, result, None, row, nowhere)
+    verified = Verified(
+        path=torch.arange(count)[None],
+        num_accepted=torch.tensor([count]),
+        bonus=emitted[:, -1],
+        target_tokens=nowhere,
+        failed=torch.tensor([failed]),
+        tokens=emitted,
+        counts=torch.tensor([count + 1]),
+        path_logits=torch.arange(count + 1)[None],
+        path_rows=nowhere,
+        slots=nowhere,
+        table_rows=one,
+        roots=one,
+        freed=nowhere[0],
+    )
     removed: list[Sequence] = []
     stage, logits = EmitStage(NoDrafter(), EOS), torch.zeros(count + 1, 320)
     (output,) = stage.emit(
-        [sequence], *read_result(committed, verified, None)[:2], [0], verified, logits, removed.append
+        [sequence], *read_result(verified, None)[:2], DraftTree.empty(1), [0], verified, logits, removed.append
     )
     assert removed == ([] if output.finish_reason is None else [sequence])
     return output

@@ -12,12 +12,11 @@ from service.engine.engine import Engine
 from tests.service.engine.harness import greedy, request
 from tests.service.engine.host_reads import HostReads
 from tests.service.engine.launches import Launches
-from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS, TREE_SIZES
+from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS
 
 torch.set_num_threads(1)
 
-PLAIN, DRAFTED = 25, 126  # launches
-PLAIN_UPLOADS, DRAFTED_UPLOADS = 1, 7
+PLAIN, DRAFTED = 13, 34  # launches, a replayed graph being one: 2 and 11 of them
 
 
 def captured(folder: Path) -> Assembly:
@@ -30,7 +29,7 @@ def captured(folder: Path) -> Assembly:
 def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], int]:
     """One step of a text, counted. # -> its reads, number of uploads"""
     engine.add(request("0", list(range(40)), greedy(100)))
-    for _ in range(6):
+    for _ in range(9):  # by then shapes are settled: what stands behind a text in one is filled up once
         engine.step()
     launches.count = 0
     with HostReads() as reads, launches:
@@ -48,7 +47,7 @@ def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     launches.stand_for_a_device(monkeypatch)
     assembly = captured(tmp_path)
     plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
-    assert plain_reads == ([TOKENS], PLAIN_UPLOADS)
+    assert plain_reads == ([TOKENS], 0)
     assert launches.count == PLAIN
-    assert step_in_the_middle(assembly.engine(), launches) == ([TREE_SIZES, TOKENS], DRAFTED_UPLOADS)
+    assert step_in_the_middle(assembly.engine(), launches) == ([TOKENS], 0)
     assert launches.count == DRAFTED

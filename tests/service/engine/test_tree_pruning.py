@@ -47,7 +47,11 @@ def committed(tree: DraftTree, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    """But for padding."""
+    width = min(one.width, other.width)
+    return all(
+        torch.equal(*pair) for pair in zip(one.first(one.batch, width), other.first(other.batch, width), strict=True)
+    )
 
 
 class Steps:
@@ -55,23 +59,29 @@ class Steps:
 
     def __init__(self, capture: Capture | None) -> None:
         self.calibration = SurvivalCalibration()
-        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=WIDTH)
+        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, widths=(3, WIDTH))
 
     def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
         """Candidates of chance pruned to sizes of chance, and learnt from. # -> corrected, kept"""
         generator = torch.Generator().manual_seed(seed)
         batch, width = (int(torch.randint(1, most + 1, (), generator=generator)) for most in (BATCH + 1, WIDTH + 1))
         raw = random_trees(batch, width, generator)
-        corrected = self.pruning.correct(raw, torch.randint(MAX_DEPTH, (batch,), generator=generator))
-        limits = torch.minimum(corrected.num_nodes, (corrected.survival > 0).sum(1))
+        deepest, wished = (torch.randint(most, (batch,), generator=generator) for most in (MAX_DEPTH, 2 * WIDTH))
+        corrected, limits = self.pruning.correct(raw, deepest, wished)
+        limits = limits.clone()
+        assert torch.equal(limits, torch.minimum(wished, (corrected.survival > 0).sum(1)))
         rises = torch.rand((BATCH + 1) * (WIDTH + 1), generator=generator)[: corrected.tokens.numel()]
         seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.2])
         seconds[int(limits.sum()) // 2 + 2 :] = float("inf")
         num_keep = self.pruning.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
         assert (num_keep <= limits).all()
         corrected = DraftTree(*(value.clone() for value in corrected))
-        kept = self.pruning.keep(num_keep, int(num_keep.max()))
-        kept = DraftTree(*(value.clone() for value in kept))
+        width = (0, 3, WIDTH)[seed % 3]  # of some trees not all nodes fit
+        tree, sizes = self.pruning.keep(num_keep, width)
+        assert sizes[:, 0].tolist() == num_keep.tolist()
+        assert torch.equal(sizes[:, 1], (corrected.survival > 0).sum(1))
+        kept = DraftTree(*(value.clone() for value in tree)).first(batch, corrected.width)  # without padding
+        assert torch.equal(kept.num_nodes, num_keep.clamp(max=width))
         if kept.width:
             self.pruning.learn(*committed(kept, generator))
         if seed % 7 == 0:
@@ -107,9 +117,9 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
     generator = torch.Generator().manual_seed(0)
     for batch, width in ((BATCH + 1, WIDTH), (2, WIDTH + 1), (2, 0)):
         raw = random_trees(batch, width, generator)
-        corrected = captured.pruning.correct(raw, torch.full((batch,), MAX_DEPTH))
+        corrected, _ = captured.pruning.correct(raw, torch.full((batch,), MAX_DEPTH), torch.full((batch,), WIDTH))
         assert corrected.tokens.shape == (batch, width)
-        tree = captured.pruning.keep(corrected.num_nodes, width)
+        tree, _ = captured.pruning.keep(corrected.num_nodes, width)
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 
