@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drafters.protocol import Drafter
+from kernels.graph_runner import Capture
 from kernels.sample import Choice
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
@@ -67,11 +68,13 @@ def tiny_engine(
     policy: BudgetPolicy | None = None,
     num_slots: int = NUM_SLOTS,
     limits: EngineLimits = LIMITS,
+    capture: Capture | None = None,
 ) -> Engine:
     loaded = loaded_tiny(family) if isinstance(family, str) else family
     target = tiny_target(loaded, num_slots)
     drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
-    return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
+    budget = policy or FixedBudget(limits.max_budget)
+    return Engine(target, limits, vocabulary_of(loaded), drafts, budget, capture=capture)
 
 
 def vocabulary_of(loaded: LoadedModel) -> Vocabulary:
