@@ -214,16 +214,25 @@ def _shift(
 
 def _gpu(
     loaded: LoadedConfig,
+    sections: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Some of tests,exactness,steps,speed,load,training. Unset: all.")
+    ] = "",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run every part on a CPU with tiny shapes; the figures say nothing.")
     ] = False,
-    tests: Annotated[bool, typer.Option(help="Run the tests marked gpu first.")] = True,
     out: Out = None,
 ) -> bool:
-    """Confirm and measure this GPU, in under eight minutes. Exit code 1 if anything fails or a token differs."""
-    from service.bench.gpu import run_gpu
+    """Confirm and measure this GPU, section by section. Exit code 1 if anything fails or a token differs."""
+    from service.bench.gpu import SECTIONS, run_gpu
 
-    return run_gpu(loaded.config, dry_run=dry_run, with_tests=tests, out=out)
+    asked = [name.strip() for name in sections.split(",") if name.strip()] or SECTIONS
+    unknown = [name for name in asked if name not in SECTIONS]
+    if unknown:
+        raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
+    return run_gpu(loaded.config, asked, prompts=prompts, dry_run=dry_run, out=out)
 
 
 def _lossless(

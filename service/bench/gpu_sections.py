@@ -17,7 +17,15 @@ from adaptation.records import Event
 from drafters.specblock import checkpoint
 from service.assembly import Assembly, assemble
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
-from service.bench.experiment import Measure, percentile, plain_engine, requests_from, tokens_per_second, warm_up
+from service.bench.experiment import (
+    Measure,
+    mismatches,
+    percentile,
+    plain_engine,
+    requests_from,
+    tokens_per_second,
+    warm_up,
+)
 from service.bench.gpu_anatomy import anatomy_of
 from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
@@ -28,9 +36,10 @@ from service.engine.drafter_weights import dummy_network
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import serving
+from service.engine.weights import random_model
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.prompts import PromptSet
+from service.prompts import PromptSet, read_prompt_set
 
 At = dict[str, int | float | str]
 
@@ -62,13 +71,16 @@ class Plan:
     large: tuple[str, ...] = ("llama-3.1-8b", "qwen3-8b")  # random weights
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (256, 2048)
-    concurrencies: tuple[int, ...] = (1, 4, 16, 32)
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
+    widened: tuple[int, ...] = (4, 8)  # copies of the served model
+    prompts: Path | None = None  # of the sections on text; None: built-in ones
     repeats: int = 20
     copied_bytes: int = 1 << 30
     steps: int = 64  # of an engine, to see what one takes
-    answers: int = 8
+    answers: int = 16
+    turns: int = 2
     answer_tokens: int = 128
-    exact_tokens: int = 5_000
+    exact_tokens: int = 20_000
     training_requests: int = 64
     updates: int = 4  # to be made while they are served, again and again if need be
     patience_seconds: float = 40
@@ -81,10 +93,12 @@ DRY = Plan(
     rows=(1, 16),
     contexts=(32,),
     concurrencies=(2,),
+    widened=(2,),
     repeats=1,
     copied_bytes=1 << 20,
     steps=3,
     answers=1,
+    turns=1,
     answer_tokens=8,
     exact_tokens=60,
     training_requests=12,
@@ -109,13 +123,29 @@ def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
 def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
     """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
     if plan.for_real:  # room beside it for more engines than a server has
-        return _assembled(config, plan, {"kv_cache": "8GiB"})
+        return _assembled(config, plan, {"kv_cache": "8GiB", "max_sequences": max(plan.concurrencies)})
+    return _rehearsed(config, plan, folder)
+
+
+def _rehearsed(config: ServiceConfig, plan: Plan, folder: Path, **more: object) -> Assembly:
+    """A tiny model with a random drafter."""
     sizes = {"max_model_len": 512, "max_budget": 8, "budget_policy": "fixed", "drafter": "specblock"}
-    first = _assembled(config, plan, sizes)
+    first = _assembled(config, plan, sizes, **more)
     identity = first.loaded.parts.identity
     network = dummy_network(first.loaded.model)
     checkpoint.save(folder, network, target_identity=identity, facts={}, own_head=True)
-    return _assembled(config, plan, sizes, drafter_path=folder)
+    return _assembled(config, plan, sizes, drafter_path=folder, **more)
+
+
+def widened_assembly(config: ServiceConfig, plan: Plan, copies: int, folder: Path) -> Assembly:
+    """The configured model so many times as wide, with its own drafter."""
+    if plan.for_real:
+        sizes = {"kv_cache": "16GiB", "max_sequences": 8}
+        return _assembled(config, plan, sizes, model=f"widen({config.model_source}, {copies})")
+    tiny = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    tiny.model.save_pretrained(folder / "model")
+    tiny.tokenizer.save_pretrained(folder / "model")
+    return _rehearsed(config, plan, folder / "drafter", model=f"widen({folder / 'model'}, {copies})")
 
 
 def _assembled(config: ServiceConfig, plan: Plan, values: dict[str, object], **more: object) -> Assembly:
@@ -125,9 +155,12 @@ def _assembled(config: ServiceConfig, plan: Plan, values: dict[str, object], **m
 
 
 def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
-    """Built-in prompts that leave room for an answer."""
+    """Prompts that leave room for an answer."""
     most = assembly.limits.max_model_len - plan.answer_tokens - 1
-    return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
+    if plan.prompts is None:
+        return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
+    given = read_prompt_set(plan.prompts, assembly.tokenizer)
+    return [[*prompt] for prompt in given.prompts if len(prompt) <= most]
 
 
 def device_seconds(
@@ -172,7 +205,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 
 _PROMPT = 64
-_NODES = 32
+_NODES = 31  # rows with the root: 32
 _SEQUENCES = 4  # 256 rows of a root and 64 nodes each
 
 
@@ -228,12 +261,14 @@ def _graphs(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 def _drafter(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Grow and step of one sequence; drafting is timed where its results are waited for, at the tree's size."""
+    plain = median(step.seconds for step in _steps(assembly, plan, nodes=0))
     steps = _steps(assembly, plan, nodes=_NODES)
     drafts = median(step.stats.draft_seconds for step in steps)
     whole = median(step.seconds for step in steps)
     yield Figure("drafter", "forwards and growth", drafts * 1e3, "ms", {"blocks": 2, "nodes": _NODES})
     yield Figure("drafter", "step", whole * 1e3, "ms", {"nodes": _NODES})
     yield Figure("drafter", "share of a step", drafts / whole, "")
+    yield Figure("drafter", "over a plain step", whole / plain, "times")
 
 
 def _anatomy(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
@@ -278,7 +313,7 @@ def read_bytes(assembly: Assembly, context: int) -> int:
 
 def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Speculation against plain decoding on the same replayed forwards, greedy and sampled."""
-    prompts = PromptSet("built-in", tuple(map(tuple, small_prompts(assembly, plan)[: plan.answers])))
+    prompts = PromptSet("prompts", tuple(map(tuple, small_prompts(assembly, plan)[: plan.answers])))
     contestants = contestants_of(assembly)
     for temperature in (0.0, 1.0):
         measure = Measure(temperature, plan.answer_tokens, concurrency=1, seed=0)
@@ -295,12 +330,20 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Throughput by requests in flight, with the configured budget and without drafts."""
+    """Throughput by requests in flight, with the configured budget and without drafts, in turn."""
     engines = {"plain": plain_engine(assembly), "adaptive": assembly.engine()}
     for concurrency in plan.concurrencies:
-        for name, engine in engines.items():
-            run = serve(engine, assembly, plan, concurrency, 2 * concurrency)
-            yield Figure("load", name, tokens_per_second([run]), "tokens/s", {"concurrency": concurrency})
+        runs: dict[str, list[Run]] = {name: [] for name in engines}
+        for turn in range(plan.turns + 1):
+            for name, engine in engines.items():
+                run = serve(engine, assembly, plan, concurrency, max(plan.answers, 2 * concurrency))
+                runs[name] += [run] * (turn > 0)  # the first one warms up
+        speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
+        at: At = {"concurrency": concurrency}
+        for name, speed in speeds.items():
+            yield Figure("load", name, speed, "tokens/s", at)
+        yield Figure("load", "adaptive over plain", speeds["adaptive"] / speeds["plain"], "times", at)
+        yield Figure("exactness", "mismatched tokens", mismatches(runs["plain"], runs["adaptive"]), "tokens", at)
 
 
 def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
@@ -379,11 +422,11 @@ def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: in
             return runs, made
 
 
-SECTIONS: dict[str, Callable[[Assembly, Plan], Iterator[Figure]]] = {
-    "speed": speed_figures,
-    "steps": step_figures,
-    "training": training_figures,
+MEASURED: dict[str, Callable[[Assembly, Plan], Iterator[Figure]]] = {
     "exactness": exactness_figures,
+    "steps": step_figures,
+    "speed": speed_figures,
     "load": load_figures,
+    "training": training_figures,
 }
-"""What is measured of the served model, in this order."""
+"""What is measured of the served model; `steps` and `speed` of others as well."""
