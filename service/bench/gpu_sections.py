@@ -11,6 +11,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import PreTrainedModel
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
@@ -127,12 +128,14 @@ def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
     return _rehearsed(config, plan, folder)
 
 
-def _rehearsed(config: ServiceConfig, plan: Plan, folder: Path, **more: object) -> Assembly:
-    """A tiny model with a random drafter."""
+def _rehearsed(
+    config: ServiceConfig, plan: Plan, folder: Path, narrow: PreTrainedModel | None = None, **more: object
+) -> Assembly:
+    """A tiny model with a random drafter, for what it is before it is widened."""
     sizes = {"max_model_len": 512, "max_budget": 8, "budget_policy": "fixed", "drafter": "specblock"}
-    first = _assembled(config, plan, sizes, **more)
+    first = _assembled(config, plan, {**sizes, "drafter": "lookup"}, **more)
     identity = first.loaded.parts.identity
-    network = dummy_network(first.loaded.model)
+    network = dummy_network(narrow or first.loaded.model)
     checkpoint.save(folder, network, target_identity=identity, facts={}, own_head=True)
     return _assembled(config, plan, sizes, drafter_path=folder, **more)
 
@@ -145,7 +148,8 @@ def widened_assembly(config: ServiceConfig, plan: Plan, copies: int, folder: Pat
     tiny = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
     tiny.model.save_pretrained(folder / "model")
     tiny.tokenizer.save_pretrained(folder / "model")
-    return _rehearsed(config, plan, folder / "drafter", model=f"widen({folder / 'model'}, {copies})")
+    widened = f"widen({folder / 'model'}, {copies})"
+    return _rehearsed(config, plan, folder / "drafter", tiny.model, model=widened)
 
 
 def _assembled(config: ServiceConfig, plan: Plan, values: dict[str, object], **more: object) -> Assembly:
