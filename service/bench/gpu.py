@@ -99,12 +99,13 @@ def run_gpu(
     """Measure and report; whether the tests passed, no section failed and every token was the same."""
     refuse_unwritable(out)
     plan = replace(DRY if dry_run else FULL, prompts=prompts)
-    run = Findings(plan)
     check_device(config, plan, torch.cuda.device_count())
+    run = Findings(plan)
     tests_pass = "tests" not in sections or run.tests()
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
         assembly = small_assembly(config, plan, Path(folder))
         conditions = conditions_of(assembly)
+        run.keep = lambda: write_report(out, conditions, run.figures, _summary(run, sections, plan))
         for name in filter(sections.__contains__, MEASURED):
             run.measure(name, partial(MEASURED[name], assembly, plan))
         del assembly
@@ -118,17 +119,19 @@ def run_gpu(
             run.measure(f"speed of {copies} copies", partial(_widened, config, plan, copies))
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
-    summary = {
-        "dry_run": dry_run,
+    exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
+    return tests_pass and exact and not run.failed
+
+
+def _summary(run: "Findings", sections: Sequence[str], plan: Plan) -> dict[str, object]:
+    return {
+        "dry_run": not plan.for_real,
         "sections": [*sections],
         "tests": run.test_line,
         "skipped": run.skipped,
         "failed": run.failed,
-        "aims": judged,
+        "aims": judge(run.figures, for_real=plan.for_real),
     }
-    write_report(out, conditions, run.figures, summary)
-    exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
-    return tests_pass and exact and not run.failed
 
 
 def _large(config: ServiceConfig, plan: Plan, name: str) -> Iterator[Figure]:
@@ -148,6 +151,7 @@ class Findings:
         self.skipped: list[str] = []
         self.failed: dict[str, str] = {}  # why, by section
         self.test_line = "not run"
+        self.keep: Callable[[], object] = lambda: None  # called after each section: the next one may be cut off
         self._plan = plan
         self._console = Console(stderr=True)
         self._start = time.monotonic()
@@ -175,6 +179,7 @@ class Findings:
             logger.exception("section %s failed", name)
             self.failed[name] = f"{type(error).__name__}: {error}"
             self._say(f"failed: {self.failed[name]}")
+        self.keep()
 
     def _say(self, what: str) -> None:
         self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)
