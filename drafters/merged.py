@@ -11,8 +11,9 @@ from drafters import readback
 from drafters.gating import AskGate
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
-from drafters.tree import ROOT, Candidates, joined_trees
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, joined_trees
 from kernels import ops
+from kernels.graph_runner import GraphRunner, batches_up_to, leading
 
 
 class MergedDrafter(Drafter):
@@ -34,10 +35,21 @@ class MergedDrafter(Drafter):
         both = (2 * max_nodes,)  # the cheap one's nodes, then the costly one's
         fields = {"tokens": Field(both, 0), "parents": Field(both, ROOT), "depths": Field(both, 0, forgotten=True)}
         self._proposals = ProposalLog(sizes, fields)
-        self._num_cheap = 0  # nodes of the cheap one in the last trees, padded
+        self._num_cheap = max_nodes  # nodes of the cheap one's trees; captured, they are padded to as many
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._ops = ops.on(self._credits.device)
         self._known_credits = {cheap.name: 0, costly.name: 0}
+        batches = batches_up_to(sizes.max_sequences) if sizes.capture else []
+        rows = torch.full((max(batches, default=0),), sizes.max_sequences, dtype=torch.int64, device=device)
+        none, nodes = torch.zeros_like(rows), rows.new_zeros(rows.shape[0], max_nodes)
+        committed = rows.new_full((rows.shape[0], MAX_DEPTH + 1), -1)
+        tree = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
+        one, two, judged = (rows, tree), (rows, tree, tree), (rows, committed, none, none)
+        self._note, self._merge, self._judge = (
+            GraphRunner(self._run_note, sizes.capture, ((leading(one, n), ()) for n in batches)),
+            GraphRunner(self._run_merge, sizes.capture, ((leading(two, n), ()) for n in batches)),
+            GraphRunner(self._run_judge, sizes.capture, ((leading(judged, n), ()) for n in batches)),
+        )
 
     @property
     def version(self) -> int:
@@ -71,13 +83,11 @@ class MergedDrafter(Drafter):
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
         self._num_cheap = cheap.width
         if not self._gate.ask(self._expected, can_answer=self._follows):
-            self._remember(rows, cheap)
+            self._note((rows, cheap))
             return cheap
-        both = joined_trees(cheap, self._costly.grow(rows, noise))
-        self._remember(rows, both)
-        tree, _ = self._ops.merge_trees(both, self._max_nodes)
+        tree = self._merge((rows, cheap, self._costly.grow(rows, noise)))
         self._gate.answered()
-        return tree
+        return tree.first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
         if self._has_grown:
@@ -101,8 +111,15 @@ class MergedDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()
 
-    def _remember(self, rows: Tensor, tree: Candidates) -> None:
+    def _run_note(self, rows: Tensor, tree: DraftTree) -> tuple[()]:
+        """What these rows propose now."""
         self._proposals.keep(rows, tokens=tree.tokens, parents=tree.parents, depths=tree.depths)
+        return ()
+
+    def _run_merge(self, rows: Tensor, cheap: DraftTree, costly: DraftTree) -> DraftTree:
+        both = joined_trees(cheap, costly)
+        self._run_note(rows, both)
+        return self._ops.merge_trees(both, self._max_nodes)[0]
 
     def _observe_expected(self, expected: Sequence[float]) -> None:
         (self._expected,) = expected
@@ -113,13 +130,20 @@ class MergedDrafter(Drafter):
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
-        tokens, parents, depths = self._proposals.of(committed.rows, "tokens", "parents", "depths")
-        _, right = self._ops.fates(tokens, parents, depths, committed.tokens, committed.result.num_accepted)
-        cheap, costly = right[:, : self._num_cheap].sum(1), right[:, self._num_cheap :].sum(1)  # of a path each
-        counts = torch.stack([cheap, costly, (costly - cheap).clamp(min=0)]).sum(1)
-        self._credits += counts
+        asked = committed.rows, committed.tokens, committed.result.num_accepted, committed.counts
+        extra = self._judge(asked)
         self._totals.read(self._credits, self._observe_credits)
         observe = self._gate.end()
         if observe is not None:
-            self._outcomes.read(torch.stack([counts[2], committed.counts.sum()]), observe)
-        self._proposals.forget(committed.rows)
+            self._outcomes.read(extra, observe)
+
+    def _run_judge(self, rows: Tensor, committed: Tensor, num_accepted: Tensor, counts: Tensor) -> Tensor:
+        """# rows, num_accepted, counts [batch]; committed [batch, depth + 1] -> [2] int64: accepted tokens that the
+        costly one alone had right, and how many tokens there are"""
+        tokens, parents, depths = self._proposals.of(rows, "tokens", "parents", "depths")
+        _, right = self._ops.fates(tokens, parents, depths, committed, num_accepted)
+        cheap, costly = right[:, : self._num_cheap].sum(1), right[:, self._num_cheap :].sum(1)  # of a path each
+        credits = torch.stack([cheap, costly, (costly - cheap).clamp(min=0)]).sum(1)
+        self._credits += credits
+        self._proposals.forget(rows)
+        return torch.stack([credits[2], counts.sum()])

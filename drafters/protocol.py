@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import Candidates, DraftTree, VerifyResult
+from kernels.graph_runner import Capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class DraftingSizes:
     vocab_size: int = 0
     num_slots: int = 0
     device: torch.device | str = "cpu"
+    capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
 
 
 class Drafter(Protocol):

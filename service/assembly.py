@@ -93,7 +93,7 @@ class Assembly:
             ledger=ledger,
             learning=learning,
             pace_seconds=self.config.budget_pace_seconds,
-            capture=capture_for(self.target.device) if self.target.is_captured else None,
+            capture=self.target.capture,
         )
 
 
@@ -111,8 +111,6 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config)
     weights = _weights(config, drafter_name, folder, loaded)
-    if weights is not None and captures:
-        weights = replace(weights, capture=capture_for(device))
     target = _target(config, loaded, limits, weights, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
     costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
@@ -259,7 +257,7 @@ def start_up_line(assembly: Assembly) -> str:
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
         kernels += " (none compiled for this processor: install g++ and run `make install`)"
-    steps = "captured" if target.is_captured else "not captured"
+    steps = "captured" if target.capture is not None else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, "
         f"dtype {assembly.loaded.dtype_name}, slots {target.pool.num_slots - 1}, "

@@ -3,6 +3,7 @@ client predicted, and proposes several such continuations as one tree. It learns
 Legend: batch; sequences = rows; matches, reach as in kernels/lookup.py."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -12,15 +13,17 @@ from drafters.lookup.calibration import ABSENT, MAX_MATCHES, REACH, LookupCalibr
 from drafters.lookup.history import History
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
-from drafters.tree import ROOT, Candidates
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
+from kernels.graph_runner import GraphRunner, batches_up_to
 from kernels.lookup import CONTEXT, PREDICTED, SEPARATOR
 
 _SPARE_COLUMNS = 2  # the end of the text, which matches only itself, and the last one, which nothing follows
 
 
 class LookupDrafter(Drafter):
-    """Drafts by copying; keeps the texts and the last proposals of all rows on the device."""
+    """Drafts by copying; keeps the texts and the last proposals of all rows on the device. Captured, all columns of a
+    text are looked through, for how many are in use is the host's to know."""
 
     name = "lookup"
 
@@ -38,9 +41,23 @@ class LookupDrafter(Drafter):
             "strengths": Field((MAX_MATCHES,), 0, forgotten=True),
         }
         self._proposals = ProposalLog(sizes, fields)
-        self._predicted = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
+        self._predicted = torch.zeros(sizes.max_sequences + 1, dtype=torch.int64, device=device)
         self._ops = ops.on(self._predicted.device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
+        batches = batches_up_to(sizes.max_sequences) if sizes.capture else []
+        nobody = torch.full((max(batches, default=0),), sizes.max_sequences, dtype=torch.int64, device=device)
+        cold, none = nobody.float() * 0.0, nobody[:, None].expand(-1, MAX_DEPTH + 1) * 0 + SEPARATOR
+        self._propose = GraphRunner(
+            self._run_propose, sizes.capture, (((nobody[:n], cold[:n], self._history.width), ()) for n in batches)
+        )
+        self._take_in = GraphRunner(
+            self._run_take_in,
+            sizes.capture,
+            (
+                ((nobody[:n], none[:n], torch.zeros_like(nobody[:n]), learns), ())
+                for n, learns in product(batches, (True, False))
+            ),
+        )
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)
@@ -51,30 +68,37 @@ class LookupDrafter(Drafter):
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_proposed = True
         columns = self._history.columns(CONTEXT + MAX_MATCHES + _SPARE_COLUMNS)
-        matches = self._ops.find_matches(self._history.texts, rows, columns, MAX_MATCHES, REACH)
-        evidence = self._calibration.evidence
-        tree, buckets = self._ops.merge_copies(matches, noise.temperatures, evidence, self._max_nodes, MIN_SURVIVAL)
-        self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
-        return tree
+        return self._propose((rows, noise.temperatures, columns)).first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
-        if self._has_proposed:
-            self._learn(committed)
-            self._has_proposed = False
-        self._history.append(committed.rows, committed.tokens, committed.counts)
+        self._history.lengthen(committed.tokens.shape[1])
+        self._take_in((committed.rows, committed.tokens, committed.counts, self._has_proposed))
+        self._has_proposed = False
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._history.finish(rows)
         predicted: list[int] = self._predicted[list(rows)].tolist()  # planned transfer
         return predicted
 
-    def _learn(self, committed: Committed) -> None:
-        rows, counts = committed.rows, committed.counts
+    def _run_propose(self, rows: Tensor, temperatures: Tensor, columns: int) -> DraftTree:
+        matches = self._ops.find_matches(self._history.texts, rows, columns, MAX_MATCHES, REACH)
+        evidence = self._calibration.evidence
+        tree, buckets = self._ops.merge_copies(matches, temperatures, evidence, self._max_nodes, MIN_SURVIVAL)
+        self._proposals.keep(rows, tokens=matches.continuations, buckets=buckets, strengths=matches.strengths)
+        return tree
+
+    def _run_take_in(self, rows: Tensor, tokens: Tensor, counts: Tensor, learns: bool) -> tuple[()]:
+        if learns:
+            self._learn(rows, tokens, counts)
+        self._history.append(rows, tokens, counts)
+        return ()
+
+    def _learn(self, rows: Tensor, committed: Tensor, counts: Tensor) -> None:
         tokens, strengths, buckets = self._proposals.of(rows, "tokens", "strengths", "buckets")
         parents, depths = (of_node.expand(len(rows), -1) for of_node in (self._parents, self._depths))
-        fates = self._ops.fates(tokens.flatten(1), parents, depths, committed.tokens, counts)
+        fates = self._ops.fates(tokens.flatten(1), parents, depths, committed, counts)
         tried, came_true = (fate.view(tokens.shape) for fate in fates)
         predicted = came_true & (strengths >= PREDICTED)[:, None]
-        self._predicted[rows] += predicted.any(2).sum(1)
+        self._predicted.index_add_(0, rows, predicted.any(2).sum(1))
         self._calibration.observe(buckets, came_true[:, :REACH], tried[:, :REACH])
         self._proposals.forget(rows)

@@ -16,8 +16,10 @@ class History:
     def __init__(self, max_sequences: int, max_length: int, device: torch.device | str) -> None:
         self._max_length = max_length
         width = 2 * CONTEXT + 2 * max_length + 1 + MAX_DEPTH + 1
-        tokens = torch.full((max_sequences, width), SEPARATOR, dtype=torch.int32, device=device)
-        ends, origins, cursors = (torch.full((max_sequences,), CONTEXT, device=device) for _ in range(3))
+        rows = max_sequences + 1  # the last one is nobody's, which pads batches
+        tokens = torch.full((rows, width), SEPARATOR, dtype=torch.int32, device=device)
+        ends, origins, cursors = (torch.full((rows,), CONTEXT, device=device) for _ in range(3))
+        ends[max_sequences] += 1  # a text has a last token
         self.texts = Texts(tokens, ends, origins, cursors)
         self._reach = CONTEXT
 
@@ -30,17 +32,26 @@ class History:
     def columns(self, at_least: int) -> int:
         """All columns that can be in use and one more, at least so many as asked."""
         # The bound is the host's own and may be too wide: reading the exact one would wait for the device.
-        return min(max(self._reach + 1, at_least), self.texts.tokens.shape[1])
+        return min(max(self._reach + 1, at_least), self.width)
+
+    @property
+    def width(self) -> int:
+        """All columns there are."""
+        return self.texts.tokens.shape[1]
+
+    def lengthen(self, most: int) -> None:
+        """Texts are at most so many tokens longer from now on."""
+        self._reach += most
 
     def append(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Add counts[b] tokens to each text. # rows [batch], tokens [batch, depth + 1], counts [batch]"""
+        """Add counts[b] tokens to each text, once texts are lengthened by as many as there may be. # rows [batch],
+        tokens [batch, depth + 1], counts [batch]"""
         ends = self.texts.ends[rows]
         columns = ends[:, None] + torch.arange(tokens.shape[1], device=rows.device)
         # Padding lands behind the new end, where the next tokens overwrite it: behind a text stand only separators.
         self.texts.tokens[rows[:, None], columns] = tokens.to(torch.int32)
         self.texts.ends.index_add_(0, rows, counts)
         self.texts.cursors.index_add_(0, rows, counts)
-        self._reach += tokens.shape[1]
 
     def finish(self, rows: Sequence[int]) -> None:
         """Forget these texts."""

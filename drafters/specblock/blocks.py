@@ -17,12 +17,12 @@ from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
 from drafters.specblock.heads import TreeNoise, propose
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting, taken_slots
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live
 from drafters.tree import DraftTree
-from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
+from kernels.graph_runner import GraphRunner, batches_up_to, leading
 
 NOWHERE = -1
 COUNTS = (4, 16, WAITING)
@@ -40,7 +40,6 @@ class TrainedWeights:
     policy: str = "best_first"  # of POLICIES
     recorder: BlockRecorder | None = None  # of what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
-    capture: Capture | None = None  # makes its forwards repeatable; None: they run as they are
 
 
 class Sizes(NamedTuple):
@@ -94,8 +93,8 @@ class Block(NamedTuple):
 
 class Blocks:
     """Grows blocks from committed entries, makes one tree of them, and learns what became of it: `begin`, `follow` (one
-    for each further block), `tree` and `take_in` are runners of the functions below, eager or captured in a few shapes,
-    whose batches are padded with rows of nobody's and whose waiting entries with what nobody sees."""
+    for each further block), `tree`, `take_in` and `pass_by` are runners of the functions below, eager or captured in a
+    few shapes, whose batches are padded with rows of nobody's and whose waiting entries with what nobody sees."""
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
         self._weights, self._network = weights, weights.network
@@ -110,11 +109,17 @@ class Blocks:
         self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
         self._forward = BlockForward(weights.network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
-        capture = weights.capture
+        capture = sizes.capture
         batches = batches_up_to(sizes.max_sequences) if capture else []
         padding = self.state.padding(sizes.max_sequences)
         self.take_in = GraphRunner(self._take_in, capture, ((leading(padding, batch), ()) for batch in batches))
-        nobody = padding[0]
+        nobody, _, counts, slots, _, tokens = padding
+        passing = (nobody, counts, slots, tokens)
+        self.pass_by = GraphRunner(
+            self._pass_by,
+            capture,
+            (((*leading(passing, batch), learns), ()) for batch, learns in product(batches, (True, False))),
+        )
         none = torch.zeros_like(nobody)
         keys = Keys(nobody, none, none.float(), none)
         shapes = product(batches, (True, False), reversed(COUNTS))
@@ -185,6 +190,11 @@ class Blocks:
         self.pool.forget(self.state.append(rows, positions, counts, slots))
         self.state.wait(rows, counts, features, tokens)
         return came
+
+    def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor, learns: bool) -> Tensor:
+        """The same of what no block will see; `learns`: whether anything was drafted. # -> [2] as of `learn`"""
+        self.pool.forget(taken_slots(slots, counts))
+        return self.calibration.learn(rows, tokens, counts) if learns else counts.new_zeros(2)
 
     def _block(
         self, states: Tensor, live: Live, origin: Origin, ground: Ground, before: Sequence[Block]

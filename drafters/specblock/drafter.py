@@ -11,7 +11,7 @@ from drafters import readback
 from drafters.gating import AskGate
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, RankOutcomes, Read
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
-from drafters.specblock.pool import ROOM, Backlog, Waiting, taken_slots
+from drafters.specblock.pool import ROOM, Backlog, Waiting
 from drafters.tree import Candidates
 
 
@@ -100,7 +100,6 @@ class SpecBlockDrafter(Drafter):
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
-        assert committed.features is not None, "the target taps no features for this drafter"
         if self._recorder is not None:
             self._recorder.commit(committed, grown=self._has_grown)
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
@@ -108,11 +107,11 @@ class SpecBlockDrafter(Drafter):
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
+            assert committed.features is not None, "the target taps no features for this drafter"
             came = self._blocks.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         else:
-            self._pool.forget(taken_slots(slots, counts))
             # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
-            came = self._calibration.learn(rows, committed.tokens, counts) if self._has_grown else counts.new_zeros(2)
+            came = self._blocks.pass_by((rows, counts, slots, committed.tokens, self._has_grown))
         self._has_grown = False
         observe = self._block_gate.end()
         if observe is not None:

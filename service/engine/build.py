@@ -21,6 +21,7 @@ def drafting_sizes(target: Target, limits: EngineLimits) -> DraftingSizes:
         num_slots=target.pool.num_slots,
         max_nodes=limits.max_budget,
         device=target.device,
+        capture=target.capture,
     )
 
 

@@ -149,4 +149,4 @@ def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -
 def capture_forwards(target: Target, capture: Capture, *, max_sequences: int, max_nodes: int, max_length: int) -> None:
     """Let the target run the steps that decoding makes by captures."""
     shapes = shapes_for(max_sequences, max_nodes)
-    target.run_by(CapturedForward(target, capture, shapes, max_length=max_length))
+    target.run_by(CapturedForward(target, capture, shapes, max_length=max_length), capture)

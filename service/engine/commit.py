@@ -47,7 +47,7 @@ def committed_of(
 ) -> Committed:
     """What became permanent; of the lines of `tree` those with nodes stand first. `host` is what the host knows of the
     completing sequences; `follow` is passed on."""
-    features = output.features
+    features = output.features if follow or wants_scores else None  # else nobody looks at them
     return Committed(
         rows=verified.table_rows,
         positions=verified.roots,

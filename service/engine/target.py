@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels import ops
+from kernels.graph_runner import Capture
 from kernels.tree_attention import AttentionRows
 from service.engine.decoder import layers_of
 from service.engine.kv_pool import KVPool, SlotTable
@@ -47,20 +48,16 @@ class Target:
         self._plan_attention = table.plan_attention
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once
+        self.capture: Capture | None = None  # by which forwards run that go another way than one by one
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
         """Run the rows, once and as they are, or in the way given to `run_by`."""
         return self._forward(rows, table)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether forwards go another way than one by one."""
-        return self._forward != self.forward_once
-
-    def run_by(self, forward: Forward) -> None:
-        """Let forwards go another way from now on, which calls `compute`."""
-        self._forward = forward
+    def run_by(self, forward: Forward, capture: Capture) -> None:
+        """Let forwards go a captured way from now on, which calls `compute`."""
+        self._forward, self.capture = forward, capture
 
     def compute(
         self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor

@@ -1,6 +1,7 @@
 """Two drafters behind one: trees merged, credits counted, and the costly one spared when it does not pay."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,7 +9,9 @@ from torch import Tensor
 from drafters.gating import AskGate
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read
+from drafters.random_tree import RandomTreeDrafter
 from drafters.tree import Candidates, DraftTree, VerifyResult
+from tests.kernels.tensor_program import kernels, record
 
 ROW = torch.tensor([1])
 NOISE = Noise(torch.zeros(1).long(), torch.zeros(1), torch.tensor([9]))
@@ -130,3 +133,33 @@ def test_both_observe_everything() -> None:
     both.start([DraftContext(1, [1, 2])])
     both.read(Read(1, 0, ROW, ROW, torch.zeros(1, 4)))
     assert cheap.heard == costly.heard == ["start", "read"]
+
+
+def test_captured_it_merges_and_credits_the_same() -> None:
+    sizes = DraftingSizes(max_sequences=4, max_length=40, max_nodes=12, vocab_size=5)
+    generator = torch.Generator().manual_seed(3)
+    with kernels():
+        eager, captured = (
+            MergedDrafter(
+                RandomTreeDrafter(sizes, seed=1),
+                RandomTreeDrafter(sizes, seed=2),
+                replace(sizes, capture=capture),
+                gate=AskGate(map(float, range(10**6)).__next__),
+            )
+            for capture in (None, record)
+        )
+        for step in range(20):
+            rows = torch.randperm(4, generator=generator)[: 1 + step % 4]
+            noise = Noise(rows, rows.float(), rows)
+            one, other = eager.grow(rows, noise), captured.grow(rows, noise)
+            assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+            tokens = torch.randint(5, (len(rows), 4), generator=generator)
+            counts = torch.randint(1, 5, (len(rows),), generator=generator)
+            tokens[torch.arange(4) >= counts[:, None]] = -1
+            result = VerifyResult(tokens[:, :3], counts - 1, counts, tokens)
+            nowhere = torch.zeros_like(tokens)
+            emitted = Committed(rows, tokens, counts, DraftTree.empty(len(rows)), result, None, rows, nowhere)
+            for drafter in (eager, captured):
+                drafter.commit(emitted)
+        assert eager.credits() == captured.credits()
+        assert sum(captured.credits().values()) > 0

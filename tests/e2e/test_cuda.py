@@ -52,7 +52,7 @@ def test_hash_bits_are_those_of_the_cpu() -> None:
 
 
 def test_forwards_are_captured_and_rows_independent(assembly: Assembly) -> None:
-    assert assembly.target.is_captured
+    assert assembly.target.capture is not None
     assert assembly.numerics == "exact"
 
 
@@ -64,7 +64,7 @@ def test_every_way_of_decoding_gives_the_same_text(assembly: Assembly) -> None:
 @pytest.mark.parametrize("params", [greedy(), sampled(3)], ids=["greedy", "sampled"])
 def test_graphs_change_nothing(folder: Path, assembly: Assembly, params: SamplingParams) -> None:
     as_they_are = assemble(settings(folder), graphs=False)
-    assert not as_they_are.target.is_captured
+    assert as_they_are.target.capture is None
     asked = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(6, 40))]
     found, expected = generate(assembly.engine(), *asked), generate(as_they_are.engine(), *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
@@ -151,8 +151,9 @@ def test_a_publish_reaches_captured_forwards(folder: Path, assembly: Assembly, t
         after = _proposals(adaptive)
         assert texts(adaptive.engine, asked) == expected
     assert (before > 0).any()
-    assert torch.equal(before, same)
-    assert not torch.equal(before, after)
+    # what was learnt of earlier drafts fades from step to step
+    assert torch.allclose(before, same, atol=0.002)
+    assert not torch.allclose(before, after, atol=0.02)
 
 
 @torch.no_grad()

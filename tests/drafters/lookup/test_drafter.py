@@ -8,14 +8,16 @@ from drafters.lookup.calibration import REACH
 from drafters.lookup.drafter import LookupDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise
 from drafters.tree import ROOT, Candidates, DraftTree, VerifyResult
+from kernels.graph_runner import Capture
 from kernels.trees import select_nodes
 from tests.drafters.trees import assert_valid_tree, path_to
+from tests.kernels.tensor_program import kernels, record
 
 PROMPT = list(range(100, 120))
 
 
-def drafter(max_length: int = 256) -> LookupDrafter:
-    return LookupDrafter(DraftingSizes(max_sequences=4, max_length=max_length, max_nodes=64))
+def drafter(max_length: int = 256, capture: Capture | None = None) -> LookupDrafter:
+    return LookupDrafter(DraftingSizes(max_sequences=4, max_length=max_length, max_nodes=64, capture=capture))
 
 
 def grow(lookup: LookupDrafter, rows: Sequence[int]) -> Candidates:
@@ -281,3 +283,24 @@ def test_candidates_are_trees_whatever_was_learnt() -> None:
         rates.copy_(learnt)
         assert_valid_tree(grow(lookup, range(4)))
         commit(lookup, dict(enumerate(torch.randint(3, (4, 2), generator=generator).tolist())))
+
+
+def test_captured_it_proposes_and_learns_the_same() -> None:
+    """One to four texts in any order, with steps between in which nobody is asked."""
+    generator = torch.Generator().manual_seed(7)
+    with kernels():
+        eager, captured = drafter(128), drafter(128, record)
+        for lookup in (eager, captured):
+            contexts = [
+                DraftContext(row, [*range(row, 9 + row)] * 2, prediction=[3, 4, 5, 6] * row) for row in range(4)
+            ]
+            lookup.start(contexts)
+        for step in range(30):
+            rows = torch.randperm(4, generator=generator)[: 1 + step % 4].tolist()
+            if step % 5:
+                one, other = grow(eager, rows), grow(captured, rows)
+                assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+            emitted = {row: torch.randint(9, (1 + step % 3,), generator=generator).tolist() for row in rows}
+            for lookup in (eager, captured):
+                commit(lookup, emitted)
+        assert eager.finish(range(4)) == captured.finish(range(4))

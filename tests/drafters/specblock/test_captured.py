@@ -37,10 +37,10 @@ class Texts:
             max_sequences=TEXTS, window_tokens=8, width=width, hidden=hidden, top=2, dtype=torch.float32, device="cpu"
         )
         self.said = BlockRecorder(tables, model.t2d, block_size=4, wanted=lambda: False)
-        sizes = DraftingSizes(max_sequences=TEXTS, max_length=LENGTH, max_nodes=24, num_slots=TEXTS * LENGTH + 1)
-        weights = TrainedWeights(
-            serving(model), tiny_embedding(hidden), blocks=blocks, starts=3, recorder=self.said, capture=capture
+        sizes = DraftingSizes(
+            max_sequences=TEXTS, max_length=LENGTH, max_nodes=24, num_slots=TEXTS * LENGTH + 1, capture=capture
         )
+        weights = TrainedWeights(serving(model), tiny_embedding(hidden), blocks=blocks, starts=3, recorder=self.said)
         self.drafter = SpecBlockDrafter(sizes, weights)
 
     def read(self, row: int, length: int) -> None:

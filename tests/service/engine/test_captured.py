@@ -45,7 +45,7 @@ class Both:
             self._forward(self.plain, rows)
             self._forward(self.captured_target, rows)
         forward = CapturedForward(self.captured_target, record, SHAPES, max_length=CONTEXT + 30)
-        self.captured_target.run_by(forward)
+        self.captured_target.run_by(forward, record)
         self.forward = forward
 
     def step(self, lines: list[int], nodes: int, seed: int) -> tuple[TargetOutput, TargetOutput, ForwardRows]:

@@ -11,7 +11,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.network import ServingNetwork
 from kernels import ops
-from kernels.graph_runner import Capture, rerun
+from kernels.graph_runner import rerun
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
@@ -47,15 +47,15 @@ def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured:
     limits = replace(LIMITS, max_sequences=2)
     if capture is not None:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
-    weights = weights_elsewhere(loaded, capture) if drafter == "specblock" else None
+    weights = weights_elsewhere(loaded) if drafter == "specblock" else None
     drafts = build.make_drafter(drafter, target, limits, weights)
     return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
 
 
-def weights_elsewhere(loaded: LoadedModel, capture: Capture | None) -> TrainedWeights:
+def weights_elsewhere(loaded: LoadedModel) -> TrainedWeights:
     model = tiny_drafter(trained_length=64)
     network = ServingNetwork(model.config, {name: value.to(ELSEWHERE) for name, value in weights_of(model).items()})
-    return TrainedWeights(network, embed_with(loaded.parts.embedding), blocks=2, starts=2, capture=capture)
+    return TrainedWeights(network, embed_with(loaded.parts.embedding), blocks=2, starts=2)
 
 
 @pytest.fixture(name="loaded", autouse=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafters.gating import AskGate, _Asked
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -16,13 +17,14 @@ from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS
 
 torch.set_num_threads(1)
 
-PLAIN, DRAFTED = 13, 34  # launches, a replayed graph being one: 2 and 11 of them
+LAUNCHES = {"none": 12, "lookup": 28, "specblock": 34, "lookup+specblock": 47}
+"""By drafter, a replayed graph being one; the default one is the last."""
 
 
-def captured(folder: Path) -> Assembly:
+def captured(folder: Path, drafter: str) -> Assembly:
     settings = {"model": "dummy(tiny)", "load_dtype": "float32", "device": "cpu"}
     sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache": "10MiB", "max_budget": 16, "draft_blocks": 2}
-    more = {"drafter": "specblock", "budget_policy": "fixed", "threads": 1, "state_dir": folder}
+    more = {"drafter": drafter, "budget_policy": "fixed", "threads": 1, "state_dir": folder}
     return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)
 
 
@@ -42,12 +44,19 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], i
     return seen, len(uploads)
 
 
-def test_what_a_step_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
+    """Asks, whatever that has gained."""
+    now = gate._clock()
+    gate._asked.append(_Asked(gate._gains.of(1, 0), expected, now, now))
+    return True
+
+
+@pytest.mark.parametrize("drafter", LAUNCHES)
+def test_what_a_step_asks_for(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one text, with all that a drafter may be asked for."""
     launches = Launches()
     launches.stand_for_a_device(monkeypatch)
-    assembly = captured(tmp_path)
-    plain_reads = step_in_the_middle(assembly.engine(assembly.drafter("none"), FixedBudget(0)), launches)
-    assert plain_reads == ([TOKENS], 0)
-    assert launches.count == PLAIN
-    assert step_in_the_middle(assembly.engine(), launches) == ([TOKENS], 0)
-    assert launches.count == DRAFTED
+    monkeypatch.setattr(AskGate, "ask", always)
+    engine = captured(tmp_path, drafter).engine(policy=FixedBudget(0) if drafter == "none" else None)
+    assert step_in_the_middle(engine, launches) == ([TOKENS], 0)
+    assert launches.count == LAUNCHES[drafter]
