@@ -4,6 +4,7 @@ Imports nothing heavy before a command runs, so that help answers at once.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -220,6 +221,8 @@ def _gpu(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
     ] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Prompts answered in each measurement of speed.")] = 16,
+    copies: Annotated[str, typer.Option(metavar="N,...", help="How wide the served model is made for speed.")] = "4,8",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run every part on a CPU with tiny shapes; the figures say nothing.")
     ] = False,
@@ -227,12 +230,14 @@ def _gpu(
 ) -> bool:
     """Confirm and measure this GPU, section by section. Exit code 1 if anything fails or a token differs."""
     from service.bench.gpu import SECTIONS, run_gpu
+    from service.bench.gpu_sections import DRY, FULL
 
     asked = [name.strip() for name in sections.split(",") if name.strip()] or SECTIONS
     unknown = [name for name in asked if name not in SECTIONS]
     if unknown:
         raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
-    return run_gpu(loaded.config, asked, prompts=prompts, dry_run=dry_run, out=out)
+    plan = DRY if dry_run else replace(FULL, answers=answers, widened=numbers(copies, "--copies"))
+    return run_gpu(loaded.config, asked, replace(plan, prompts=prompts), out=out)
 
 
 def _lossless(
@@ -250,9 +255,9 @@ def _lossless(
     return run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """What --concurrency says: positive numbers in a list with commas. Raises StartupError."""
+def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
+    """What an option says: positive numbers in a list with commas. Raises StartupError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise StartupError(f"--concurrency {text!r}: give positive numbers such as 1,2,4,8")
+        raise StartupError(f"{option} {text!r}: give positive numbers such as 1,2,4,8")
     return tuple(dict.fromkeys(map(int, parts)))

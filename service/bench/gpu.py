@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,6 @@ from rich.table import Table
 
 from service.bench.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_sections import (
-    DRY,
-    FULL,
     MEASURED,
     Figure,
     Plan,
@@ -88,17 +86,9 @@ def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
     return judged
 
 
-def run_gpu(
-    config: ServiceConfig,
-    sections: Sequence[str] = SECTIONS,
-    *,
-    prompts: Path | None = None,
-    dry_run: bool,
-    out: Path | None,
-) -> bool:
+def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: Path | None) -> bool:
     """Measure and report; whether the tests passed, no section failed and every token was the same."""
     refuse_unwritable(out)
-    plan = replace(DRY if dry_run else FULL, prompts=prompts)
     check_device(config, plan, torch.cuda.device_count())
     run = Findings(plan)
     tests_pass = "tests" not in sections or run.tests()

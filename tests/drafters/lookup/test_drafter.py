@@ -300,7 +300,9 @@ def test_captured_it_proposes_and_learns_the_same() -> None:
             if step % 5:
                 one, other = grow(eager, rows), grow(captured, rows)
                 assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-            emitted = {row: torch.randint(9, (1 + step % 3,), generator=generator).tolist() for row in rows}
+            emitted: dict[int, Sequence[int]] = {
+                row: torch.randint(9, (1 + step % 3,), generator=generator).tolist() for row in rows
+            }
             for lookup in (eager, captured):
                 commit(lookup, emitted)
         assert eager.finish(range(4)) == captured.finish(range(4))
