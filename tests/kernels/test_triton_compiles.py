@@ -23,6 +23,9 @@ KERNELS = {
     "_add_norm",
     "_gate",
     "_rotate_store",
+    "_judge",
+    "_mark",
+    "_correct",
 }
 SMALLEST_SHARED = 99 * 1024  # bytes a program may have on the smallest of these devices
 MOST_SPILLED = 32  # bytes of a thread

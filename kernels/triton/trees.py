@@ -1,0 +1,105 @@
+# ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
+# mypy: allow-untyped-decorators
+"""Ops of `kernels/trees.py` in one launch each: a program has a tree, a lane a node, which goes up its path step by
+step. A path is some ten steps; the reference's jumps are two launches for each doubling."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.tree_attention import MAX_DEPTH
+from kernels.trees import Fates
+
+_FEWEST = 64
+
+
+def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
+    """As the reference's `fates`."""
+    batch, nodes = tokens.shape
+    tried, came_true = tokens.new_empty(2, batch, nodes, dtype=torch.bool)
+    if batch and nodes:
+        trees = [part if part.stride(1) == 1 else part.contiguous() for part in (tokens, parents, depths)]
+        _judge[(batch,)](
+            *trees, *(part.stride(0) for part in trees), committed.contiguous(), counts, tried, came_true,
+            nodes, committed.shape[1], MOST=MAX_DEPTH, NODES=triton.next_power_of_2(max(nodes, _FEWEST)),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return Fates(tried, came_true)
+
+
+@triton.jit(do_not_specialize=["nodes", "longest", "token_stride", "parent_stride", "depth_stride"])
+def _judge(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    token_stride: tl.tensor,
+    parent_stride: tl.tensor,
+    depth_stride: tl.tensor,
+    committed: tl.tensor,
+    counts: tl.tensor,
+    tried: tl.tensor,
+    came_true: tl.tensor,
+    nodes: tl.tensor,
+    longest: tl.tensor,
+    MOST: tl.constexpr,
+    NODES: tl.constexpr,
+) -> None:
+    """Whether a node's token, and those above it, are the text's."""
+    line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES).to(tl.int64)
+    exists, count = node < nodes, tl.load(counts + line)
+    tokens, parents, depths = tokens + line * token_stride, parents + line * parent_stride, depths + line * depth_stride
+    text = committed + line * longest
+    depth = tl.load(depths + node, mask=exists, other=0)
+    known = (depth > 0) & (depth <= count)
+    equal = _is_said(tokens, depths, text, node, exists, count, longest)
+    above = tl.load(parents + node, mask=exists, other=-1)
+    holds, level = exists, 0
+    while (tl.max(tl.where(holds, above, -1), 0) >= 0) & (level < MOST):
+        asked = holds & (above >= 0)
+        holds = tl.where(asked, _is_said(tokens, depths, text, above, asked, count, longest), holds)
+        above = tl.load(parents + above, mask=asked, other=-1)
+        level += 1
+    at = line * nodes + node
+    tl.store(tried + at, holds & known, mask=exists)
+    tl.store(came_true + at, holds & equal, mask=exists)
+
+
+@triton.jit
+def _is_said(
+    tokens: tl.tensor,
+    depths: tl.tensor,
+    text: tl.tensor,
+    node: tl.tensor,
+    asked: tl.tensor,
+    count: tl.tensor,
+    longest: tl.tensor,
+) -> tl.tensor:
+    """Whether the text has the tokens of these nodes where they stand."""
+    depth = tl.load(depths + node, mask=asked, other=0)
+    known = asked & (depth > 0) & (depth <= count)
+    place = tl.minimum(tl.maximum(depth - 1, 0), longest - 1)
+    return known & (tl.load(tokens + node, mask=known, other=-2) == tl.load(text + place, mask=known, other=-3))
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """As the reference's `ancestor_matrix`."""
+    batch, nodes = parents.shape
+    above = parents.new_zeros(batch, nodes, nodes, dtype=torch.bool)
+    if batch and nodes:
+        _mark[(batch,)](
+            parents.contiguous(), above, nodes, MOST=MAX_DEPTH, NODES=triton.next_power_of_2(max(nodes, _FEWEST)),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return above
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _mark(parents: tl.tensor, above: tl.tensor, nodes: tl.tensor, MOST: tl.constexpr, NODES: tl.constexpr) -> None:
+    """Every node on a node's path, itself included."""
+    line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES).to(tl.int64)
+    here, row, level = tl.where(node < nodes, node, -1), above + (line * nodes + node) * nodes, 0
+    while (tl.max(here, 0) >= 0) & (level < MOST):
+        tl.store(row + here, True, mask=here >= 0)
+        here = tl.load(parents + line * nodes + here, mask=here >= 0, other=-1)
+        level += 1
