@@ -143,13 +143,7 @@ class _Captured(Generic[Out]):
         self._sizes, self._given_sizes = _sizes(self.padding), _sizes(self._given)
 
         standing = _leaves((self.results,))
-
-        def compute() -> None:
-            for place, result in zip(standing, _leaves((function(*static, *given),)), strict=True):
-                if isinstance(place, Tensor) and place is not result:
-                    place.copy_(result)
-
-        self.repeat = capture(compute)
+        self.repeat = capture(lambda: _keep(standing, _leaves((function(*static, *given),))))
 
     def holds(self, sizes: Sizes, given: Sizes) -> bool:
         return _at_most(sizes, self._sizes) and _at_most(given, self._given_sizes)
@@ -206,6 +200,22 @@ class _Places:
             for place, leaf in zip(self._largest, leaves, strict=True)
         ]
         return pytree.tree_unflatten(places, structure)
+
+
+def _keep(places: Sequence[Any], results: Sequence[Any]) -> None:
+    """Copy results to their places, those of a type that lie there as they are by one call."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, result in zip(places, results, strict=True):
+        if not isinstance(place, Tensor) or place is result or not place.numel():
+            continue
+        if place.is_contiguous() and result.is_contiguous() and place.dtype == result.dtype:
+            held = alike.setdefault(place.dtype, ([], []))
+            held[0].append(place)
+            held[1].append(result)
+        else:
+            place.copy_(result)
+    for together in alike.values():
+        torch._foreach_copy_(*together)
 
 
 def leading(values: Any, count: int) -> Any:
