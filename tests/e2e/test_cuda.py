@@ -1,5 +1,6 @@
 """The engine, its graphs, its memory and learning beside it on a CUDA device; see docs/gpu.md for what is confirmed."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,26 @@ def test_captured_drafts_change_nothing(folder: Path, assembly: Assembly) -> Non
     drafted = generate(learned.engine(), *asked)
     assert {key: one.tokens for key, one in drafted.items()} == {key: one.tokens for key, one in plain.items()}
     assert sum(_drafted(one) for one in drafted.values()) > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "specblock"])
+def test_a_step_waits_once(folder: Path, assembly: Assembly, drafter: str) -> None:
+    """For what it has emitted."""
+    weights = save_drafter(folder / "drafter that waits", assembly)
+    drafts = {"drafter": "specblock", "drafter_path": weights, "draft_blocks": 2, "budget_policy": "fixed"}
+    learned = assemble(settings(folder, **drafts))
+    engine = learned.engine(learned.drafter(drafter))
+    engine.add(request("0", list(range(40)), greedy(100)))
+    for _ in range(8):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [Path(wait.filename).name for wait in waits] == ["emit.py"]
 
 
 def test_the_pool_takes_a_share_of_what_is_left(folder: Path) -> None:
