@@ -111,10 +111,11 @@ class DraftStage:
         if budget.sizes is None:
             return replace(budget, nodes=budget.widths)
         sizes = sizes[: budget.load.num_drafting]
-        self._width.learn([wanted for wanted, _ in sizes])
-        nodes = tuple(min(wanted, width) for (wanted, _), width in zip(sizes, budget.widths, strict=False))
+        wanted = [count for count, _ in sizes]
+        self._width.learn(wanted)
+        nodes = tuple(map(min, wanted, budget.widths))
         reason = budget.reason
-        if reason == "cost" and not any(nodes):
+        if reason == "cost" and not any(wanted):
             reason = "does_not_pay" if any(worth for _, worth in sizes) else "no_candidates"
         return replace(budget, nodes=nodes + (0,) * (len(budget.widths) - len(nodes)), reason=reason)
 

@@ -35,7 +35,8 @@ class ExactWidth(TreeWidth):
 
 class FixedWidth(TreeWidth):
     """One of a few, the same for all: the device is not asked, whose answer would come when it has nothing left to do.
-    Which one follows from the trees of the step before; more nodes than that are not verified, fewer are padding."""
+    Which one follows from the trees of the step before; more nodes than that are not verified, fewer are padding. Where
+    none were wanted there is no room for any: those that come then are verified a step later."""
 
     def __init__(self, max_nodes: int) -> None:
         self._widths = widths_up_to(max_nodes)
@@ -45,7 +46,7 @@ class FixedWidth(TreeWidth):
         batch = num_nodes.shape[0]
         fitting = [width for width in self._widths if width * batch <= free]
         enough = [width for width in fitting if width >= self._wanted]
-        return [min(enough, default=max(fitting, default=0))] * batch
+        return [min(enough, default=max(fitting, default=0)) if self._wanted else 0] * batch
 
     def learn(self, num_nodes: Sequence[int]) -> None:
         self._wanted = max(num_nodes, default=0)

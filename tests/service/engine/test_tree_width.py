@@ -32,8 +32,8 @@ def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
     width = FixedWidth(48)
     asked = torch.tensor([1, 2])  # what is wanted now is not looked at
     assert width.of(asked, free=1000) == [48, 48]
-    for wanted, given in ((7, 7), (8, 15), (0, 7), (40, 48), (31, 31)):
-        width.learn([1, wanted])
+    for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (0, 0), (31, 31)):
+        width.learn([0, wanted])
         assert width.of(asked, free=1000) == [given, given]
 
 
