@@ -5,6 +5,7 @@ became of earlier ones, pruned to the budget; and what the step then teaches all
 import time
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class DraftStage:
         self._version = drafter.version
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
+        self._no_trees = cache(partial(DraftTree.empty, device=device))  # nobody changes them
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
@@ -91,12 +93,12 @@ class DraftStage:
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))
         is_forced = refusal == "suspended" and any(sequence.sampling.grammar for sequence in drafting)
-        candidates = DraftTree.empty(len(drafting), self._device)
+        candidates = self._no_trees(len(drafting))
         if refusal is None or is_forced:
             numbers = self._numbers(drafting)
             candidates = self._constrained(drafting, candidates if is_forced else self._grow(drafting, numbers))
         if refusal is not None and not candidates.width:
-            return DraftTree.empty(lines, self._device), Budget(load, refusal, (0,) * lines, False, followed)
+            return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
         candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
         wanted, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
         widths = self._width.of(wanted, load.max_nodes)

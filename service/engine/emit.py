@@ -33,13 +33,14 @@ class StepResult(NamedTuple):
 
 def read_result(verified: Verified, sizes: Tensor | None) -> StepResult:
     """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64"""
-    columns = [verified.tokens, verified.failed[:, None]]
-    batch, width = verified.tokens.shape
+    emitted = verified.emitted
+    batch, width = emitted.shape
     if sizes is not None:
-        columns.append(pad(sizes, (0, 0, 0, batch - len(sizes))) if batch > len(sizes) else sizes)
-    lines: list[list[int]] = torch.cat(columns, dim=1).tolist()  # planned transfer
-    tokens = [[token for token in line[:width] if token >= 0] for line in lines]
-    return StepResult(tokens, [bool(line[width]) for line in lines], [line[width + 1 :] for line in lines])
+        sizes = pad(sizes, (0, 0, 0, batch - len(sizes))) if batch > len(sizes) else sizes
+        emitted = torch.cat([emitted, sizes], dim=1)
+    lines: list[list[int]] = emitted.tolist()  # planned transfer
+    tokens = [[token for token in line[1:width] if token >= 0] for line in lines]
+    return StepResult(tokens, [bool(line[0]) for line in lines], [line[width:] for line in lines])
 
 
 class EmitStage:

@@ -41,13 +41,19 @@ class Sampler:
 
 
 def _choose_likeliest(logits: Tensor) -> Choice:
-    return ops.on(logits.device).choose_likeliest(logits)
+    return _as_numbers(ops.on(logits.device).choose_likeliest(logits))
 
 
 def _sample(
     seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
 ) -> Choice:
-    return ops.on(logits.device).sample(logits, seeds, positions, temperatures, Filters(*filters) if filters else None)
+    kept = Filters(*filters) if filters else None
+    return _as_numbers(ops.on(logits.device).sample(logits, seeds, positions, temperatures, kept))
+
+
+def _as_numbers(choice: Choice) -> Choice:
+    """Bad rows as int64 too: what is of one type is copied on by one call."""
+    return choice._replace(bad_rows=choice.bad_rows.long())
 
 
 def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:

@@ -35,8 +35,7 @@ class Verified(NamedTuple):
     num_accepted: Tensor  # [batch] int64
     bonus: Tensor  # [batch] int64
     target_tokens: Tensor  # [batch, nodes + 1] int64
-    failed: Tensor  # [batch] bool: a row of the path had no finite score to choose by
-    tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
+    emitted: Tensor  # [batch, depth + 2] int64: whether a row of the path had no finite score to choose by; the tokens
     counts: Tensor  # [batch] int64: valid entries of `tokens`
     path_logits: Tensor  # [batch, depth + 1] int64, lines of the logits that chose them; behind the bonus token any
     path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes; behind them the root's
@@ -44,6 +43,11 @@ class Verified(NamedTuple):
     table_rows: Tensor  # [batch] int64
     roots: Tensor  # [batch] int64, absolute positions
     freed: Tensor  # [nodes of all sequences] int64, slots that nobody needs any more: as many as were not accepted
+
+    @property
+    def tokens(self) -> Tensor:
+        """Accepted tokens, then the bonus token, then -1. # [batch, depth + 1] int64"""
+        return self.emitted[:, 1:]
 
     @property
     def result(self) -> VerifyResult:
@@ -189,8 +193,9 @@ def _settled(
         num_accepted=num_accepted,
         bonus=bonus,
         target_tokens=target_tokens,
-        failed=bad[path_logits].any(1),  # rejected nodes may be as bad as they like
-        tokens=_emitted(tokens, path, num_accepted, bonus),
+        emitted=torch.cat(
+            [bad[path_logits].amax(1, keepdim=True), _emitted(tokens, path, num_accepted, bonus)], dim=1
+        ),  # rejected nodes may be as bad as they like
         counts=num_accepted + 1,
         path_logits=path_logits,
         path_rows=path_rows,
@@ -212,8 +217,8 @@ def _emitted(tokens: Tensor, path: Tensor, num_accepted: Tensor, bonus: Tensor) 
 def _leading(settled: Verified, batch: int, width: int) -> Verified:
     """Without the padding of a capture."""
     depth = min(width, MAX_DEPTH)
-    by_width = {"path": depth, "target_tokens": width + 1}
-    by_width |= dict.fromkeys(("tokens", "path_logits", "path_rows", "slots"), depth + 1)
+    by_width = {"path": depth, "target_tokens": width + 1, "emitted": depth + 2}
+    by_width |= dict.fromkeys(("path_logits", "path_rows", "slots"), depth + 1)
     lines = {name: value[:batch] for name, value in settled._asdict().items() if name != "freed"}
     lines |= {name: lines[name][:, :count] for name, count in by_width.items()}
     return Verified(freed=settled.freed, **lines)
@@ -224,7 +229,7 @@ def _padding(batch: int, width: int, device: torch.device) -> tuple[Any, ...]:
     row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
     line, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
     return (
-        (row, row.bool()),
+        (row, row),
         (row, row + batch - 1, row + width + 1),
         (torch.arange(batch, device=device), line),
         (line, line, nodes),

@@ -1,5 +1,6 @@
-"""Counts what a device would be asked for one by one: operations on tensors that are no views, a capture as one, our
-kernels as the launches that they are. Sorts and their like are several on a device, so the count is a lower bound."""
+"""Counts what a device would be asked for one by one: operations on tensors that are no views, replayed captures apart,
+our kernels as the launches that they are. Sorts and their like are several on a device, so the count is a lower
+bound."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,11 @@ Result = TypeVar("Result")
 
 
 class Launches(TorchDispatchMode):
-    """While it is active, `count` goes up."""
+    """While it is active, `count` and `replays` go up."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.count = self.replays = 0
         self._hushed = False
 
     def __torch_dispatch__(
@@ -49,11 +50,21 @@ class Launches(TorchDispatchMode):
 
     def stand_for_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count captures and our ops as what they are there, read as late; to be called before an engine is built."""
-        monkeypatch.setattr("kernels.graph_runner.rerun", lambda compute: self.as_many(1, rerun(compute)))
+        monkeypatch.setattr("kernels.graph_runner.rerun", self.replayed)
         ops = {name: self.as_many(count, getattr(REFERENCE, name)) for name, count in _DEVICE_LAUNCHES.items()}
         table = Ops(**ops)
         monkeypatch.setattr("kernels.ops._table", lambda device_type: table)
         monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
+
+    def replayed(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """A capture, counted as one replay."""
+        repeat = self.as_many(0, rerun(compute))
+
+        def counted() -> None:
+            repeat()
+            self.replays += 1
+
+        return counted
 
     @contextmanager
     def _hush(self) -> Iterator[None]:

@@ -105,18 +105,18 @@ def test_without_nodes_each_line_of_logits_is_one_bonus_token(others: int, tempe
 
 def test_without_nodes_no_score_after_the_root_fails_the_sequence() -> None:
     verified = plain(4, 1)
-    assert verified.failed.tolist() == [False, True, False]
+    assert verified.emitted[:, 0].tolist() == [False, True, False]
     assert int(verified.result.bonus[1]) == 0
 
 
 @pytest.mark.parametrize("node", [-1, 1, 3, 4])
 def test_no_score_on_the_path_fails_the_sequence(node: int) -> None:
-    assert verify(ON_PATH, node, others=2)[0].failed.tolist() == [True, False]
+    assert verify(ON_PATH, node, others=2)[0].emitted[:, 0].tolist() == [True, False]
 
 
 def test_no_score_beside_the_path_is_harmless() -> None:
     verified, _ = verify(ON_PATH, 0, 2, others=2)
-    assert verified.failed.tolist() == [False, False]
+    assert verified.emitted[:, 0].tolist() == [False, False]
     assert verified.result.num_accepted.tolist() == [3, 0]
 
 
