@@ -5,6 +5,7 @@ are tested there."""
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Makes a computation repeatable that reads and writes only tensors that outlive it; runs it at least once."""
 
+_FITS = 256
+"""Sizes whose shape is remembered: decoding has a few, prompts any number."""
 Sizes = tuple[tuple[int, ...], ...]
 Out = TypeVar("Out")
 
@@ -89,7 +92,7 @@ class GraphRunner(Generic[Out]):
             inputs, results = _Places(), _Places()
             with torch.inference_mode():
                 self._captured = [_Captured(function, capture, *shape, inputs, results) for shape in shapes]
-        self._fits: dict[tuple[Sizes, Sizes], _Fit[Out] | None] = {}
+        self._fit = lru_cache(maxsize=_FITS)(partial(_smallest, self._captured))
         self._padded: _Fit[Out] | None = None  # whose padding stands in the buffers
 
     @property
@@ -101,7 +104,7 @@ class GraphRunner(Generic[Out]):
         if not self._captured:
             return self._function(*inputs, *given)
         values, standing = _leaves(inputs), _leaves(given)
-        fit = self._fit(values, standing)
+        fit = self._fit(_sizes(values), _sizes(standing))
         if fit is None or not fit.captured.stands(standing):
             return self._function(*inputs, *given)
         with torch.inference_mode():
@@ -112,14 +115,6 @@ class GraphRunner(Generic[Out]):
                 torch._foreach_copy_(places, [values[number] for number in chosen])
             fit.captured.repeat()
         return fit.captured.results
-
-    def _fit(self, values: Sequence[Tensor | int], given: Sequence[Tensor | int]) -> "_Fit[Out] | None":
-        sizes = _sizes(values), _sizes(given)
-        if sizes not in self._fits:
-            holding = (captured for captured in reversed(self._captured) if captured.holds(*sizes))
-            smallest = next(holding, None)
-            self._fits[sizes] = None if smallest is None else _Fit(smallest, sizes[0])
-        return self._fits[sizes]
 
 
 class _Captured(Generic[Out]):
@@ -181,6 +176,12 @@ class _Fit(Generic[Out]):
     def pad(self) -> None:
         for place, padding in self._tails:
             place.copy_(padding)
+
+
+def _smallest(captured: Sequence[_Captured[Out]], sizes: Sizes, given: Sizes) -> _Fit[Out] | None:
+    """The smallest shape that holds these."""
+    holding = next((shape for shape in reversed(captured) if shape.holds(sizes, given)), None)
+    return None if holding is None else _Fit(holding, sizes)
 
 
 class _Places:

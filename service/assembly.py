@@ -84,17 +84,18 @@ class Assembly:
         """An idle engine as configured, or with another drafter, budget policy, other limits, or watched; with a ledger
         that others enter their losses in too, or with one of its own."""
         ledger = ledger or RegretLedger()
-        return Engine(
-            self.target,
-            limits or self.limits,
-            Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
-            drafter or self.drafter(limits=limits),
-            policy or build.make_policy(self.costs, self.limits, ledger),
-            ledger=ledger,
-            learning=learning,
-            pace_seconds=self.config.budget_pace_seconds,
-            capture=self.target.capture,
-        )
+        with memory_for("captured steps", "lower kv_cache"):
+            return Engine(
+                self.target,
+                limits or self.limits,
+                Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
+                drafter or self.drafter(limits=limits),
+                policy or build.make_policy(self.costs, self.limits, ledger),
+                ledger=ledger,
+                learning=learning,
+                pace_seconds=self.config.budget_pace_seconds,
+                capture=self.target.capture,
+            )
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:

@@ -23,13 +23,13 @@ _SPARE_COLUMNS = 2  # the end of the text, which matches only itself, and the la
 
 class LookupDrafter(Drafter):
     """Drafts by copying; keeps the texts and the last proposals of all rows on the device. Captured, all columns of a
-    text are looked through, for how many are in use is the host's to know."""
+    text are looked through."""
 
     name = "lookup"
 
     def __init__(self, sizes: DraftingSizes) -> None:
         device = sizes.device
-        self._history = History(sizes.max_sequences, sizes.max_length, device)
+        self._history = History(sizes.max_sequences, sizes.max_length, device, is_fixed=sizes.capture is not None)
         self._calibration = LookupCalibration(device=device)
         self._max_nodes = sizes.max_nodes
         # All continuations as nodes (depth, match); equal beginnings are not merged here.

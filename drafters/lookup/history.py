@@ -13,8 +13,11 @@ from kernels.lookup import CONTEXT, SEPARATOR, Texts
 class History:
     """What sequences have said, and what their clients predict."""
 
-    def __init__(self, max_sequences: int, max_length: int, device: torch.device | str) -> None:
-        self._max_length = max_length
+    def __init__(
+        self, max_sequences: int, max_length: int, device: torch.device | str, *, is_fixed: bool = False
+    ) -> None:
+        """`is_fixed`: what looks through it takes all columns there are, in use or not."""
+        self._max_length, self._is_fixed = max_length, is_fixed
         width = 2 * CONTEXT + 2 * max_length + 1 + MAX_DEPTH + 1
         rows = max_sequences + 1  # the last one is nobody's, which pads batches
         tokens = torch.full((rows, width), SEPARATOR, dtype=torch.int32, device=device)
@@ -32,7 +35,7 @@ class History:
     def columns(self, at_least: int) -> int:
         """All columns that can be in use and one more, at least so many as asked."""
         # The bound is the host's own and may be too wide: reading the exact one would wait for the device.
-        return min(max(self._reach + 1, at_least), self.width)
+        return self.width if self._is_fixed else min(max(self._reach + 1, at_least), self.width)
 
     @property
     def width(self) -> int:

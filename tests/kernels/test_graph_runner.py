@@ -71,6 +71,15 @@ def test_calls_of_all_sizes_give_what_the_function_gives(capture: Capture | None
         assert not scaled[rows:].any()
 
 
+def test_sizes_are_not_remembered_for_ever() -> None:
+    """Prompts of all lengths come along, which fit no shape."""
+    run = GraphRunner(torch.neg, rerun, [((torch.zeros(4),), ())])
+    for count in range(1, 600):
+        assert torch.equal(run((torch.ones(count),))[:count], -torch.ones(count))
+    assert run._fit.cache_info().currsize < 300
+    assert torch.equal(run((torch.ones(3),))[:3], -torch.ones(3))
+
+
 @WITHOUT_A_DEVICE
 def test_results_of_all_shapes_stand_in_the_same_places_and_can_be_given_to_another(capture: Capture) -> None:
     first = runner(capture)
