@@ -44,7 +44,7 @@ def test_a_row_does_not_depend_on_its_company(columns: int, features: int, dtype
     weight, bias = layer(columns, features, dtype, device)
     product, x = plan_linear(weight, bias), lines(150, columns, dtype, device)
     whole = product(x)
-    for rows in (1, 2, 16, 20, 50, 100, 129):
+    for rows in (1, 20, 50, 129):
         assert torch.equal(product(x[-rows:]), whole[-rows:])
 
 
