@@ -1,12 +1,21 @@
 """One function, eager or captured: the same results in padded shapes, and the twin without a device that tests it."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.graph_runner import Capture, CudaGraphs, GraphRunner, batches_up_to, capture_for, rerun
+from kernels.graph_runner import (
+    Capture,
+    CudaGraphs,
+    GraphRunner,
+    _garbage_kept,
+    batches_up_to,
+    capture_for,
+    rerun,
+)
 from tests.kernels.tensor_program import record
 
 WITHOUT_A_DEVICE = pytest.mark.parametrize("capture", [rerun, record])
@@ -42,6 +51,18 @@ def test_a_computation_repeats(capture: Capture) -> None:
 @pytest.mark.gpu
 def test_a_graph_repeats() -> None:
     check(CudaGraphs(torch.device("cuda")).capture, "cuda")
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_nothing_is_collected_while_a_graph_is_captured(was_enabled: bool) -> None:
+    """What is given back then spoils the capture."""
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with _garbage_kept():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
 
 
 def test_without_a_device_nothing_is_captured() -> None:
