@@ -13,7 +13,7 @@ from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, joined_trees
 from kernels import ops
-from kernels.graph_runner import GraphRunner, batches_up_to, leading
+from kernels.graph_runner import by_batch
 
 
 class MergedDrafter(Drafter):
@@ -39,17 +39,14 @@ class MergedDrafter(Drafter):
         self._credits = torch.zeros(3, dtype=torch.int64, device=device)  # right: cheap, costly, costly alone
         self._ops = ops.on(self._credits.device)
         self._known_credits = {cheap.name: 0, costly.name: 0}
-        batches = batches_up_to(sizes.max_sequences) if sizes.capture else []
-        rows = torch.full((max(batches, default=0),), sizes.max_sequences, dtype=torch.int64, device=device)
-        none, nodes = torch.zeros_like(rows), rows.new_zeros(rows.shape[0], max_nodes)
-        committed = rows.new_full((rows.shape[0], MAX_DEPTH + 1), -1)
+        most, capture = sizes.max_sequences, sizes.capture
+        rows = torch.full((most,), most, device=device)
+        none, nodes = torch.zeros_like(rows), rows.new_zeros(most, max_nodes)
+        committed = rows.new_full((most, MAX_DEPTH + 1), -1)
         tree = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
-        one, two, judged = (rows, tree), (rows, tree, tree), (rows, committed, none, none)
-        self._note, self._merge, self._judge = (
-            GraphRunner(self._run_note, sizes.capture, ((leading(one, n), ()) for n in batches)),
-            GraphRunner(self._run_merge, sizes.capture, ((leading(two, n), ()) for n in batches)),
-            GraphRunner(self._run_judge, sizes.capture, ((leading(judged, n), ()) for n in batches)),
-        )
+        self._note = by_batch(self._run_note, capture, most, (rows, tree))
+        self._merge = by_batch(self._run_merge, capture, most, (rows, tree, tree))
+        self._judge = by_batch(self._run_judge, capture, most, (rows, committed, none, none))
 
     @property
     def version(self) -> int:

@@ -111,8 +111,7 @@ class GraphRunner(Generic[Out]):
             if fit is not self._padded:
                 fit.pad()
                 self._padded = fit
-            for places, chosen in fit.heads:
-                torch._foreach_copy_(places, [values[number] for number in chosen])
+            _copy(fit.heads, values)
             fit.captured.repeat()
         return fit.captured.results
 
@@ -138,7 +137,7 @@ class _Captured(Generic[Out]):
         self._sizes, self._given_sizes = _sizes(self.padding), _sizes(self._given)
 
         standing = _leaves((self.results,))
-        self.repeat = capture(lambda: _keep(standing, _leaves((function(*static, *given),))))
+        self.repeat = capture(lambda: _copy(standing, _leaves((function(*static, *given),))))
 
     def holds(self, sizes: Sizes, given: Sizes) -> bool:
         return _at_most(sizes, self._sizes) and _at_most(given, self._given_sizes)
@@ -157,21 +156,18 @@ class _Fit(Generic[Out]):
 
     def __init__(self, captured: _Captured[Out], sizes: Sizes) -> None:
         self.captured = captured
-        heads: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        self.heads: list[Tensor | None] = []
         self._tails: list[tuple[Tensor, Tensor]] = []
-        for number, (place, padding, size) in enumerate(zip(captured.inputs, captured.padding, sizes, strict=True)):
+        for place, padding, size in zip(captured.inputs, captured.padding, sizes, strict=True):
             if not isinstance(place, Tensor):
+                self.heads.append(None)
                 continue
             head = tuple(map(slice, size))
-            if place[head].numel():
-                heads.setdefault(place.dtype, []).append((number, place[head]))
+            self.heads.append(place[head])
             for axis, count in enumerate(size):
                 if count < place.shape[axis]:
                     tail = (*head[:axis], slice(count, None))
                     self._tails.append((place[tail], padding[tail]))
-
-        # Places of a type are filled by one call, with the inputs of these numbers.
-        self.heads = [([place for _, place in held], [number for number, _ in held]) for held in heads.values()]
 
     def pad(self) -> None:
         for place, padding in self._tails:
@@ -203,20 +199,29 @@ class _Places:
         return pytree.tree_unflatten(places, structure)
 
 
-def _keep(places: Sequence[Any], results: Sequence[Any]) -> None:
-    """Copy results to their places, those of a type that lie there as they are by one call."""
+def _copy(places: Sequence[Any], values: Sequence[Any]) -> None:
+    """To their places, those of a type without gaps by one launch, for which a device wants them as lines."""
     alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for place, result in zip(places, results, strict=True):
-        if not isinstance(place, Tensor) or place is result or not place.numel():
+    for place, value in zip(places, values, strict=True):
+        if not isinstance(place, Tensor) or place is value or not place.numel():
             continue
-        if place.is_contiguous() and result.is_contiguous() and place.dtype == result.dtype:
+        if place.is_contiguous() and value.is_contiguous() and place.dtype == value.dtype:
             held = alike.setdefault(place.dtype, ([], []))
-            held[0].append(place)
-            held[1].append(result)
+            held[0].append(place.view(-1))
+            held[1].append(value.view(-1))
         else:
-            place.copy_(result)
+            place.copy_(value)
     for together in alike.values():
         torch._foreach_copy_(*together)
+
+
+def by_batch(
+    function: Callable[..., Out], capture: Capture | None, most: int, *paddings: tuple[Any, ...]
+) -> GraphRunner[Out]:
+    """A runner of a function whose tensors have a line for each sequence of a batch, of up to so many; each of the
+    paddings is of as many."""
+    shapes = ((leading(padding, batch), ()) for batch in batches_up_to(most) for padding in paddings)
+    return GraphRunner(function, capture, shapes)
 
 
 def leading(values: Any, count: int) -> Any:

@@ -3,7 +3,6 @@ client predicted, and proposes several such continuations as one tree. It learns
 Legend: batch; sequences = rows; matches, reach as in kernels/lookup.py."""
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
-from kernels.graph_runner import GraphRunner, batches_up_to
+from kernels.graph_runner import by_batch
 from kernels.lookup import CONTEXT, PREDICTED, SEPARATOR
 
 _SPARE_COLUMNS = 2  # the end of the text, which matches only itself, and the last one, which nothing follows
@@ -44,20 +43,12 @@ class LookupDrafter(Drafter):
         self._predicted = torch.zeros(sizes.max_sequences + 1, dtype=torch.int64, device=device)
         self._ops = ops.on(self._predicted.device)
         self._has_proposed = False  # since the last commit: without, there is nothing to learn from the next one
-        batches = batches_up_to(sizes.max_sequences) if sizes.capture else []
-        nobody = torch.full((max(batches, default=0),), sizes.max_sequences, dtype=torch.int64, device=device)
-        cold, none = nobody.float() * 0.0, nobody[:, None].expand(-1, MAX_DEPTH + 1) * 0 + SEPARATOR
-        self._propose = GraphRunner(
-            self._run_propose, sizes.capture, (((nobody[:n], cold[:n], self._history.width), ()) for n in batches)
-        )
-        self._take_in = GraphRunner(
-            self._run_take_in,
-            sizes.capture,
-            (
-                ((nobody[:n], none[:n], torch.zeros_like(nobody[:n]), learns), ())
-                for n, learns in product(batches, (True, False))
-            ),
-        )
+        most, capture = sizes.max_sequences, sizes.capture
+        nobody = torch.full((most,), most, device=device)
+        counts, nothing = torch.zeros_like(nobody), nobody.new_full((most, MAX_DEPTH + 1), SEPARATOR)
+        self._propose = by_batch(self._run_propose, capture, most, (nobody, counts.float(), self._history.width))
+        committed = ((nobody, nothing, counts, learns) for learns in (True, False))
+        self._take_in = by_batch(self._run_take_in, capture, most, *committed)
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._history.start(contexts)

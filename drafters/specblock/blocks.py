@@ -22,7 +22,7 @@ from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live
 from drafters.tree import DraftTree
-from kernels.graph_runner import GraphRunner, batches_up_to, leading
+from kernels.graph_runner import GraphRunner, by_batch
 
 NOWHERE = -1
 COUNTS = (4, 16, WAITING)
@@ -109,25 +109,16 @@ class Blocks:
         self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
         self._forward = BlockForward(weights.network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
-        capture = sizes.capture
-        batches = batches_up_to(sizes.max_sequences) if capture else []
-        padding = self.state.padding(sizes.max_sequences)
-        self.take_in = GraphRunner(self._take_in, capture, ((leading(padding, batch), ()) for batch in batches))
+        capture, most = sizes.capture, sizes.max_sequences
+        padding = self.state.padding(most)
+        self.take_in = by_batch(self._take_in, capture, most, padding)
         nobody, _, counts, slots, _, tokens = padding
         passing = (nobody, counts, slots, tokens)
-        self.pass_by = GraphRunner(
-            self._pass_by,
-            capture,
-            (((*leading(passing, batch), learns), ()) for batch, learns in product(batches, (True, False))),
-        )
+        self.pass_by = by_batch(self._pass_by, capture, most, *((*passing, learns) for learns in (True, False)))
         none = torch.zeros_like(nobody)
         keys = Keys(nobody, none, none.float(), none)
-        shapes = product(batches, (True, False), reversed(COUNTS))
-        self.begin = GraphRunner(
-            self._begin,
-            capture,
-            (((leading(keys, batch), Sizes(count, warm)), ()) for batch, warm, count in shapes),
-        )
+        begun = [(keys, Sizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
+        self.begin = by_batch(self._begin, capture, most, *begun)
         # How many entries wait changes nothing in the shapes of what follows.
         grown: list[tuple[Ground, tuple[Block, ...]]] = [
             (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
@@ -137,9 +128,9 @@ class Blocks:
             runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
             grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
-        by_batch = grown[::2]  # a tree does not depend on warmth
+        of_batches = grown[::2]  # a tree does not depend on warmth
         numbers = range(weights.blocks, 0, -1)
-        trees = (((), of_tree(ground, blocks[:number])) for number, (ground, blocks) in product(numbers, by_batch))
+        trees = (((), of_tree(ground, blocks[:number])) for number, (ground, blocks) in product(numbers, of_batches))
         self.tree = GraphRunner(self._tree, capture, trees)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:

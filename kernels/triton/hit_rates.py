@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
+from kernels.triton.trees import lanes
 
-_FEWEST = 64
 _CEILING, _CLAIMS, _DEPTHS = tl.constexpr(CEILING), tl.constexpr(CLAIMS), tl.constexpr(DEPTHS)
 
 
@@ -24,7 +24,7 @@ def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> C
         trees = (part.contiguous() for part in (candidates.parents, candidates.depths, candidates.survival))
         _correct[(batch,)](
             *trees, deepest, rates, survival, conditional, buckets, nodes,
-            MOST=MAX_DEPTH, NODES=triton.next_power_of_2(max(nodes, _FEWEST)), enable_fp_fusion=True,
+            MOST=MAX_DEPTH, NODES=lanes(nodes), enable_fp_fusion=True,
         )  # fmt: skip
     return Corrected(survival, conditional, buckets)
 

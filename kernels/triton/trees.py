@@ -14,6 +14,11 @@ from kernels.trees import Fates
 _FEWEST = 64
 
 
+def lanes(nodes: int) -> int:
+    """Of a program that has a tree of so many nodes."""
+    return int(triton.next_power_of_2(max(nodes, _FEWEST)))
+
+
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
     """As the reference's `fates`."""
     batch, nodes = tokens.shape
@@ -22,7 +27,7 @@ def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, co
         trees = [part if part.stride(1) == 1 else part.contiguous() for part in (tokens, parents, depths)]
         _judge[(batch,)](
             *trees, *(part.stride(0) for part in trees), committed.contiguous(), counts, tried, came_true,
-            nodes, committed.shape[1], MOST=MAX_DEPTH, NODES=triton.next_power_of_2(max(nodes, _FEWEST)),
+            nodes, committed.shape[1], MOST=MAX_DEPTH, NODES=lanes(nodes),
             enable_fp_fusion=True,
         )  # fmt: skip
     return Fates(tried, came_true)
@@ -88,7 +93,7 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     above = parents.new_zeros(batch, nodes, nodes, dtype=torch.bool)
     if batch and nodes:
         _mark[(batch,)](
-            parents.contiguous(), above, nodes, MOST=MAX_DEPTH, NODES=triton.next_power_of_2(max(nodes, _FEWEST)),
+            parents.contiguous(), above, nodes, MOST=MAX_DEPTH, NODES=lanes(nodes),
             enable_fp_fusion=True,
         )  # fmt: skip
     return above

@@ -22,18 +22,18 @@ class StepClock:
     def __init__(self, now: Clock) -> None:
         self._now = now
         self._laps: list[tuple[str, Timestamp]] = [("", now())]
+        self._seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
 
     def lap(self, phase: str) -> None:
         """So far went this phase."""
         self._laps.append((phase, self._now()))
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """By phase; waits for the end of the last one."""
-        seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
+    def settle(self) -> Mapping[str, float]:
+        """By phase, of all laps; waits for the end of the last one."""
         for (_, before), (phase, after) in pairwise(self._laps):
-            seconds[phase] += after - before
-        return seconds
+            self._seconds[phase] += after - before
+        del self._laps[:-1]
+        return self._seconds
 
 
 def charge(

@@ -173,7 +173,7 @@ class Engine:
         drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
         self.slots.free(verified.freed[: sum(budget.widths) - sum(accepted)])
         gaps = _advance(batch, drafted, accepted)
-        charge(batch, version, drafted, accepted, clock.seconds)
+        charge(batch, version, drafted, accepted, clock.settle())
         emit, remove = self._emit_stage.emit, self.scheduler.remove
         outputs = emit(completing, tokens, failed, tree, drafted, verified, output.logits, remove)
         finished = self._close(completing, host.rows, outputs)
@@ -183,7 +183,7 @@ class Engine:
             budget,
             accepted,
             outputs,
-            clock.seconds,
+            clock.settle(),
             credited=self._newly_credited(sum(accepted)),
             gaps=gaps,
             preemptions=self.scheduler.take_preemptions(),

@@ -19,6 +19,13 @@ _DEVICE_LAUNCHES = {"sample": 8, "accept": 1, "commit_slots": 3, "rank_features"
 Result = TypeVar("Result")
 
 
+def _alike(lists: tuple[Any, ...]) -> bool:
+    """Whether a device takes them in one launch: alike in type and strides, without gaps."""
+    kinds = {value.dtype for values in lists for value in values}
+    pairs = list(zip(*lists, strict=True))
+    return len(kinds) == 1 and all(a.stride() == b.stride() and a.is_contiguous() for a, b in pairs)
+
+
 class Launches(TorchDispatchMode):
     """While it is active, `count` and `replays` go up."""
 
@@ -34,6 +41,8 @@ class Launches(TorchDispatchMode):
         is_view = any(alias is not None and not alias.is_write for alias in results)
         result = func(*args, **(kwargs or {}))
         is_empty = isinstance(result, Tensor) and not result.numel()
+        if str(func).startswith("aten._foreach") and not self._hushed:
+            self.count += 0 if _alike(args) else len(args[0]) - 1
         self.count += not (self._hushed or is_view or is_empty or str(func).startswith(_FREE))
         return result
 
