@@ -155,6 +155,11 @@ class Bandit:
         self._ledger.raise_cap(LEARNING, seconds)
         self._ledger.settle(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
 
+    def spent(self, seconds: float) -> None:
+        if self._is_warm:
+            self._ledger.raise_cap(LEARNING, seconds)
+            self._ledger.settle(LEARNING, -seconds)
+
     def traffic_changed(self) -> None:
         for arm, posterior in self._posteriors.items():
             posterior.widen()

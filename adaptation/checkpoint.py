@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -28,7 +28,10 @@ WEIGHTS = "weights.safetensors"
 MANIFEST = "snapshot.json"
 _UNFINISHED = ".unfinished-"
 _FORMAT = 1
-_KEPT_TRAINING_COPIES = 2
+_KEPT_COPIES = 2
+
+Kind = Literal["training", "sums", "anchor"]
+"""Tensors that are kept beside the versions: the training copy, what a drafter is solved from, and the made anchor."""
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Names, shapes and types of a drafter's tensors."""
@@ -109,14 +112,13 @@ class SnapshotRing:
 
 
 class LearnerCheckpoint:
-    """Who served, what policy and monitors know (`learner.json`, and the one before it), and the training copy."""
+    """Who served, what policy and monitors know (`learner.json`, and the one before it), and tensors by kind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._current = folder / "learner.json"
         self._previous = folder / "learner.previous.json"
         self._unfinished = folder / f"{_UNFINISHED}learner.json"
-        self._training = SnapshotRing(folder / "training", in_memory=0, on_disk=_KEPT_TRAINING_COPIES)
 
     def save(self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State]) -> None:
         """Raises NotStored, and then what was saved before can still be loaded."""
@@ -148,21 +150,27 @@ class LearnerCheckpoint:
                 return replace(saved, complaints=tuple(complaints))
         return SavedLearner(complaints=tuple(complaints))
 
-    def save_training(self, tensors: Mapping[str, Tensor], *, origin: int) -> None:
-        """Store the training copy and its optimizers. Raises NotStored, NotRemoved."""
-        number = max(self._training.versions, default=0) + 1
-        self._training.add(SnapshotInfo(number, origin, now(), {}), tensors)
+    def save_tensors(self, kind: Kind, tensors: Mapping[str, Tensor], *, origin: int) -> None:
+        """Store the training copy with its optimizers, or what else has its kind. Raises NotStored, NotRemoved."""
+        ring = self._ring(kind)
+        ring.add(SnapshotInfo(max(ring.versions, default=0) + 1, origin, now(), {}), tensors)
 
-    def load_training(self, like: Mapping[str, Tensor], *, origin: int) -> dict[str, Tensor] | None:
-        """The newest trusted training copy that went out from these serving weights."""
-        for number in reversed(self._training.versions):
+    def load_tensors(
+        self, kind: Kind, like: Mapping[str, Tensor], *, origin: int | None = None
+    ) -> dict[str, Tensor] | None:
+        """The newest trusted ones of this kind, that went out from these serving weights if any are named."""
+        ring = self._ring(kind)
+        for number in reversed(ring.versions):
             try:
-                snapshot = self._training.get(number, layout_of(like))
+                snapshot = ring.get(number, layout_of(like))
             except Damaged:
                 continue  # an older one, or the serving weights themselves, are as good a start
-            if snapshot.info.parent == origin:
+            if origin is None or snapshot.info.parent == origin:
                 return snapshot.tensors
         return None
+
+    def _ring(self, kind: Kind) -> SnapshotRing:
+        return SnapshotRing(self._folder / kind, in_memory=0, on_disk=_KEPT_COPIES)
 
     @staticmethod
     def _is_good(path: Path) -> bool:

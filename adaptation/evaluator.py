@@ -15,9 +15,10 @@ from adaptation.losses import TextDivergence
 from adaptation.monitor import TextScores
 from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
+from drafters.lookup.drafter import LookupDrafter
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
-from drafters.training.replay import replay_blocks
+from drafters.training.replay import replay_blocks, replay_trees
 
 Replay = Callable[[SpecBlock, Example], float]  # -> tau
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
@@ -35,6 +36,11 @@ def replay_of(embed: Embed) -> Replay:
             return replay_blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
     return replay
+
+
+def lookup_alone(model: SpecBlock, text: Example) -> float:
+    """tau of drafting by copying, which needs no weights: what a drafter that is made must beat."""
+    return replay_trees(LookupDrafter, [text], max_nodes=_NODES).tau
 
 
 @dataclass
@@ -57,11 +63,13 @@ class OfflineEvaluator:
         *,
         drift_texts: int,
         max_known: int,
+        first: Replay | None = None,
     ) -> None:
-        """`drift_texts`: on which the distance to the anchor is measured; `max_known`: scores kept of each drafter."""
+        """`drift_texts`: on which the distance to the anchor is measured; `max_known`: scores kept of each drafter;
+        `first`: scores of what serves before any version, where that is not the anchor's weights."""
         self._weights = weights
         self._gate = gate
-        self._replay = replay
+        self._replay, self._first = replay, first or replay
         self._divergence = divergence
         self._num_drift_texts = drift_texts
         self._drift_texts: list[Example] = []
@@ -77,10 +85,10 @@ class OfflineEvaluator:
         self._candidate = _Known(self._weights.newest)
         least = self._gate.least_texts
         few = texts[-least:] if len(texts) >= least else texts[:0]
-        candidate = self._lookup(self._candidate, self._weights.candidate, few)
+        candidate = self._lookup(self._candidate, self._weights.candidate, few, self._replay)
         decision = self._decide(candidate, few)
         if decision.reason not in _HOPELESS:
-            candidate = self._lookup(self._candidate, self._weights.candidate, texts)
+            candidate = self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
             decision = self._decide(candidate, texts)
         return decision, time.perf_counter() - began
 
@@ -91,7 +99,7 @@ class OfflineEvaluator:
     def scored(self, text: ValidationText, *, with_previous: bool) -> TextScores:
         """How the drafters did on one text, the one that was replaced only where asked for."""
         compares = with_previous and self._weights.has_previous
-        before = self._scores(self._weights.previous(), [text])[0] if compares else None
+        before = self._scores(self._weights.previous(), [text], self._replay)[0] if compares else None
         return TextScores(self.serving([text])[0], self.anchor([text])[0], before)
 
     def serving(self, texts: Sequence[ValidationText]) -> list[float]:
@@ -99,16 +107,20 @@ class OfflineEvaluator:
             return self.anchor(texts)
         if self._serving.version != self._weights.newest:
             self._serving = _Known(self._weights.newest)
-        return self._lookup(self._serving, self._weights.served, texts)
+        return self._lookup(self._serving, self._weights.served, texts, self._replay)
 
     def anchor(self, texts: Sequence[ValidationText]) -> list[float]:
-        return self._lookup(self._anchor, self._weights.unchanged, texts)
+        return self._lookup(self._anchor, self._weights.unchanged, texts, self._first)
 
     def probe(self, text: ValidationText) -> None:
         """Measure the distance to the anchor on this text too. Of enough texts, the set stays as it is, so that numbers
         can be compared."""
         if len(self._drift_texts) < self._num_drift_texts:
             self._drift_texts.append(text.example)
+
+    def rebased(self) -> None:
+        """The anchor has other weights."""
+        self._known_drift = None
 
     def kl_to_anchor(self) -> float | None:
         """Mean KL(serving || anchor) over the first texts, once there are enough: a number for people, which decides
@@ -128,10 +140,12 @@ class OfflineEvaluator:
     def _decide(self, candidate: Sequence[float], texts: Sequence[ValidationText]) -> GateDecision:
         return self._gate.decide(candidate, self.serving(texts), self.anchor(texts))
 
-    def _lookup(self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[ValidationText]) -> list[float]:
+    def _lookup(
+        self, known: _Known, load: Callable[[], SpecBlock], texts: Sequence[ValidationText], replay: Replay
+    ) -> list[float]:
         missing = [text for text in texts if text.number not in known.scores]
         if missing:
-            found = self._scores(load(), missing)
+            found = self._scores(load(), missing, replay)
             known.scores |= {text.number: score for text, score in zip(missing, found, strict=True)}
         scores = [known.scores[text.number] for text in texts]
         for number in sorted(known.scores)[: -self._max_known]:
@@ -139,5 +153,5 @@ class OfflineEvaluator:
         return scores
 
     @torch.no_grad()
-    def _scores(self, model: SpecBlock, texts: Sequence[ValidationText]) -> list[float]:
-        return [self._replay(model, text.example) for text in texts]
+    def _scores(self, model: SpecBlock, texts: Sequence[ValidationText], replay: Replay) -> list[float]:
+        return [replay(model, text.example) for text in texts]

@@ -172,8 +172,8 @@ class FeedbackFilter:
         """Whether of many queries in a row none had a text that may be scored, so that no update could be validated."""
         return self._num_without_text >= _MANY_WITHOUT_TEXT
 
-    def take(self, feedback: QueryFeedback, *, learning: bool) -> FilteredQuery:
-        """One finished query; with `learning` off it only counts."""
+    def take(self, feedback: QueryFeedback, *, learning: bool, updating: bool = True) -> FilteredQuery:
+        """One finished query; with `learning` off it only counts, with `updating` off it is for no update yet."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
         positions = feedback.draft_labels.num_rejected + undrafted
@@ -185,7 +185,7 @@ class FeedbackFilter:
         example = sample.example if admission.admitted else None
         validates = example is not None and self.validation.draws()
         learns = admission.admitted and learning and not validates
-        signal = sample.signal if learns else None
+        signal = sample.signal if learns and updating else None
         decision = self._policy.decide(QueryReport(query.seconds, signal, feedback.recorded))
         if learns and example is not None:
             self.buffers.remember(sample)

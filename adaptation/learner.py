@@ -16,9 +16,10 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.bandit import LEARNING, policy_of
-from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
+from adaptation.bootstrap import Bootstrap
+from adaptation.checkpoint import Kind, LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.evaluator import OfflineEvaluator, replay_of
+from adaptation.evaluator import OfflineEvaluator, Replay, lookup_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
 from adaptation.losses import TextDivergence
@@ -33,7 +34,9 @@ from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
-from drafters.regret import RegretLedger
+from drafters.regret import SHARE, RegretLedger
+from drafters.specblock.checkpoint import weights_of, write_weights
+from drafters.training.corpus import Example
 
 _KEPT_EVENTS = 50
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
@@ -86,12 +89,12 @@ class Learner:
         self.sampler = RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0)
         vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
         self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
-        gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
+        makes = not drafter.made and config.policy != "never"
+        start, counts = weights.anchor, self._vocabulary.counts
+        self._bootstrap = Bootstrap(start, drafter.embed, rows, counts, seed=seed) if makes else None
         divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
-        known = 2 * tuning.validation_texts
-        self._evaluator = OfflineEvaluator(
-            weights, gate, replay, divergence, drift_texts=tuning.drift_texts, max_known=known
-        )
+        first = replay if drafter.made else lookup_alone
+        self._evaluator = _evaluator_of(weights, tuning, replay, divergence, first)
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab)
         self._checkpoint = LearnerCheckpoint(folder)
@@ -102,6 +105,7 @@ class Learner:
         self._last_events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._num_refused = 0
         self._updating = False
+        self._kept_at = self._keeping_seconds = 0.0
 
     def worker(self) -> Worker:
         """A thread that runs the learner."""
@@ -117,9 +121,11 @@ class Learner:
         feedback = received(feedback, self.weights.train_device)
         if not self._serves:
             self._ledger.elapse(feedback.query.seconds)
-        filtered = self._feedback.take(feedback, learning=not self.paused)
+        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self.collects)
         if filtered.validates and filtered.text is not None:
             self._evaluator.probe(filtered.text)
+        elif filtered.text is not None and not self.paused:
+            self._collect(filtered.text.example)
         if filtered.admission.admitted and not filtered.validates:
             self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
         if feedback.query.store and self._traffic.observe(feedback.query.answer):
@@ -133,6 +139,8 @@ class Learner:
         """Train, evaluate and publish, if an update is due; says what was trained."""
         if self.paused or self.weights.pending or not self._validation.suffices:
             return None
+        if self._bootstrap is not None and self._bootstrap.due:
+            self._make(self._bootstrap)
         arm = self._policy.take_update()
         if arm is None:
             return None
@@ -146,6 +154,11 @@ class Learner:
                 self._buffers.clear_replay()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
+
+    @property
+    def collects(self) -> bool:
+        """Whether the drafter is made of sums still, and no update teaches it yet."""
+        return self._bootstrap is not None and not self._bootstrap.done
 
     def pause(self) -> None:
         """Learn nothing until resumed; alarms go on."""
@@ -163,6 +176,9 @@ class Learner:
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
         """Somebody brings weights: they are served without a gate. # -> their version. Raises NotStored."""
         version = self.weights.adopt(weights)
+        if self._bootstrap is not None:  # what it would make is not wanted
+            self._bootstrap.done = True
+            self._rebase(weights)
         self._forget_arms()
         self._tell("loaded", reason)
         self.save(training=False)
@@ -198,14 +214,16 @@ class Learner:
         """
         weights = self.weights
         parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
+        if self._bootstrap is not None:
+            parts["bootstrap"] = self._bootstrap.state()
         try:
             self._checkpoint.save(
                 newest=weights.newest, origin=weights.latest.origin, condemned=weights.condemned, parts=parts
             )
-            if training:
-                self._checkpoint.save_training(self._trainer.tensors(), origin=weights.latest.origin)
         except AdaptationError as error:
             self._tell("not_stored", str(error))
+        if training:
+            self._store("training", self._trainer.tensors())
 
     def restore(self) -> None:
         """Take up what an earlier process left; to be called once, before the engine's first step."""
@@ -217,7 +235,8 @@ class Learner:
             self._serve_again(saved.origin)
         self._monitor.weights_changed()
         self._restore_parts(saved)
-        tensors = self._checkpoint.load_training(self._trainer.tensors(), origin=self.weights.latest.origin)
+        self._restore_bootstrap()
+        tensors = self._checkpoint.load_tensors("training", self._trainer.tensors(), origin=self.weights.latest.origin)
         if tensors is None:
             self._start_over()
         else:
@@ -257,6 +276,58 @@ class Learner:
             events=tuple(self._last_events),
         )
 
+    def _collect(self, example: Example) -> None:
+        """A text that the drafter is made of."""
+        if self._bootstrap is None or not self.collects:
+            return
+        with self.time.spent():
+            self._bootstrap.add(example)
+        self._keep_sums()
+
+    def _make(self, bootstrap: Bootstrap) -> None:
+        """Solve for a drafter, and publish it if it is better than what serves: drafting by lookup alone, or the one
+        that was made before."""
+        began = time.perf_counter()
+        with self.time.spent():
+            solution = bootstrap.solve()
+            self._trainer.load(solution.weights)
+            solved = time.perf_counter()
+            decision, judging = self._evaluator.evaluate(self._validation.current)
+        numbers = {"positions": solution.positions, "seconds": solved - began, "judging_seconds": judging}
+        published = decision.publish and self._publish(decision)
+        bootstrap.judged(published=published)
+        if published or (bootstrap.done and self.weights.latest.origin == ANCHOR):
+            self._rebase(solution.weights)
+        self._policy.spent(self.time.taken())
+        reason = decision.reason if published or not decision.publish else "not_stored"
+        self._tell("published" if published else "refused", reason, {"made": 1.0, **numbers, **_scores(decision)})
+        if not published:
+            self._start_over()
+        self._keep_sums(always=True)
+
+    def _keep_sums(self, *, always: bool = False) -> None:
+        """Keep what the drafter is made of, as often as that costs no more than its share of the time."""
+        now = time.monotonic()
+        if self._bootstrap is None or not (always or now - self._kept_at > self._keeping_seconds / SHARE):
+            return
+        with self.time.spent():
+            self._store("sums", self._bootstrap.tensors())
+            self.save(training=False)
+        self._kept_at = time.monotonic()
+        self._keeping_seconds = self._kept_at - now
+
+    def _store(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            self._checkpoint.save_tensors(kind, tensors, origin=self.weights.latest.origin)
+        except AdaptationError as error:
+            self._tell("not_stored", str(error))
+
+    def _rebase(self, weights: Mapping[str, Tensor]) -> None:
+        """From here on the distance is measured to these weights, and updates keep near them."""
+        write_weights(self.weights.anchor, weights)
+        self._evaluator.rebased()
+        self._store("anchor", weights_of(self.weights.anchor))
+
     def _traffic_changed(self) -> None:
         """What arms gained, and the texts that validated, are of the past."""
         for part in (self._policy, self._validation, self._pace):
@@ -268,6 +339,8 @@ class Learner:
         and there are texts that could validate an update, or none come."""
         is_new = self.weights.latest.origin != ANCHOR and self._monitor.on_probation
         learns_nothing = self.paused or self._feedback.sees_no_text
+        if self.collects and not self.paused:
+            return not self._policy.covers(0.0)
         return not is_new and (learns_nothing or (self._policy.resting and self._validation.suffices))
 
     def _watch(self, query: Query, filtered: FilteredQuery) -> None:
@@ -289,6 +362,8 @@ class Learner:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
         condemned = self.weights.condemn()
         restored = self.weights.restore_before(condemned)
+        if self._bootstrap is not None and restored.origin == ANCHOR:
+            self._bootstrap.start_over()
         self._forget_arms()
         self._tell("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
         self.save(training=False)
@@ -316,18 +391,24 @@ class Learner:
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if not decision.publish:
             return self._refuse(report, decision, decision.reason, numbers)
+        if not self._publish(decision):
+            return self._refuse(report, decision, "not_stored", numbers)
+        self._ended(_judgement(report, decision), published=True)
+        self._pace.published(report.arm)
+        self._tell("published", decision.reason, numbers)
+        self.save(training=False)
+
+    def _publish(self, decision: GateDecision) -> bool:
+        """Serve the training copy; False where it cannot be kept."""
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
         try:
             self.weights.publish({**scores, "anchor": decision.anchor_mean})
         except NotStored:
-            return self._refuse(report, decision, "not_stored", numbers)
+            return False
         self._evaluator.published()
-        self._ended(_judgement(report, decision), published=True)
-        self._pace.published(report.arm)
         self._num_refused = 0
         self._monitor.weights_changed()
-        self._tell("published", decision.reason, numbers)
-        self.save(training=False)
+        return True
 
     def _refuse(self, report: UpdateReport, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
         """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""
@@ -347,9 +428,10 @@ class Learner:
         self._updating = False
 
     def _start_over(self) -> None:
-        """Train on from what is served."""
+        """Train on from what is served; while that is no drafter yet, from what was made last."""
         self._num_refused = 0
-        self._trainer.load(self.weights.train_from_served())
+        is_unmade = self._bootstrap is not None and self.weights.latest.origin == ANCHOR
+        self._trainer.load(weights_of(self.weights.anchor) if is_unmade else self.weights.train_from_served())
 
     def _serve_again(self, origin: int) -> None:
         try:
@@ -367,12 +449,29 @@ class Learner:
             try:
                 if name == "policy":
                     self._policy.restore(state)
+                elif name == "bootstrap":
+                    if self._bootstrap is not None:
+                        self._bootstrap.restore(state)
                 elif name == "tokens":
                     self._vocabulary.counts.restore(state)
                 else:
                     self._monitor.restore(name, state)
             except ValueError as error:
                 self._tell("restored", f"{name}: {error}")
+
+    def _restore_bootstrap(self) -> None:
+        """What the drafter was made of, and the weights that were made first."""
+        if self._bootstrap is None:
+            return
+        sums = self._bootstrap.tensors()
+        for name, value in (self._checkpoint.load_tensors("sums", sums) or {}).items():
+            sums[name].copy_(value)
+        anchor = weights_of(self.weights.anchor)
+        made = self._checkpoint.load_tensors("anchor", anchor)
+        if made is None and self.weights.latest.origin != ANCHOR:
+            made = self.weights.train_from_served()
+        if made is not None:
+            write_weights(self.weights.anchor, made)
 
     def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
         event = Event(kind, self.weights.newest, reason, numbers or {})
@@ -392,6 +491,16 @@ def _weights_of(
         snapshots=ring,
         train_device=device,
         replica_dtype=replica_dtype,
+    )
+
+
+def _evaluator_of(
+    weights: DrafterWeights, tuning: Tuning, replay: Replay, divergence: TextDivergence, first: Replay
+) -> OfflineEvaluator:
+    gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
+    known = 2 * tuning.validation_texts
+    return OfflineEvaluator(
+        weights, gate, replay, divergence, drift_texts=tuning.drift_texts, max_known=known, first=first
     )
 
 
@@ -430,6 +539,12 @@ def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
         "seconds": report.seconds,
         "moved": report.moved,
         "exchanged": float(report.exchanged),
+        **_scores(decision),
+    }
+
+
+def _scores(decision: GateDecision) -> dict[str, float]:
+    return {
         "sequences": decision.num_texts,
         "candidate": decision.candidate_mean,
         "serving": decision.serving_mean,

@@ -98,6 +98,10 @@ class Policy(Protocol):
         """The update has taken so much from serving. Without a judgement it says nothing of its arm."""
         ...
 
+    def spent(self, seconds: float) -> None:
+        """Something that is no update has taken so much from serving."""
+        ...
+
     def traffic_changed(self) -> None:
         """Other texts are served: what arms gained is less sure."""
         ...
@@ -157,6 +161,9 @@ class EveryBatch:
     def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
         assert self._training, "an update ends that never began"
         self._training = False
+
+    def spent(self, seconds: float) -> None:
+        """Nobody counts it."""
 
     def traffic_changed(self) -> None:
         """Batches come whatever the texts are."""

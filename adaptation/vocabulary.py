@@ -54,6 +54,11 @@ class TokenCounts:
     def of(self, tokens: Tensor) -> Tensor:
         return self._counts[tokens.cpu()]
 
+    def likeliest(self, size: int) -> Tensor:
+        """The tokens said most often; of those said equally often the first ones, which tokenizers number by frequency.
+        # -> [size] int64, ascending"""
+        return self._counts.argsort(descending=True, stable=True)[:size].sort().values
+
     def missing(self, vocabulary: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens that are not in it and how often they were said, most frequent first."""
         counts = self._counts.clone()

@@ -65,7 +65,7 @@ class MergedDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         if contexts:  # of a text that it has not followed from its beginning the costly one knows too little
-            self._follows = self._gate.promises
+            self._follows = self._costly.ready and self._gate.promises
         self._cheap.start(contexts)
         self._costly.start(contexts)
 
@@ -102,7 +102,7 @@ class MergedDrafter(Drafter):
 
     def renew(self) -> None:
         self._gate.renew()
-        self._follows = True
+        self._follows = self._costly.ready
         self._costly.renew()
 
     def rank_outcomes(self) -> RankOutcomes:

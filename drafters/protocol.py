@@ -118,6 +118,11 @@ class Drafter(Protocol):
         return 0
 
     @property
+    def ready(self) -> bool:
+        """Whether it has anything to say: a network whose weights are yet to be made has not."""
+        return True
+
+    @property
     def tap_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs `commit` wants as features; empty when it wants none."""
         return ()

@@ -110,7 +110,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     captures = device.type == "cuda" if graphs is None else graphs
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
-    drafter_name, folder = choose_drafter(config)
+    drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
     weights = _weights(config, drafter_name, folder, loaded)
     target = _target(config, loaded, limits, weights, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
@@ -145,7 +145,13 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
         else:
             cache, source = config.state_dir / "cache", config.model_source
             loaded = load_model(
-                source, revision=config.revision, dtype=dtype, device=device, cache_dir=cache, copies=config.copies
+                source,
+                revision=config.revision,
+                dtype=dtype,
+                device=device,
+                cache_dir=cache,
+                copies=config.copies,
+                starts_drafter=starts_drafter(config),
             )
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -207,6 +213,9 @@ def _costs(
     drafter_name: str,
     weights: TrainedWeights | None,
 ) -> Costs:
+    if weights is not None:
+        weights = replace(weights, ready=lambda: True)  # what it costs does not depend on what it says
+
     def drafter() -> Drafter:
         return build.make_drafter(drafter_name, target, limits, weights)
 
@@ -225,16 +234,27 @@ def _costs(
         )
 
 
-def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
-    """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
+def starts_drafter(config: ServiceConfig) -> bool:
+    """Whether a drafter is to be made from what is served: learning is on, and there is none for this target."""
+    return config.drafter == "auto" and config.adaptation.enabled and not config.is_dummy and not _folder(config)
+
+
+def _folder(config: ServiceConfig) -> Path | None:
+    """Where trained weights for this target lie."""
+    return config.drafter_path or shipped_folder(config.model_source)
+
+
+def choose_drafter(config: ServiceConfig, *, starts: bool) -> tuple[str, Path | None]:
+    """The drafter's name, and the folder of its weights if it has any; `starts`: whether one can be made from what is
+    served. Raises StartupError."""
     made_up = config.is_dummy and config.drafter_path is None
-    folder = None if made_up else config.drafter_path or shipped_folder(config.model_source)
+    folder = None if made_up else _folder(config)
     name: str = config.drafter
     if name == "auto":
-        name = "specblock" if made_up else MERGED if folder else "lookup"
+        name = "specblock" if made_up else MERGED if folder or starts else "lookup"
         if name == "lookup":
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
-    if name in TRAINED and folder is None and not made_up:
+    if name in TRAINED and folder is None and not (made_up or starts):
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to lookup"
@@ -247,6 +267,8 @@ def _weights(
 ) -> TrainedWeights | None:
     if folder is not None:
         return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
+    if loaded.unmade is not None:
+        return drafter_weights.unmade_replaceable(loaded, blocks=config.draft_blocks).weights
     if config.is_dummy and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None

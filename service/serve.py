@@ -14,7 +14,7 @@ from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
-from service.assembly import Assembly, assemble, choose_drafter
+from service.assembly import Assembly, assemble, choose_drafter, starts_drafter
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.engine import StepReport
@@ -66,7 +66,7 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     return Metrics(
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
-        sources=tuple(choose_drafter(config)[0].split("+")),
+        sources=tuple(choose_drafter(config, starts=starts_drafter(config))[0].split("+")),
         model=config.public_model_name,
     )
 
@@ -154,7 +154,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
     config = assembly.config
     if not config.adaptation.enabled:
         return None
-    if assembly.drafter_folder is None:
+    if assembly.drafter_folder is None and assembly.loaded.unmade is None:
         logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
         return None
 
@@ -163,7 +163,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         log_event(event)
         live.observe_event(event)
 
-    folder = learning_folder(config.state_dir, assembly.loaded.identity, assembly.drafter_folder)
+    folder = learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder)
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
     return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
 

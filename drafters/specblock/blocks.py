@@ -40,6 +40,7 @@ class TrainedWeights:
     policy: str = "best_first"  # of POLICIES
     recorder: BlockRecorder | None = None  # of what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
+    ready: Callable[[], bool] = lambda: True  # whether they have anything to say
 
 
 class Sizes(NamedTuple):

@@ -27,7 +27,7 @@ class SpecBlockDrafter(Drafter):
         self.tap_layers = config.tap_layers
         self._recorder = weights.recorder
         self._window = config.trained_length
-        self._version = weights.version
+        self._version, self._ready = weights.version, weights.ready
         self._blocks = blocks = Blocks(sizes, weights)
         self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
         self._block_gate = AskGate(readback.clock_of(device))
@@ -42,6 +42,10 @@ class SpecBlockDrafter(Drafter):
     @property
     def version(self) -> int:
         return self._version()
+
+    @property
+    def ready(self) -> bool:
+        return self._ready()
 
     @property
     def wants_scores(self) -> bool:

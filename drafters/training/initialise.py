@@ -1,27 +1,26 @@
 """Where a drafter's training starts: at a copy of its target's end, fed with a guess of what that end would receive.
 The last layers, the output norm and the head are the target's own. A copied layer works only on inputs of the kind it
-was made for, so W_cond and W_fuse are set by two ridge regressions to predict, from the normalised features of one
-position and the embedding of the next token, the top tapped feature of that *next* position: with taps (2, L/2, L-3)
-and two layers this is exactly what the copied layers received in the target. Each tap's norm has the gain 1 / standard
-deviation, because single dimensions of a residual stream are hundreds of times larger than the others.
+was made for, so the input layer is solved, by one ridge regression, to predict from the normalised features of one
+position and the embedding of the next token the top tapped feature of that *next* position: with taps (2, L/2, L-3)
+and two layers this is exactly what the copied layers received in the target. What a regression needs of its positions
+are sums, so that they may come one text after the other, and none has to be kept.
 The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
 Where the target's layers are of another kind than a drafter's, its own begin by passing everything through."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafters.specblock.model import InputLayer, SpecBlock
+from drafters.specblock.model import Embed, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
 _MOST_PENALTY = 1.0
 _CROWDING = 0.3
-_APART = 10  # every tenth position only judges
-_CHUNK = 8192
+_APART = 10  # every tenth text only judges
 _QUERY_SPREAD = 0.3
 _LEAST_DEVIATION = 1e-3
 
@@ -33,87 +32,120 @@ class TargetEnd:
     layers: Sequence[nn.Module]  # all decoder layers, first to last
     norm: nn.Module
     head: Tensor  # [vocab, hidden]
-    embedding: Tensor  # [vocab, hidden]
     standard: bool = True  # False: layers and norm are none that a drafter can have
 
 
 def initialise(
-    model: SpecBlock, target: TargetEnd, examples: Sequence[Example], *, positions: int, generator: torch.Generator
+    model: SpecBlock,
+    target: TargetEnd,
+    embed: Embed,
+    examples: Sequence[Example],
+    *,
+    positions: int,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """Set all weights but the rank head's, of a model that knows its vocabulary; how well. Raises TrainingError."""
-    config = model.config
-    if config.num_layers > len(target.layers):
-        raise TrainingError(
-            f"the target has {len(target.layers)} layers, so a drafter of {config.num_layers} cannot copy its end"
-        )
-    samples = _Samples(examples, target.embedding, model, positions, generator)
-    layer = model.input_layer
-    with torch.no_grad():
-        _copy_end(model, target)
-        if layer.feature_norms:
-            _scale_taps(layer, samples)
-        # W_cond: the part of the prediction that comes from the features, every dimension of unit size.
-        solution, deviation, _ = _ridge(
-            (torch.cat([*_normalised(layer, taps), known], -1), y) for taps, known, y in samples
-        )
-        width = layer.condition_proj.weight.shape[1]
-        layer.condition_proj.weight.copy_((solution[:width] / deviation).T)
-        explained = _fit_fuse(layer, samples, generator)
-    received_from = len(target.layers) - 1 - config.num_layers
+    copy_end(model, target)
+    sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
+    for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
+        if sums.positions >= positions:
+            break
+        if number % _APART == _APART - 1:
+            apart.append(examples[place])
+        else:
+            sums.add(examples[place], embed)
+    if not sums.positions or not apart:
+        raise TrainingError(f"fewer than {_APART} responses: there is nothing to train on; give more responses")
+    sums.solve(model.input_layer, generator)
+    received_from = len(target.layers) - 1 - model.config.num_layers
     return {
-        "explained": explained,  # mean share of the copied layers' input variance, predicted on positions apart
-        "exact": max(config.tap_layers) == received_from,  # else it is predicted from a layer near by
-        "positions": samples.count,
+        "explained": explained(model, embed, apart),
+        "exact": max(model.config.tap_layers) == received_from,  # else it is predicted from a layer near by
+        "positions": sums.positions,
     }
 
 
-class _Samples:
-    """Positions of randomly chosen examples, read anew at each pass: their features may not fit into memory.
-    Yields what is known at some of them, taps and the next token's normalised embedding, and what is to be predicted,
-    the next position's top tap; all [positions, hidden]."""
+class InputSums:
+    """What the input layer is solved from: sums of products over positions, of what is known there (taps, the next
+    token's embedding, 1) with itself and with what is to be predicted, the next position's top tap.
+    Legend: known = (taps + 1) * hidden + 1."""
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        embedding: Tensor,
-        model: SpecBlock,
-        positions: int,
-        generator: torch.Generator,
-    ) -> None:
-        self._embedding, self._norm = embedding, model.input_layer.token_norm
-        self._taps = len(model.config.tap_layers)
-        self._top = model.config.tap_layers.index(max(model.config.tap_layers))
-        self._device = model.d2t.device
-        self._chosen: list[Example] = []
-        self.count = 0
-        for place in torch.randperm(len(examples), generator=generator).tolist():
-            if self.count >= positions:
-                break
-            pairs = examples[place].length - self._first(examples[place]) - 1
-            self._chosen += [examples[place]] if pairs > 0 else []
-            self.count += max(0, pairs)
-        if not self._chosen:
-            raise TrainingError("no response has two tokens: there is nothing to train on; give more responses")
+    def __init__(self, config: SpecBlockConfig, device: torch.device | str) -> None:
+        self._hidden, self._epsilon = config.hidden_size, LayerShape.of(config).epsilon
+        self._top = config.tap_layers.index(max(config.tap_layers))
+        self._normalises = config.normalise_features
+        known = (len(config.tap_layers) + 1) * self._hidden + 1
+        wide = known + self._hidden
+        self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and wanted
+        self._squares = torch.zeros(self._hidden, dtype=torch.float64, device=device)  # of what is wanted
 
-    def __iter__(self) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-        waiting: list[Example] = []
-        for example in self._chosen:
-            waiting.append(example)
-            if sum(e.length for e in waiting) >= _CHUNK or example is self._chosen[-1]:
-                yield self._sample(waiting)
-                waiting = []
+    @property
+    def positions(self) -> int:
+        return round(float(self._ones[-1]))
 
-    def _sample(self, examples: list[Example]) -> tuple[list[Tensor], Tensor, Tensor]:
-        known = torch.cat([e.features[self._first(e) : -1] for e in examples]).to(self._device).float()
-        following = torch.cat([e.features[self._first(e) + 1 :] for e in examples]).to(self._device).float()
-        tokens = torch.cat([e.tokens[self._first(e) + 1 :] for e in examples]).to(self._embedding.device)
-        embedded = self._norm(self._embedding[tokens].to(self._device).float())
-        return list(known.chunk(self._taps, dim=-1)), embedded, following.chunk(self._taps, dim=-1)[self._top]
+    @property
+    def known(self) -> int:
+        """Unknowns of each output."""
+        return self._products.shape[0]
 
-    @staticmethod
-    def _first(example: Example) -> int:
-        """Responses are what a drafter will continue; the position before the first is its first anchor."""
-        return max(0, example.prompt - 2)
+    @torch.no_grad()
+    def add(self, example: Example, embed: Embed) -> None:
+        """All positions of a text but the last."""
+        device, hidden = self._squares.device, (self._hidden,)
+        features = example.features.to(device).float()
+        taps, wanted = features[:-1].unflatten(1, (-1, self._hidden)), features[1:].unflatten(1, (-1, self._hidden))
+        if self._normalises:
+            taps = torch.rms_norm(taps, hidden, None, self._epsilon)
+        embedded = torch.rms_norm(embed(example.tokens[1:]).to(device).float(), hidden, None, self._epsilon)
+        known = torch.cat([taps.flatten(1), embedded, torch.ones_like(embedded[:, :1])], dim=1)
+        top = wanted[:, self._top]
+        self._products += (known.T @ torch.cat([known, top], dim=1)).double()
+        self._squares += top.double().square().sum(0)
+
+    @torch.no_grad()
+    def solve(self, layer: InputLayer, generator: torch.Generator) -> None:
+        """Set all of an input layer. The condition is the part of the prediction that comes from the taps, in units of
+        each output's deviation; the fusion takes that back and adds what the token says. Its norm divides by a size
+        that hardly varies: it is taken to be the mean one. The constant enters through the position queries, which
+        `generator` starts close together."""
+        hidden, gram = self._hidden, self._products[:, : self.known]
+        solution = self._solution()  # [known, hidden]
+        taps = self.known - hidden - 1
+        count, sums = self._ones[-1], self._products[-1, self.known :]
+        deviation = (self._squares / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2).sqrt()
+        condition = solution[:taps] / deviation
+        size = ((condition * (gram[:taps, :taps] @ condition)).sum() / count / hidden).sqrt()
+        if self._normalises:  # single dimensions of a residual stream are hundreds of times larger than the others
+            deviations = (gram.diagonal()[:taps] / count).sqrt().clamp(min=_LEAST_DEVIATION)
+            for norm, own in zip(layer.feature_norms.children(), deviations.unflatten(0, (-1, hidden)), strict=True):
+                norm.get_parameter("weight").copy_(1.0 / own)
+            condition = condition * deviations[:, None]
+        layer.condition_proj.weight.copy_(condition.T)
+        layer.condition_norm.weight.fill_(1.0)
+        layer.token_norm.weight.fill_(1.0)
+        layer.query_norm.weight.fill_(1.0)
+        queries = 1.0 + _QUERY_SPREAD * torch.randn(layer.position_queries.shape, generator=generator)
+        queries[0] = 1.0
+        layer.position_queries.copy_(queries)
+        layer.fuse.weight[:, :hidden].copy_(torch.diag(deviation * size))
+        layer.fuse.weight[:, hidden : 2 * hidden].copy_(solution[taps:-1].T)
+        layer.fuse.weight[:, 2 * hidden :].copy_((solution[-1] / hidden)[:, None].expand(-1, hidden))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums themselves, by name."""
+        return {"products": self._products, "squares": self._squares}
+
+    @property
+    def _ones(self) -> Tensor:
+        """Sums of what is known; the last is of the ones."""
+        return self._products[-1, : self.known]
+
+    def _solution(self) -> Tensor:
+        """Least squares with a penalty that is a share of each input's own size. # -> [known, hidden]"""
+        damped = self._products[:, : self.known].clone()
+        damped.diagonal().mul_(1.0 + penalty_for(self.known, self.positions))
+        damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
+        return torch.cholesky_solve(self._products[:, self.known :], torch.linalg.cholesky(damped))
 
 
 def penalty_for(inputs: int, positions: int) -> float:
@@ -121,48 +153,38 @@ def penalty_for(inputs: int, positions: int) -> float:
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))
 
 
-def _ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, float]:
-    """Least squares with a penalty, in one pass over inputs and outputs, both [positions, size].
-    Every tenth position only judges, or a second solution on top of this one could not be judged by them.
-    -> the solution, whose last input is the constant 1 [in + 1, out], the standard deviation of each output [out], and
-    the mean share of their variance that is explained on the positions apart; below 0 it only harms"""
-    moments: list[Tensor] = [torch.zeros(()), torch.zeros(())]  # of inputs, 1 and outputs: positions known and apart
-    size = 0
-    for inputs, wanted in pairs:
-        size = inputs.shape[1] + 1
-        wide = torch.cat([inputs, torch.ones_like(inputs[:, :1]), wanted], dim=1)
-        cut = wide.shape[0] - wide.shape[0] // _APART  # texts stand one behind the other
-        for place, part in enumerate((wide[:cut], wide[cut:])):
-            moments[place] = moments[place].to(part.device) + (part.T @ part).double()
-    known, apart = moments
-    if not apart[size - 1, size - 1]:
-        raise TrainingError(f"fewer than {_APART} positions to start from; give more responses")
-    damped = known[:size, :size].clone()  # the penalty is a share of each input's own size
-    damped.diagonal().mul_(1.0 + penalty_for(size, round(float(known[size - 1, size - 1]))))
-    damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
-    solution: Tensor = torch.linalg.solve(damped, known[:size, size:])
-    gram, cross, squares = apart[:size, :size], apart[:size, size:], apart[size:, size:].diagonal()
-    missed = squares - 2 * (solution * cross).sum(0) + (solution * (gram @ solution)).sum(0)
-    explained = (1.0 - missed / apart[size - 1, size - 1] / _variance(apart, size)).mean()
-    return solution.float(), _variance(known, size).sqrt().float(), float(explained)
+@torch.no_grad()
+def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> float:
+    """Mean share of the variance of what the copied layers received that their input here explains, on texts that it
+    was not solved from; below 0 it only harms."""
+    top = model.config.tap_layers.index(max(model.config.tap_layers))
+    missed, wanted = [], []
+    for example in examples:
+        features = example.features.to(model.d2t.device).float()
+        own = model.input_layer.blocks(model.input_layer.condition(features[:-1]), embed(example.tokens[1:]), slice(1))
+        wanted.append(features[1:].unflatten(1, (-1, model.config.hidden_size))[:, top])
+        missed.append(wanted[-1] - own[:, 0])
+    variance = torch.cat(wanted).var(0, correction=0).clamp(min=_LEAST_DEVIATION**2)
+    return float((1.0 - torch.cat(missed).square().mean(0) / variance).mean())
 
 
-def _variance(moments: Tensor, size: int) -> Tensor:
-    """Of each output, from the moments behind so many inputs. # -> [out]"""
-    count, sums = moments[size - 1, size - 1], moments[size - 1, size:]
-    return (moments[size:, size:].diagonal() / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2)
-
-
-def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
+@torch.no_grad()
+def copy_end(model: SpecBlock, target: TargetEnd) -> None:
+    """Layers, output norm and head, all that is not solved; of a model that knows its vocabulary. Raises TrainingError
+    where the target has too few layers."""
     own = list(model.decoder.layers)
+    if len(own) > len(target.layers):
+        raise TrainingError(
+            f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
+        )
     for layer, source in zip(own, target.layers[-len(own) :], strict=True):
         if target.standard:
             layer.load_state_dict(source.state_dict())
         else:  # what they add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
-    if target.standard:
-        model.decoder.norm.load_state_dict(target.norm.state_dict())
+    gain = model.decoder.norm.weight
+    gain.copy_(target.norm.get_parameter("weight") if target.standard else target.norm(torch.ones_like(gain)))
     rows = model.d2t.to(target.head.device)
     model.lm_head.weight.copy_(target.head[rows])
     hidden = model.config.hidden_size
@@ -170,35 +192,3 @@ def _copy_end(model: SpecBlock, target: TargetEnd) -> None:
         weight = shift.get_parameter("weight")
         weight.zero_()
         weight[:, :hidden] = torch.eye(hidden)  # pass each entry through; what its predecessor adds is learned
-
-
-def _scale_taps(layer: InputLayer, samples: _Samples) -> None:
-    """Norm gains under which every dimension of a tap has the same size."""
-    gains = [norm.get_parameter("weight") for norm in layer.feature_norms.children()]
-    for gain in gains:
-        gain.fill_(1.0)
-    squares = [torch.zeros_like(gain, dtype=torch.float64) for gain in gains]
-    for taps, _, _ in samples:
-        for square, tap in zip(squares, _normalised(layer, taps), strict=True):
-            square += tap.double().square().sum(0)
-    for gain, square in zip(gains, squares, strict=True):
-        gain.copy_(1.0 / (square / samples.count).sqrt().clamp(min=_LEAST_DEVIATION))
-
-
-def _fit_fuse(layer: InputLayer, samples: _Samples, generator: torch.Generator) -> float:
-    """W_fuse on what W_cond makes; the constant enters through the position queries, which start close together."""
-    conditions = ((layer.condition_norm(layer.condition(torch.cat(taps, -1))), known, y) for taps, known, y in samples)
-    solution, _, explained = _ridge((torch.cat([condition, known], -1), y) for condition, known, y in conditions)
-    entries, hidden = layer.position_queries.shape
-    queries = 1.0 + _QUERY_SPREAD * torch.randn(entries, hidden, generator=generator)
-    queries[0] = 1.0
-    layer.position_queries.copy_(queries)
-    layer.fuse.weight[:, : 2 * hidden].copy_(solution[: 2 * hidden].T)
-    layer.fuse.weight[:, 2 * hidden :].copy_((solution[2 * hidden] / hidden)[:, None].expand(-1, hidden))
-    return explained
-
-
-def _normalised(layer: InputLayer, taps: list[Tensor]) -> list[Tensor]:
-    """Each tap through its norm, or as it is in a drafter without such norms."""
-    norms = list(layer.feature_norms.children())
-    return [norm(tap) for norm, tap in zip(norms, taps, strict=True)] if norms else taps

@@ -2,14 +2,14 @@
 is generated: a step accepts what continues the text.
 Legend: batch = texts side by side, nodes, depth as in drafters/tree.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Read
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.drafter import SpecBlockDrafter
@@ -89,9 +89,21 @@ def _behind(batch: Batch, example: Example, anchors: Tensor, count: int) -> Tens
     return batch.tokens[0][ahead.clamp(max=example.length - 1)].masked_fill(ahead >= example.length, -1)
 
 
-def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *, max_nodes: int) -> Replayed:
-    """The serving drafter with best-first trees of so many nodes, at temperature 0."""
-    device = model.d2t.device
+def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
+    """A network as it serves."""
+    weights = TrainedWeights(ServingNetwork(model.config, weights_of(model)), embed)
+    return lambda sizes: SpecBlockDrafter(sizes, weights)
+
+
+@torch.no_grad()
+def replay_trees(
+    make: Callable[[DraftingSizes], Drafter],
+    examples: Sequence[Example],
+    *,
+    max_nodes: int,
+    device: torch.device | str = "cpu",
+) -> Replayed:
+    """A drafter as it serves, with trees of so many nodes, at temperature 0."""
     tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
     features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
     ends = torch.tensor([e.length for e in examples], device=device)
@@ -100,7 +112,7 @@ def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *,
     sizes = DraftingSizes(
         max_sequences=num_texts, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
     )
-    drafter = SpecBlockDrafter(sizes, TrainedWeights(ServingNetwork(model.config, weights_of(model)), embed))
+    drafter = make(sizes)
     drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(examples)])
     roots = torch.tensor([e.prompt for e in examples], device=device) - 1
     rows = (roots + 2 < ends).nonzero()[:, 0]
@@ -116,7 +128,7 @@ def replay_trees(model: SpecBlock, embed: Embed, examples: Sequence[Example], *,
         said = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
         # A text's last token is the target's own.
         known = (inside.sum(1) - 1).clamp(min=0)
-        fates = ops.on(device).fates(tree.tokens, tree.parents, tree.depths, said, known)
+        fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, known)
         accepted = fates.came_true.sum(1)
         places = (at[:, None] + reach).clamp(max=longest - 1)
         nothing = tokens.new_zeros(len(rows), 0)

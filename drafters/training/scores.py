@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, batches
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.replay import Replayed, replay_chain, replay_trees
+from drafters.training.replay import Replayed, replay_chain, replay_trees, serving
 
 TREE_NODES = 16
 _SEED = 1
@@ -47,7 +47,7 @@ def examine(model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_t
             losses += torch.stack([scores.draft_loss, scores.rank_loss]).float().cpu()
             counts += torch.stack([scores.hits, scores.covered, scores.seen])
             groups += 1
-        tree = replay_trees(model, embed, replayed, max_nodes=TREE_NODES)
+        tree = replay_trees(serving(model, embed), replayed, max_nodes=TREE_NODES, device=model.d2t.device)
     hits, covered, seen = counts
     loss, rank_loss = (losses / max(1, groups)).tolist()
     return Scores(

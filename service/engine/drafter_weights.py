@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import drafters
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from service.engine.drafter_start import drafter_config
 from service.engine.dummy import seeded
-from service.engine.modules import default_tap_layers
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
@@ -40,6 +40,7 @@ class Replaceable:
 
     weights: TrainedWeights
     first: Mapping[str, Tensor]  # by name
+    made: bool = True  # False: it has nothing to say before its weights are made from what is served
 
 
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
@@ -51,6 +52,13 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
     logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
     weights = _serving(model, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
     return Replaceable(weights, first)
+
+
+def unmade_replaceable(loaded: LoadedModel, *, blocks: int) -> Replaceable:
+    """The drafter that is yet to be made for this target."""
+    assert loaded.unmade is not None, "no drafter is to be made"
+    weights = _serving(loaded.unmade, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
+    return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False)
 
 
 def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
@@ -75,12 +83,7 @@ def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> Trai
 
 def dummy_network(model: PreTrainedModel) -> SpecBlock:
     """The same for the same target, as it is trained."""
-    text = model.config.get_text_config()
-    config = SpecBlockConfig(
-        layers_for(text.to_dict()),
-        default_tap_layers(text.num_hidden_layers),
-        draft_vocab_size=min(text.vocab_size, _MOST_DRAFT_TOKENS),
-    )
+    config = drafter_config(model, _MOST_DRAFT_TOKENS)
     with seeded(model.device):
         network = SpecBlock(config)
     return network.to(dtype=model.dtype).eval().requires_grad_(False)

@@ -97,9 +97,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers whose outputs make a drafter's condition: low, middle and high (SpecBlock section 3.1)."""
-    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+def default_tap_layers(num_layers: int, *, copied: int = 2) -> tuple[int, int, int]:
+    """Layers whose outputs make a drafter's condition: low, middle and high (SpecBlock section 3.1); behind the high
+    one come those that the drafter has `copied`."""
+    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0))
 
 
 def slot_attention(

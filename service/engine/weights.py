@@ -25,8 +25,10 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
+from drafters.specblock.model import SpecBlock
 from kernels.cpu import library
 from service.engine import dummy
+from service.engine.drafter_start import unmade_drafter
 from service.engine.kv_pool import KVShape
 from service.engine.modules import ATTENTION_NAME
 from service.engine.widening import widened
@@ -55,6 +57,7 @@ class LoadedModel:
     num_parameters: int
     copies: int = 1  # how many times as wide it was made
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
+    unmade: SpecBlock | None = None  # the drafter to be made for it, with the target's end; None: not asked for
 
     @property
     def identity(self) -> str:
@@ -68,10 +71,17 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, revision: str | None, dtype: torch.dtype, device: torch.device, cache_dir: Path, copies: int = 1
+    name: str,
+    *,
+    revision: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dir: Path,
+    copies: int = 1,
+    starts_drafter: bool = False,
 ) -> LoadedModel:
-    """Load weights and tokenizer; `copies`: how many times as wide the model shall be. Raises StartupError naming what
-    is wrong with it and what to do."""
+    """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `starts_drafter`: a drafter is
+    to be made for it. Raises StartupError naming what is wrong with it and what to do."""
     source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -82,7 +92,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
-    return _made_ready(model, tokenizer, device, copies)
+    return _made_ready(model, tokenizer, device, copies, starts_drafter=starts_drafter)
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -94,10 +104,16 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Load
 
 
 def _made_ready(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, copies: int = 1
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    copies: int = 1,
+    *,
+    starts_drafter: bool = False,
 ) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
-    narrow = _parts(model)  # a drafter reads one copy
+    narrow = _parts(model, keeps_head=starts_drafter)  # a drafter reads one copy
+    unmade = _unmade(model) if starts_drafter else None
     if copies > 1:
         model = widened(model, copies).eval().requires_grad_(False)
     fingerprint = weights_fingerprint(model)
@@ -116,14 +132,23 @@ def _made_ready(
         read_bytes=read_bytes - (0 if tied else table.nbytes),
         num_parameters=num_parameters,
         copies=copies,
+        unmade=unmade,
     )
 
 
-def _parts(model: PreTrainedModel) -> TargetParts:
+def _unmade(model: PreTrainedModel) -> SpecBlock | None:
+    try:
+        return unmade_drafter(model)
+    except ValueError as error:
+        logger.warning("no drafter can be made for this model: %s", error)
+        return None
+
+
+def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
+    """`keeps_head`: also where that costs memory: on a CPU products hold weights in a form of their own."""
     table, head = _embedding_and_head(model)
     tied = head.data_ptr() == table.data_ptr()
-    # on a CPU products hold weights in a form of their own: a head that is not the table would be held twice
-    kept_head = table if tied else None if table.device.type == "cpu" else head
+    kept_head = table if tied else head if keeps_head or table.device.type != "cpu" else None
     return TargetParts(identity_of(table, model.config.get_text_config().to_dict()), table, kept_head)
 
 

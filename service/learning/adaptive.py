@@ -15,7 +15,7 @@ from adaptation.process import TrainingTime
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
-from adaptation.weights import DrafterWeights, ServedDrafter, in_place
+from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.regret import RegretLedger
@@ -132,6 +132,7 @@ def build_adaptive(
         prepare=network.prepare,
         embed=drafter_weights.embed_with(train_table),
         embedding=table,
+        made=source.made,
     )
     with _refusing():
         learner = Learner(
@@ -149,7 +150,12 @@ def build_adaptive(
         device=network.device,
     )
     recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
-    weights = replace(source.weights, recorder=recorder, version=lambda: learner.weights.version)
+    weights = replace(
+        source.weights,
+        recorder=recorder,
+        version=lambda: learner.weights.version,
+        ready=lambda: source.made or learner.weights.origin != ANCHOR,
+    )
     hooks = _EngineHooks(learner.weights, learner.time, tables, replicas)
     engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks, ledger)
     learner.restore()
@@ -159,12 +165,12 @@ def build_adaptive(
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     """A thread that learns, and the replicas it learns for: of the target only embedding and head are kept, and its
     state lies beside that of a replica with the same state_dir. Raises StartupError."""
-    _, source = choose_drafter(config)
-    if source is None:
-        raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
     loaded = load_target(config, device_of(config.device))
+    _, source = choose_drafter(config, starts=loaded.unmade is not None)
     with _refusing():
-        network = drafter_weights.load_network(source, loaded)
+        network = loaded.unmade if source is None else drafter_weights.load_network(source, loaded)
+    if network is None:
+        raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
     drafter = ServedDrafter(
         config=network.config,
         weights=weights_of(network),
@@ -172,8 +178,9 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         prepare=in_place(network),
         embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
+        made=source is not None,
     )
-    folder = learning_folder(config.state_dir, loaded.identity, source)
+    folder = learning_folder(config.state_dir, loaded, source)
     folder = folder.with_name(f"{folder.name}-trainer")
     with _refusing():
         learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
@@ -228,6 +235,8 @@ class _EngineHooks:
 
 def _replaceable(assembly: Assembly) -> Replaceable:
     folder, known = assembly.drafter_folder, assembly.weights
+    if known is not None and assembly.loaded.unmade is not None:
+        return drafter_weights.unmade_replaceable(assembly.loaded, blocks=known.blocks)
     if folder is None or known is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "
@@ -237,12 +246,17 @@ def _replaceable(assembly: Assembly) -> Replaceable:
     return replace(found, weights=replace(known, network=found.weights.network, embed=found.weights.embed))
 
 
-def learning_folder(state_dir: Path, target_identity: str, drafter: Path) -> Path:
-    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only."""
+def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) -> Path:
+    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only, or the shapes of
+    the one that is made."""
     digest = hashlib.sha256()
-    for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
-        digest.update((drafter / name).read_bytes())
-    return state_dir / "adaptation" / f"{target_identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
+    if drafter is None:
+        assert loaded.unmade is not None, "nothing learns"
+        digest.update(loaded.unmade.config.to_json().encode())
+    else:
+        for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
+            digest.update((drafter / name).read_bytes())
+    return state_dir / "adaptation" / f"{loaded.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 
 
 def log_event(event: Event) -> None:

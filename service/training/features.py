@@ -24,7 +24,8 @@ from drafters.training.corpus import TOP, Shard, by_length
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target, refuse_widened
 from service.config import ServiceConfig
-from service.engine.modules import FeatureTaps, decoder_layers, default_tap_layers, refuse_unknown
+from service.engine.drafter_start import tap_layers_for
+from service.engine.modules import FeatureTaps, decoder_layers, refuse_unknown
 from service.errors import StartupError
 from service.logging import bar
 from service.prompts import source_of
@@ -263,7 +264,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
     device = device_of(config.device)
     refuse_widened(config)
     loaded = load_target(config, device)
-    taps = default_tap_layers(len(decoder_layers(loaded.model)))
+    taps = tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most)
     began = time.monotonic()

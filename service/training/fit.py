@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.model import STANDARD, Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitSettings,
@@ -25,14 +25,14 @@ from drafters.training.fit import (
     save_state,
     vocabulary_of,
 )
-from drafters.training.initialise import TargetEnd, initialise
+from drafters.training.initialise import initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Scores, examine
 from service.assembly import device_of, load_target, refuse_widened
 from service.config import ServiceConfig
+from service.engine.drafter_start import target_end
 from service.engine.drafter_weights import embed_with
-from service.engine.modules import decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
@@ -219,7 +219,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         return _Start(model, embed, optimizer, Position(), {"started_from": plan.describe()["start_from"]})
     say("copying the target's end and solving for its input")
     drawn = torch.Generator().manual_seed(plan.settings.seed)
-    made = initialise(model, _end(loaded), examples, positions=_INITIAL_POSITIONS, generator=drawn)
+    made = initialise(model, target_end(loaded.model), embed, examples, positions=_INITIAL_POSITIONS, generator=drawn)
     return _Start(model, embed, optimizer, Position(), {"initialisation": made})
 
 
@@ -255,18 +255,6 @@ def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t:
     model = SpecBlock(config)
     model.set_vocabulary(d2t)
     return model
-
-
-def _end(loaded: LoadedModel) -> TargetEnd:
-    output = loaded.model.get_output_embeddings()
-    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
-    return TargetEnd(
-        layers=list(decoder_layers(loaded.model).children()),
-        norm=loaded.model.get_decoder().get_submodule("norm"),
-        head=output.get_parameter("weight"),
-        embedding=loaded.parts.embedding,
-        standard=loaded.model.config.get_text_config().model_type in STANDARD,
-    )
 
 
 def _refuse_other_target(manifest: Manifest, loaded: LoadedModel, folder: Path) -> None:

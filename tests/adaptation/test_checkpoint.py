@@ -520,23 +520,23 @@ def test_what_was_saved_is_remembered(tmp_path: Path) -> None:
 def test_the_training_copy_is_that_of_the_weights_that_serve(tmp_path: Path, damage: bool) -> None:
     file = LearnerCheckpoint(tmp_path)
     for origin in (1, 1, 2):
-        file.save_training(tensors_of(origin), origin=origin)
+        file.save_tensors("training", tensors_of(origin), origin=origin)
     like = tensors_of(0)
-    found = file.load_training(like, origin=2)
+    found = file.load_tensors("training", like, origin=2)
     assert found is not None
     assert same(found, tensors_of(2))
-    assert file.load_training(like, origin=3) is None
+    assert file.load_tensors("training", like, origin=3) is None
     assert len(list((tmp_path / "training").iterdir())) == 2
     if damage:
         newest = max((tmp_path / "training").iterdir()) / "weights.safetensors"
         newest.write_bytes(newest.read_bytes()[:-1] + b"\0")
-    older = file.load_training(like, origin=1)
+    older = file.load_tensors("training", like, origin=1)
     assert older is not None
     assert same(older, tensors_of(1))
-    assert (file.load_training(like, origin=2) is None) == damage
+    assert (file.load_tensors("training", like, origin=2) is None) == damage
 
 
 def test_a_copy_of_another_drafter_does_not_fit(tmp_path: Path) -> None:
     file = LearnerCheckpoint(tmp_path)
-    file.save_training(tensors_of(1), origin=1)
-    assert file.load_training({"head.weight": torch.zeros(1)}, origin=1) is None
+    file.save_tensors("training", tensors_of(1), origin=1)
+    assert file.load_tensors("training", {"head.weight": torch.zeros(1)}, origin=1) is None

@@ -31,6 +31,8 @@ class Chain:
         tree = DraftTree.of(torch.tensor([tokens]), torch.arange(len(tokens))[None] - 1)
         self.tree = DraftTree(tree.tokens, tree.parents, tree.depths, survival, tree.num_nodes)
 
+    ready = True
+
     @property
     def wants_scores(self) -> bool:
         return self.name == "network"

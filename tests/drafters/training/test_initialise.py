@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import TOP, Example, TrainingError
-from drafters.training.initialise import TargetEnd, initialise, penalty_for
+from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise
 
 torch.set_num_threads(1)
@@ -40,7 +40,15 @@ def end() -> TargetEnd:
     model = target()
     layers = list(model.get_decoder().get_submodule("layers").children())
     norm, head = model.get_decoder().get_submodule("norm"), model.get_submodule("lm_head").get_parameter("weight")
-    return TargetEnd(layers, norm, head, model.get_input_embeddings().get_parameter("weight"))
+    return TargetEnd(layers, norm, head)
+
+
+def embed(tokens: Tensor) -> Tensor:
+    return table()[tokens]
+
+
+def table() -> Tensor:
+    return target().get_input_embeddings().get_parameter("weight")
 
 
 def read_examples(taps: tuple[int, ...], count: int = 60) -> list[Example]:
@@ -78,7 +86,7 @@ def drawn() -> torch.Generator:
 
 def test_layers_norm_and_head_are_the_targets_own() -> None:
     model = drafter((2, 4, 5))
-    made = initialise(model, end(), read_examples((2, 4, 5)), positions=500, generator=drawn())
+    made = initialise(model, end(), embed, read_examples((2, 4, 5)), positions=500, generator=drawn())
     assert made["exact"]
     assert made["positions"] >= 500
     own = list(model.decoder.layers)
@@ -90,7 +98,7 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
 
 def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None:
     model = drafter((2, 4, 5))
-    initialise(model, replace(end(), standard=False), read_examples((2, 4, 5)), positions=500, generator=drawn())
+    initialise(model, replace(end(), standard=False), embed, read_examples((2, 4, 5)), positions=500, generator=drawn())
     hidden = torch.randn(1, 5, HIDDEN)
     rotary = model.decoder.shape.rotary(torch.arange(5)[None], torch.float32)
     for layer in model.decoder.layers:
@@ -101,11 +109,11 @@ def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None
 def test_the_first_entry_of_a_block_is_the_predicted_feature() -> None:
     """What the block's first entry receives is near the true feature, nearer yet on positions it was solved for."""
     model, examples = drafter((2, 4, 5)), read_examples((2, 4, 5))
-    made = initialise(model, end(), examples, positions=10_000, generator=drawn())
+    made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     layer = model.input_layer
     inputs, wanted = [], []
     for example in examples:
-        known, embedded = example.features[8:-1], end().embedding[example.tokens[9:]]
+        known, embedded = example.features[8:-1], table()[example.tokens[9:]]
         inputs.append(layer.blocks(layer.condition(known), embedded, slice(1))[:, 0])
         wanted.append(example.features[9:, -HIDDEN:])
     got, true = torch.cat(inputs).detach(), torch.cat(wanted)
@@ -119,10 +127,10 @@ def test_a_feature_that_is_linear_in_the_known_is_found() -> None:
     mix = torch.randn(HIDDEN, HIDDEN, generator=generator)
     examples = []
     for example in read_examples((2, 4, 5)):
-        unit = torch.nn.functional.rms_norm(end().embedding[example.tokens], (HIDDEN,))
+        unit = torch.nn.functional.rms_norm(table()[example.tokens], (HIDDEN,))
         features = torch.cat([example.features[:, : 2 * HIDDEN], 300.0 * unit @ mix + 7.0], dim=-1)
         examples.append(Example(example.tokens, features, 10, example.top_ids, example.top_logprobs))
-    made = initialise(model, end(), examples, positions=10_000, generator=drawn())
+    made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     assert made["explained"] > 0.99
 
 
@@ -139,8 +147,11 @@ def test_taps_leave_their_norm_with_unit_deviation() -> None:
         Example(e.tokens, e.features * torch.logspace(0, 2, 3 * HIDDEN), 10, e.top_ids, e.top_logprobs)
         for e in examples
     ]
-    initialise(model, end(), examples, positions=10_000, generator=drawn())
-    known = torch.cat([e.features[8:-1] for e in examples])
+    sums = InputSums(model.config, "cpu")
+    for one in examples:
+        sums.add(one, embed)
+    sums.solve(model.input_layer, drawn())
+    known = torch.cat([e.features[:-1] for e in examples])
     for norm, tap in zip(model.input_layer.feature_norms.children(), known.chunk(3, dim=-1), strict=True):
         sizes = norm(tap).square().mean(0).sqrt()
         assert (sizes - 1).abs().max() < 1e-3
@@ -153,7 +164,7 @@ def test_taps_leave_their_norm_with_unit_deviation() -> None:
 def test_other_depths_start_from_the_nearest_feature(
     taps: tuple[int, ...], changes: dict[str, int], exact: bool
 ) -> None:
-    made = initialise(drafter(taps, **changes), end(), read_examples(taps), positions=10_000, generator=drawn())
+    made = initialise(drafter(taps, **changes), end(), embed, read_examples(taps), positions=10_000, generator=drawn())
     assert made["exact"] is exact
     assert made["explained"] > 0.2
 
@@ -161,12 +172,12 @@ def test_other_depths_start_from_the_nearest_feature(
 @pytest.mark.parametrize("changes", [{"shift": False}, {"broadcast": False}, {"normalise_features": False}])
 def test_ablated_drafters_start_too(changes: dict[str, bool]) -> None:
     examples = read_examples((2, 4, 5))
-    made = initialise(drafter((2, 4, 5), **changes), end(), examples, positions=10_000, generator=drawn())
+    made = initialise(drafter((2, 4, 5), **changes), end(), embed, examples, positions=10_000, generator=drawn())
     assert made["explained"] > 0.2
 
 
 def test_too_many_layers_and_no_texts_are_refused() -> None:
     with pytest.raises(TrainingError, match="target has 8 layers"):
-        initialise(drafter((2, 4, 5), num_layers=9), end(), [], positions=1, generator=drawn())
+        initialise(drafter((2, 4, 5), num_layers=9), end(), embed, [], positions=1, generator=drawn())
     with pytest.raises(TrainingError, match="nothing to train on"):
-        initialise(drafter((2, 4, 5)), end(), [], positions=1, generator=drawn())
+        initialise(drafter((2, 4, 5)), end(), embed, [], positions=1, generator=drawn())

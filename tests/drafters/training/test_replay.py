@@ -8,7 +8,7 @@ import torch
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import TrainingForward
-from drafters.training.replay import replay_blocks, replay_chain, replay_trees
+from drafters.training.replay import replay_blocks, replay_chain, replay_trees, serving
 from drafters.training.scores import examine
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
@@ -30,7 +30,7 @@ def test_a_drafter_that_is_always_right(length: int) -> None:
     text = repeating_example(token, length)
     drafted = length - text.prompt - 1  # the first response token comes from the prompt
     steps = -(-drafted // (2 * BLOCK + 1))
-    for done in (replay_chain(model, EMBED, text), replay_trees(model, EMBED, [text], max_nodes=16)):
+    for done in (replay_chain(model, EMBED, text), replay_trees(serving(model, EMBED), [text], max_nodes=16)):
         assert done.steps == steps
         assert done.tokens == drafted
 
@@ -39,7 +39,7 @@ def test_a_drafter_that_is_always_wrong() -> None:
     model, token = drafter(right=False)
     texts = [repeating_example(token, 20), repeating_example(token, 30)]
     assert [replay_chain(model, EMBED, text).tau for text in texts] == [1.0, 1.0]
-    assert replay_trees(model, EMBED, texts, max_nodes=16).tau == 1.0
+    assert replay_trees(serving(model, EMBED), texts, max_nodes=16).tau == 1.0
 
 
 def test_blocks_at_every_other_position() -> None:
@@ -96,9 +96,9 @@ def test_texts_beside_each_other_do_not_matter() -> None:
         return Example(tokens, base.features, base.prompt, base.top_ids, base.top_logprobs)
 
     texts = [text(length) for length in (40, 25, 33)]
-    alone = [replay_trees(model, EMBED, [one], max_nodes=16) for one in texts]
+    alone = [replay_trees(serving(model, EMBED), [one], max_nodes=16) for one in texts]
     assert sum(done.tokens for done in alone) == sum(e.length - e.prompt - 1 for e in texts)
-    together = replay_trees(model, EMBED, texts, max_nodes=16)
+    together = replay_trees(serving(model, EMBED), texts, max_nodes=16)
     assert together.tokens == sum(done.tokens for done in alone)
     assert together.tau > 1.0
 

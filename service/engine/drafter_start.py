@@ -1,0 +1,60 @@
+"""The drafter that a target without trained weights begins with: shapes that fit it and the target's own end. Its input
+layer is solved from served queries later; until then it has nothing to say."""
+
+import torch
+from transformers import PreTrainedModel
+
+from drafters.specblock.model import STANDARD, SpecBlock, SpecBlockConfig, layers_for
+from drafters.training.initialise import TargetEnd, copy_end
+from service.engine.dummy import seeded
+from service.engine.modules import decoder_layers, default_tap_layers
+
+_DRAFT_TOKENS = 8192  # as `train drafter`
+
+
+def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) -> SpecBlockConfig:
+    """Shapes of a drafter for this target. Raises ValueError where it cannot have one."""
+    text = model.config.get_text_config()
+    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
+    return SpecBlockConfig(
+        layers_for(known), tap_layers_for(model), draft_vocab_size=min(text.vocab_size, draft_tokens)
+    )
+
+
+def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Where a drafter's layers are copies of the target's last ones, what these receive is tapped; else what leaves."""
+    copied = 2 if is_standard(model) else 0
+    return default_tap_layers(len(decoder_layers(model)), copied=copied)
+
+
+def is_standard(model: PreTrainedModel) -> bool:
+    """Whether a drafter's layers can be of the target's kind."""
+    return model.config.get_text_config().model_type in STANDARD
+
+
+def target_end(model: PreTrainedModel) -> TargetEnd:
+    """What a drafter copies, before the weights of the model move into products."""
+    output = model.get_output_embeddings()
+    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
+    return TargetEnd(
+        layers=list(decoder_layers(model).children()),
+        norm=model.get_decoder().get_submodule("norm"),
+        head=output.get_parameter("weight"),
+        standard=is_standard(model),
+    )
+
+
+@torch.no_grad()
+def unmade_drafter(model: PreTrainedModel) -> SpecBlock:
+    """All that is known of a drafter before anything was served, in the target's type; the same one each time. Raises
+    ValueError where the target cannot have one."""
+    config = drafter_config(model)
+    with seeded(model.device):
+        network = SpecBlock(config)
+        network.set_vocabulary(torch.arange(config.draft_vocab_size))
+        for part in (network.input_layer.condition_proj.weight, network.input_layer.fuse.weight):
+            part.zero_()
+        for part in network.rank_head[-1].parameters():
+            part.zero_()  # every class of ranks is as likely as any other until it has been taught
+        copy_end(network, target_end(model))
+    return network.to(dtype=model.dtype).eval().requires_grad_(False)
