@@ -7,16 +7,18 @@ depend on how much was served, and no text can be read from them.
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
 
 import torch
 from torch import Tensor
 
+from adaptation.checkpoint import LearnerCheckpoint
 from adaptation.policy import State
 from adaptation.vocabulary import Rows, TokenCounts
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import Embed, SpecBlock
+from adaptation.weights import ANCHOR, DrafterWeights
+from drafters.regret import SHARE
+from drafters.specblock.checkpoint import weights_of, write_weights
+from drafters.specblock.model import Embed
 from drafters.training.corpus import Example
 from drafters.training.initialise import InputSums
 
@@ -25,79 +27,139 @@ _FIRST = 4
 _LAST = 64  # and of the last one: at this many another doubling explains next to nothing more
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """Weights by name, in fp32."""
-
-    weights: dict[str, Tensor]
-    positions: int
-
-
 class Bootstrap:
     """Collects, and solves when it is due. All calls come from the adaptation thread."""
 
-    done: bool
-    wanted: int  # positions, for the next solution
-    _sums: InputSums
-    _has_published: bool
+    def __init__(
+        self,
+        weights: DrafterWeights,
+        embed: Embed,
+        rows: Rows,
+        counts: TokenCounts,
+        checkpoint: LearnerCheckpoint,
+        *,
+        makes: bool,
+        seed: int,
+    ) -> None:
+        """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the target's
+        output rows of draft tokens; `counts`: what is said, by which the draft vocabulary is chosen."""
+        self.makes = makes
+        self._weights, self._embed, self._rows, self._counts = weights, embed, rows, counts
+        self._checkpoint, self._seed = checkpoint, seed
+        self._kept_at = self._keeping_seconds = 0.0
+        self._sums = self._no_sums() if makes else None
+        self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
+        self._has_published = False
 
-    def __init__(self, start: SpecBlock, embed: Embed, rows: Rows, counts: TokenCounts, *, seed: int) -> None:
-        """`start`: the target's end with an input layer that is yet to be solved; `rows`: the target's output rows of
-        draft tokens; `counts`: what is said, by which the draft vocabulary is chosen."""
-        self._start, self._embed, self._rows, self._counts, self._seed = start, embed, rows, counts, seed
-        self._reset()
+    @property
+    def collects(self) -> bool:
+        """Whether the drafter is made of sums still, and no update teaches it yet."""
+        return self._sums is not None
 
     @property
     def positions(self) -> int:
-        return self._sums.positions
+        return 0 if self._sums is None else self._sums.positions
 
     @property
     def due(self) -> bool:
-        return not self.done and self.positions >= self.wanted
+        return self.collects and self.positions >= self.wanted
+
+    @property
+    def serves_nothing(self) -> bool:
+        """Whether what is served, or on its way to be, has nothing to say."""
+        return self.makes and self._weights.latest.origin == ANCHOR
 
     def add(self, example: Example) -> None:
         """The positions of one text. Raises ValueError where its features are not finite."""
         if not bool(torch.isfinite(example.features.sum(dtype=torch.float32))):
             raise ValueError("features of a text are not finite")
+        assert self._sums is not None, "nothing is collected any more"
         self._sums.add(example, self._embed)
 
     @torch.no_grad()
-    def solve(self) -> Solution:
-        """What can be made of the positions that there are."""
-        model = copy.deepcopy(self._start)
+    def solve(self) -> dict[str, Tensor]:
+        """What can be made of the positions that there are. # -> weights by name, fp32"""
+        assert self._sums is not None, "nothing is collected any more"
+        model = copy.deepcopy(self._weights.anchor)
         model.set_vocabulary(self._counts.likeliest(model.config.draft_vocab_size).to(model.d2t.device))
         model.lm_head.weight.copy_(self._rows(model.d2t))
         self._sums.solve(model.input_layer, torch.Generator().manual_seed(self._seed))
-        return Solution(weights_of(model), self.positions)
+        return weights_of(model)
 
-    def judged(self, *, published: bool) -> None:
-        """What was solved last serves, or does not."""
-        self.done = (self._has_published and not published) or self.wanted >= _LAST * self._sums.known
+    def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:
+        """The last solution serves now, or it does not. Raises AdaptationError where it cannot be kept."""
+        assert self._sums is not None, "nothing was solved"
+        is_last = (self._has_published and not published) or self.wanted >= _LAST * self._sums.known
         self._has_published = self._has_published or published
         while self.wanted <= self.positions:
             self.wanted *= 2
+        if is_last:
+            self._sums = None
+        if published or (is_last and self.serves_nothing):
+            self.rebase(solution)
 
-    def start_over(self) -> None:
-        """What was made of these positions turned out badly."""
-        self._reset()
+    def rebase(self, weights: dict[str, Tensor]) -> None:
+        """From here on distances are measured to these weights, and updates keep near them. Raises AdaptationError
+        where they cannot be kept."""
+        write_weights(self._weights.anchor, weights)
+        self._checkpoint.save_tensors("anchor", weights_of(self._weights.anchor), origin=self._weights.latest.origin)
+
+    def adopted(self, weights: dict[str, Tensor]) -> None:
+        """Somebody brought a drafter: what would be made is not wanted. Raises as `rebase`."""
+        if self.makes:
+            self._sums = None
+            self.rebase(weights)
+
+    def rolled_back(self) -> None:
+        """What was made of these positions may have turned out badly."""
+        if self.serves_nothing:
+            self._sums = self._no_sums()
+            self.wanted, self._has_published = _FIRST * self._sums.known, False
+
+    def training_start(self) -> dict[str, Tensor]:
+        """What updates go on from: what is served, or was made last while that is nothing."""
+        return weights_of(self._weights.anchor) if self.serves_nothing else self._weights.train_from_served()
+
+    def keep(self, *, always: bool = False) -> bool:
+        """Store the sums, as often as that costs no more than its share of the time. # -> whether they were; raises
+        AdaptationError"""
+        began = time.monotonic()
+        if self._sums is None or not (always or began - self._kept_at > self._keeping_seconds / SHARE):
+            return False
+        self._kept_at = began  # a disk that refuses is not asked all the time either
+        self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self._weights.latest.origin)
+        self._keeping_seconds = time.monotonic() - began
+        return True
 
     def state(self) -> State:
-        return {"done": self.done, "wanted": self.wanted, "published": self._has_published}
+        return {"collects": self.collects, "wanted": self.wanted, "published": self._has_published}
 
     def restore(self, state: State) -> None:
         """Raises ValueError for what no bootstrap has written, and then changes nothing."""
-        done, wanted, published = (state.get(name) for name in ("done", "wanted", "published"))
-        if len(state) != 3 or not isinstance(done, bool) or not isinstance(published, bool):
+        collects, wanted, published = (state.get(name) for name in ("collects", "wanted", "published"))
+        if len(state) != 3 or not isinstance(collects, bool) or not isinstance(published, bool):
             raise ValueError("not the state of a bootstrap")
-        if not isinstance(wanted, int) or wanted < self._sums.known:
+        if not isinstance(wanted, int) or self._sums is None or wanted < self._sums.known:
             raise ValueError("the state of a bootstrap of another size")
-        self.done, self.wanted, self._has_published = done, wanted, published
+        self.wanted, self._has_published = wanted, published
+        if not collects:
+            self._sums = None
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The sums themselves, by name."""
-        return self._sums.tensors()
+    def restore_tensors(self) -> None:
+        """The sums, and the weights that were made first, as far as they were kept."""
+        if not self.makes:
+            return
+        if self._sums is not None:
+            sums = self._sums.tensors()
+            for name, value in (self._checkpoint.load_tensors("sums", sums) or {}).items():
+                sums[name].copy_(value)
+        anchor = weights_of(self._weights.anchor)
+        made = self._checkpoint.load_tensors("anchor", anchor)
+        if made is None and not self.serves_nothing:
+            made = self._weights.train_from_served()
+        if made is not None:
+            write_weights(self._weights.anchor, made)
 
-    def _reset(self) -> None:
-        self.done, self._has_published = False, False
-        self._sums = InputSums(self._start.config, self._start.d2t.device)
-        self.wanted = _FIRST * self._sums.known
+    def _no_sums(self) -> InputSums:
+        anchor = self._weights.anchor
+        return InputSums(anchor.config, anchor.d2t.device)

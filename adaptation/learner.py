@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from adaptation.bandit import LEARNING, policy_of
 from adaptation.bootstrap import Bootstrap
-from adaptation.checkpoint import Kind, LearnerCheckpoint, SavedLearner, SnapshotRing
+from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import OfflineEvaluator, Replay, lookup_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
@@ -30,14 +31,14 @@ from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit,
 from adaptation.samples import SampleBuffers, ValidationSet
 from adaptation.traffic import TrafficMonitor
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
-from adaptation.vocabulary import DraftVocabulary, TokenCounts, untrained_rows
+from adaptation.vocabulary import DraftVocabulary, Rows, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
-from drafters.regret import SHARE, RegretLedger
-from drafters.specblock.checkpoint import weights_of, write_weights
+from drafters.regret import RegretLedger
 from drafters.training.corpus import Example
 
+Result = TypeVar("Result")
 _KEPT_EVENTS = 50
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
@@ -89,15 +90,12 @@ class Learner:
         self.sampler = RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0)
         vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
         self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
-        makes = not drafter.made and config.policy != "never"
-        start, counts = weights.anchor, self._vocabulary.counts
-        self._bootstrap = Bootstrap(start, drafter.embed, rows, counts, seed=seed) if makes else None
-        divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
-        first = replay if drafter.made else lookup_alone
-        self._evaluator = _evaluator_of(weights, tuning, replay, divergence, first)
+        self._checkpoint = LearnerCheckpoint(folder)
+        makes, counts = not drafter.made and config.policy != "never", self._vocabulary.counts
+        self._bootstrap = Bootstrap(weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, seed=seed)
+        self._evaluator = _evaluator_of(weights, drafter, rows, replay, tuning)
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab)
-        self._checkpoint = LearnerCheckpoint(folder)
         self._pace = Pace()
         self._policy_name = config.policy
         self._emit = emit
@@ -105,7 +103,6 @@ class Learner:
         self._last_events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._num_refused = 0
         self._updating = False
-        self._kept_at = self._keeping_seconds = 0.0
 
     def worker(self) -> Worker:
         """A thread that runs the learner."""
@@ -121,10 +118,10 @@ class Learner:
         feedback = received(feedback, self.weights.train_device)
         if not self._serves:
             self._ledger.elapse(feedback.query.seconds)
-        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self.collects)
+        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
         if filtered.validates and filtered.text is not None:
             self._evaluator.probe(filtered.text)
-        elif filtered.text is not None and not self.paused:
+        elif filtered.text is not None and self._bootstrap.collects and not self.paused:
             self._collect(filtered.text.example)
         if filtered.admission.admitted and not filtered.validates:
             self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
@@ -139,8 +136,8 @@ class Learner:
         """Train, evaluate and publish, if an update is due; says what was trained."""
         if self.paused or self.weights.pending or not self._validation.suffices:
             return None
-        if self._bootstrap is not None and self._bootstrap.due:
-            self._make(self._bootstrap)
+        if self._bootstrap.due:
+            self._make()
         arm = self._policy.take_update()
         if arm is None:
             return None
@@ -154,11 +151,6 @@ class Learner:
                 self._buffers.clear_replay()
             self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return report
-
-    @property
-    def collects(self) -> bool:
-        """Whether the drafter is made of sums still, and no update teaches it yet."""
-        return self._bootstrap is not None and not self._bootstrap.done
 
     def pause(self) -> None:
         """Learn nothing until resumed; alarms go on."""
@@ -176,9 +168,8 @@ class Learner:
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
         """Somebody brings weights: they are served without a gate. # -> their version. Raises NotStored."""
         version = self.weights.adopt(weights)
-        if self._bootstrap is not None:  # what it would make is not wanted
-            self._bootstrap.done = True
-            self._rebase(weights)
+        self._storing(lambda: self._bootstrap.adopted(dict(weights)))
+        self._evaluator.rebased()
         self._forget_arms()
         self._tell("loaded", reason)
         self.save(training=False)
@@ -214,16 +205,13 @@ class Learner:
         """
         weights = self.weights
         parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
-        if self._bootstrap is not None:
+        if self._bootstrap.makes:
             parts["bootstrap"] = self._bootstrap.state()
-        try:
-            self._checkpoint.save(
-                newest=weights.newest, origin=weights.latest.origin, condemned=weights.condemned, parts=parts
-            )
-        except AdaptationError as error:
-            self._tell("not_stored", str(error))
+        newest, origin, condemned = weights.newest, weights.latest.origin, weights.condemned
+        self._storing(lambda: self._checkpoint.save(newest=newest, origin=origin, condemned=condemned, parts=parts))
         if training:
-            self._store("training", self._trainer.tensors())
+            tensors = self._trainer.tensors()
+            self._storing(lambda: self._checkpoint.save_tensors("training", tensors, origin=origin))
 
     def restore(self) -> None:
         """Take up what an earlier process left; to be called once, before the engine's first step."""
@@ -235,7 +223,7 @@ class Learner:
             self._serve_again(saved.origin)
         self._monitor.weights_changed()
         self._restore_parts(saved)
-        self._restore_bootstrap()
+        self._bootstrap.restore_tensors()
         tensors = self._checkpoint.load_tensors("training", self._trainer.tensors(), origin=self.weights.latest.origin)
         if tensors is None:
             self._start_over()
@@ -278,55 +266,43 @@ class Learner:
 
     def _collect(self, example: Example) -> None:
         """A text that the drafter is made of."""
-        if self._bootstrap is None or not self.collects:
-            return
         with self.time.spent():
             self._bootstrap.add(example)
         self._keep_sums()
 
-    def _make(self, bootstrap: Bootstrap) -> None:
+    def _make(self) -> None:
         """Solve for a drafter, and publish it if it is better than what serves: drafting by lookup alone, or the one
         that was made before."""
         began = time.perf_counter()
+        numbers = {"made": 1.0, "positions": float(self._bootstrap.positions)}
         with self.time.spent():
-            solution = bootstrap.solve()
-            self._trainer.load(solution.weights)
-            solved = time.perf_counter()
-            decision, judging = self._evaluator.evaluate(self._validation.current)
-        numbers = {"positions": solution.positions, "seconds": solved - began, "judging_seconds": judging}
+            solution = self._bootstrap.solve()
+            self._trainer.load(solution)
+            numbers["seconds"] = time.perf_counter() - began
+            decision, numbers["judging_seconds"] = self._evaluator.evaluate(self._validation.current)
         published = decision.publish and self._publish(decision)
-        bootstrap.judged(published=published)
-        if published or (bootstrap.done and self.weights.latest.origin == ANCHOR):
-            self._rebase(solution.weights)
+        self._storing(lambda: self._bootstrap.judged(solution, published=published))
+        self._evaluator.rebased()
         self._policy.spent(self.time.taken())
         reason = decision.reason if published or not decision.publish else "not_stored"
-        self._tell("published" if published else "refused", reason, {"made": 1.0, **numbers, **_scores(decision)})
+        self._tell("published" if published else "refused", reason, {**numbers, **_scores(decision)})
         if not published:
             self._start_over()
         self._keep_sums(always=True)
+        self.save(training=False)
 
     def _keep_sums(self, *, always: bool = False) -> None:
-        """Keep what the drafter is made of, as often as that costs no more than its share of the time."""
-        now = time.monotonic()
-        if self._bootstrap is None or not (always or now - self._kept_at > self._keeping_seconds / SHARE):
-            return
         with self.time.spent():
-            self._store("sums", self._bootstrap.tensors())
-            self.save(training=False)
-        self._kept_at = time.monotonic()
-        self._keeping_seconds = self._kept_at - now
+            if self._storing(lambda: self._bootstrap.keep(always=always)):
+                self.save(training=False)
 
-    def _store(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+    def _storing(self, store: Callable[[], Result]) -> Result | None:
+        """A full disk is told and costs nothing else."""
         try:
-            self._checkpoint.save_tensors(kind, tensors, origin=self.weights.latest.origin)
+            return store()
         except AdaptationError as error:
             self._tell("not_stored", str(error))
-
-    def _rebase(self, weights: Mapping[str, Tensor]) -> None:
-        """From here on the distance is measured to these weights, and updates keep near them."""
-        write_weights(self.weights.anchor, weights)
-        self._evaluator.rebased()
-        self._store("anchor", weights_of(self.weights.anchor))
+            return None
 
     def _traffic_changed(self) -> None:
         """What arms gained, and the texts that validated, are of the past."""
@@ -339,7 +315,7 @@ class Learner:
         and there are texts that could validate an update, or none come."""
         is_new = self.weights.latest.origin != ANCHOR and self._monitor.on_probation
         learns_nothing = self.paused or self._feedback.sees_no_text
-        if self.collects and not self.paused:
+        if self._bootstrap.collects and not self.paused:
             return not self._policy.covers(0.0)
         return not is_new and (learns_nothing or (self._policy.resting and self._validation.suffices))
 
@@ -362,8 +338,7 @@ class Learner:
         """Serve what was before, and believe nothing that was learnt about what is served now."""
         condemned = self.weights.condemn()
         restored = self.weights.restore_before(condemned)
-        if self._bootstrap is not None and restored.origin == ANCHOR:
-            self._bootstrap.start_over()
+        self._bootstrap.rolled_back()
         self._forget_arms()
         self._tell("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
         self.save(training=False)
@@ -428,10 +403,9 @@ class Learner:
         self._updating = False
 
     def _start_over(self) -> None:
-        """Train on from what is served; while that is no drafter yet, from what was made last."""
+        """Train on from what is served."""
         self._num_refused = 0
-        is_unmade = self._bootstrap is not None and self.weights.latest.origin == ANCHOR
-        self._trainer.load(weights_of(self.weights.anchor) if is_unmade else self.weights.train_from_served())
+        self._trainer.load(self._bootstrap.training_start())
 
     def _serve_again(self, origin: int) -> None:
         try:
@@ -450,28 +424,13 @@ class Learner:
                 if name == "policy":
                     self._policy.restore(state)
                 elif name == "bootstrap":
-                    if self._bootstrap is not None:
-                        self._bootstrap.restore(state)
+                    self._bootstrap.restore(state)
                 elif name == "tokens":
                     self._vocabulary.counts.restore(state)
                 else:
                     self._monitor.restore(name, state)
             except ValueError as error:
                 self._tell("restored", f"{name}: {error}")
-
-    def _restore_bootstrap(self) -> None:
-        """What the drafter was made of, and the weights that were made first."""
-        if self._bootstrap is None:
-            return
-        sums = self._bootstrap.tensors()
-        for name, value in (self._checkpoint.load_tensors("sums", sums) or {}).items():
-            sums[name].copy_(value)
-        anchor = weights_of(self.weights.anchor)
-        made = self._checkpoint.load_tensors("anchor", anchor)
-        if made is None and self.weights.latest.origin != ANCHOR:
-            made = self.weights.train_from_served()
-        if made is not None:
-            write_weights(self.weights.anchor, made)
 
     def _tell(self, kind: EventKind, reason: str, numbers: dict[str, float] | None = None) -> None:
         event = Event(kind, self.weights.newest, reason, numbers or {})
@@ -495,8 +454,10 @@ def _weights_of(
 
 
 def _evaluator_of(
-    weights: DrafterWeights, tuning: Tuning, replay: Replay, divergence: TextDivergence, first: Replay
+    weights: DrafterWeights, drafter: ServedDrafter, rows: Rows, replay: Replay, tuning: Tuning
 ) -> OfflineEvaluator:
+    divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
+    first = replay if drafter.made else lookup_alone
     gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
     known = 2 * tuning.validation_texts
     return OfflineEvaluator(
