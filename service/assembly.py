@@ -26,7 +26,7 @@ from service.engine.budget import BudgetPolicy
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
-from service.engine.drafter_weights import dummy_drafter, shipped_folder
+from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -228,7 +228,9 @@ def _costs(
 def choose_drafter(config: ServiceConfig) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any. Raises StartupError."""
     made_up = config.is_dummy and config.drafter_path is None
-    folder = None if made_up else config.drafter_path or shipped_folder(config.model_source)
+    folder = None
+    if not made_up:
+        folder = config.drafter_path or imported_folder(config) or shipped_folder(config.model_source)
     name: str = config.drafter
     if name == "auto":
         name = "specblock" if made_up else MERGED if folder else "lookup"
@@ -246,7 +248,12 @@ def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
     if folder is not None:
-        return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
+        try:
+            return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
+        except StartupError as error:
+            if folder != import_place(config):
+                raise
+            raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
     if config.is_dummy and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None
