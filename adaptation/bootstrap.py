@@ -41,8 +41,8 @@ class Bootstrap:
         makes: bool,
         seed: int,
     ) -> None:
-        """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the target's
-        output rows of draft tokens; `counts`: what is said, by which the draft vocabulary is chosen."""
+        """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the output
+        rows of the target for tokens; `counts`: what is said, by which the draft vocabulary is chosen."""
         self.makes = makes
         self._weights, self._embed, self._rows, self._counts = weights, embed, rows, counts
         self._checkpoint, self._seed = checkpoint, seed

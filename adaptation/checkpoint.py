@@ -24,6 +24,8 @@ from adaptation.policy import State
 from adaptation.records import Damaged, NotRemoved, NotStored, Refused
 from adaptation.trainer import all_finite
 
+SNAPSHOTS = "snapshots"
+"""The folder of published drafters, in that of a learner."""
 WEIGHTS = "weights.safetensors"
 MANIFEST = "snapshot.json"
 _UNFINISHED = ".unfinished-"
@@ -53,6 +55,14 @@ class SnapshotInfo:
 class Snapshot:
     info: SnapshotInfo
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is written beside a snapshot's weights."""
+
+    info: SnapshotInfo
+    weights_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +126,7 @@ class LearnerCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._current = folder / "learner.json"
-        self._previous = folder / "learner.previous.json"
+        self._current, self._previous = _learner_files(folder)
         self._unfinished = folder / f"{_UNFINISHED}learner.json"
 
     def save(self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State]) -> None:
@@ -136,19 +145,7 @@ class LearnerCheckpoint:
             raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
 
     def load(self) -> SavedLearner:
-        complaints: list[str] = []
-        for path in (self._current, self._previous):
-            try:
-                saved = _saved_learner(path.read_bytes())
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                complaints.append(f"{path.name}: unreadable: {error}")
-            except Damaged as error:
-                complaints.append(f"{path.name}: {error}")
-            else:
-                return replace(saved, complaints=tuple(complaints))
-        return SavedLearner(complaints=tuple(complaints))
+        return saved_learner(self._folder)
 
     def save_tensors(self, kind: Kind, tensors: Mapping[str, Tensor], *, origin: int) -> None:
         """Store the training copy with its optimizers, or what else has its kind. Raises NotStored, NotRemoved."""
@@ -175,12 +172,34 @@ class LearnerCheckpoint:
     @staticmethod
     def _is_good(path: Path) -> bool:
         try:
-            return bool(_saved_learner(path.read_bytes()))
+            return bool(_parsed_learner(path.read_bytes()))
         except (OSError, Damaged):
             return False
 
 
-def _saved_learner(data: bytes) -> SavedLearner:
+def saved_learner(folder: Path) -> SavedLearner:
+    """What the process that learns in this folder has saved last; the folder may be another process's."""
+    complaints: list[str] = []
+    for path in _learner_files(folder):
+        try:
+            saved = _parsed_learner(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            complaints.append(f"{path.name}: unreadable: {error}")
+        except Damaged as error:
+            complaints.append(f"{path.name}: {error}")
+        else:
+            return replace(saved, complaints=tuple(complaints))
+    return SavedLearner(complaints=tuple(complaints))
+
+
+def _learner_files(folder: Path) -> tuple[Path, Path]:
+    """The newest state, and the one before it."""
+    return folder / "learner.json", folder / "learner.previous.json"
+
+
+def _parsed_learner(data: bytes) -> SavedLearner:
     """Raises Damaged."""
     state: Any = _unseal_ours(data).get("state")
     try:
@@ -219,24 +238,41 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
 
 def read_snapshot(parent: Path, version: int, layout: Layout) -> Snapshot:
     """Raises Damaged unless every bit is what was written and the tensors fit `layout`."""
-    folder = parent / folder_name(version)
+    manifest = read_manifest(parent, version)
     try:
-        manifest = _unseal_ours((folder / MANIFEST).read_bytes())
-        weights = (folder / WEIGHTS).read_bytes()
+        weights = (parent / folder_name(version) / WEIGHTS).read_bytes()
     except OSError as error:
         raise Damaged(f"unreadable: {error}") from error
-    if manifest.get("weights_sha256") != digest(weights):
+    if manifest.weights_sha256 != digest(weights):
         raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
     try:
-        info = _INFO.validate_python(manifest.get("info"))
-        tensors = load_tensors(weights, layout)
-    except ValidationError as error:
-        raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
+        return Snapshot(manifest.info, load_tensors(weights, layout))
     except Refused as error:
         raise Damaged(f"{WEIGHTS} {error.detail}") from error
+
+
+def read_manifest(parent: Path, version: int) -> Manifest:
+    """What is said of a snapshot; its weights are not read. Raises Damaged."""
+    try:
+        content = _unseal_ours((parent / folder_name(version) / MANIFEST).read_bytes())
+    except OSError as error:
+        raise Damaged(f"unreadable: {error}") from error
+    try:
+        info = _INFO.validate_python(content.get("info"))
+    except ValidationError as error:
+        raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
     if info.version != version:
         raise Damaged(f"says it is version {info.version}")
-    return Snapshot(info, tensors)
+    return Manifest(info, str(content.get("weights_sha256")))
+
+
+def stored_layout(parent: Path, version: int) -> Layout:
+    """Names, shapes and types as a snapshot's file claims them; neither they nor its hash are checked. Raises
+    Damaged."""
+    try:
+        return layout_of(safetensors.torch.load_file(parent / folder_name(version) / WEIGHTS))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise Damaged(f"{WEIGHTS} cannot be read: {error}") from error
 
 
 def load_tensors(data: bytes, layout: Layout) -> dict[str, Tensor]:

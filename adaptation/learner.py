@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adaptation.bandit import LEARNING, policy_of
 from adaptation.bootstrap import Bootstrap
-from adaptation.checkpoint import LearnerCheckpoint, SavedLearner, SnapshotRing
+from adaptation.checkpoint import SNAPSHOTS, LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import OfflineEvaluator, Replay, lookup_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
@@ -442,7 +442,7 @@ class Learner:
 def _weights_of(
     drafter: ServedDrafter, tuning: Tuning, folder: Path, device: torch.device, replica_dtype: torch.dtype | None
 ) -> DrafterWeights:
-    ring = SnapshotRing(folder / "snapshots", in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk)
+    ring = SnapshotRing(folder / SNAPSHOTS, in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk)
     return DrafterWeights(
         drafter.weights,
         drafter.config,

@@ -26,7 +26,7 @@ from service.engine.budget import BudgetPolicy
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
-from service.engine.drafter_weights import dummy_drafter, shipped_folder
+from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -241,10 +241,10 @@ def starts_drafter(config: ServiceConfig) -> bool:
 
 def _folder(config: ServiceConfig) -> Path | None:
     """Where trained weights for this target lie."""
-    return config.drafter_path or shipped_folder(config.model_source)
+    return config.drafter_path or imported_folder(config) or shipped_folder(config.model_source)
 
 
-def choose_drafter(config: ServiceConfig, *, starts: bool) -> tuple[str, Path | None]:
+def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any; `starts`: whether one can be made from what is
     served. Raises StartupError."""
     made_up = config.is_dummy and config.drafter_path is None
@@ -266,7 +266,12 @@ def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
     if folder is not None:
-        return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
+        try:
+            return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
+        except StartupError as error:
+            if folder != import_place(config):
+                raise
+            raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
     if loaded.unmade is not None:
         return drafter_weights.unmade_replaceable(loaded, blocks=config.draft_blocks).weights
     if config.is_dummy and drafter_name in TRAINED:

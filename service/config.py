@@ -145,8 +145,8 @@ class ServiceConfig(BaseModel):
     )
     drafter_path: Path | None = _setting(
         None,
-        "Folder with a trained drafter's config.json and model.safetensors. Unset: the weights that come with this "
-        "package, for the embedded model.",
+        "Folder with a trained drafter's config.json and model.safetensors. Unset: what `adaptree drafter import` put "
+        "into state_dir for the model, else the weights that come with this package, for the embedded model.",
     )
     draft_blocks: int = _setting(
         1,
@@ -199,8 +199,8 @@ class ServiceConfig(BaseModel):
     open_metrics: bool = _setting(True, "Whether /metrics answers without a key.")
     state_dir: Path = _setting(
         _default_state_dir,
-        "Folder for converted weights, measured costs and what was learnt while serving. Deleting it costs nothing "
-        "else.",
+        "Folder for converted weights, measured costs, imported drafters and what was learnt while serving. Deleting "
+        "it costs nothing else.",
         panel="Operation",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least important messages to log.")

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+ARCHITECTURE = "SpecBlock"
 VOCABULARY = "d2t"
 """The name of the one that is no parameter: [draft_vocab] int64, target ids."""
+_HEAD = "lm_head.weight"
 _FORMAT = 1
 
 
@@ -48,59 +51,120 @@ def identity_of(embedding: Tensor, config: Mapping[str, Any]) -> str:
     return hashlib.sha256(shapes.encode() + signs).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a drafter's `config.json` says of it."""
+
+    config: SpecBlockConfig
+    target_identity: str | None  # None: it does not say
+    facts: Mapping[str, Any]
+    weights_sha256: str | None  # of `model.safetensors`; None: it does not say
+
+
 def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping[str, Any], own_head: bool) -> None:
     """Write weights in bf16 and the config beside them. `facts` are kept as they are: data, cost, scores."""
+    weights = weights_of(model)
+    save_weights(folder, model.config, weights, target_identity=target_identity, facts=facts, own_head=own_head)
+
+
+def save_weights(
+    folder: Path,
+    config: SpecBlockConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    target_identity: str,
+    facts: Mapping[str, Any],
+    own_head: bool = True,
+) -> None:
+    """What `save` does, of weights by the names of `weights_of`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_published(name): value.detach().to(torch.bfloat16) for name, value in model.named_parameters()}
+    tensors = {_published(name): value.to(torch.bfloat16) for name, value in weights.items() if name != VOCABULARY}
     if not own_head:
-        del tensors["lm_head.weight"]
-    places = torch.arange(model.d2t.shape[0], device=model.d2t.device)
-    tensors["d2t"] = (model.d2t - places).to(torch.int32)
-    tensors["t2d"] = model.t2d >= 0
+        del tensors[_HEAD]
+    d2t = weights[VOCABULARY]
+    tensors["d2t"] = (d2t - torch.arange(d2t.shape[0], device=d2t.device)).to(torch.int32)
+    tensors["t2d"] = torch.isin(torch.arange(config.target_vocab_size, device=d2t.device), d2t)
     save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
     described = {
         "format": _FORMAT,
-        "architecture": "SpecBlock",
+        "architecture": ARCHITECTURE,
         "target_identity": target_identity,
-        "drafter": asdict(model.config),
+        "drafter": asdict(config),
         "facts": dict(facts),
+        "weights_sha256": weights_sha256(folder),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
+def weights_sha256(folder: Path) -> str:
+    """Of the file of weights, as hexadecimal digits. Raises OSError."""
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_config(folder: Path) -> SpecBlockConfig:
     """The drafter's shapes alone, to know which target layers to tap before anything is loaded."""
-    return _described(folder)[0]
+    return describe(folder).config
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
     """A drafter for this target."""
-    config, expected = _described(folder)
-    if expected != target.identity:
+    described = describe(folder)
+    if described.target_identity != target.identity:
         raise DrafterError(
-            f"drafter {folder}: trained for target {expected}, but this one is {target.identity}; "
+            f"drafter {folder}: trained for target {described.target_identity}, but this one is {target.identity}; "
             "train a drafter for it with `adaptree train drafter`, or set drafter to lookup"
         )
-    with _refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
-        tensors = load_file(folder / WEIGHTS_FILE)
-    model = SpecBlock(config)
-    model.set_vocabulary(_vocabulary(tensors, config, folder))
-    if "lm_head.weight" not in tensors:  # it is the target's output rows of the draft tokens
+    weights = read_weights(folder, described.config)
+    if _HEAD not in weights:  # it is the target's output rows of the draft tokens
         if target.head is None:
             raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
-        tensors["lm_head.weight"] = target.head[model.d2t.to(target.head.device)].cpu()
-    _fill(model, tensors, folder)
+        weights[_HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
+    model = SpecBlock(described.config)
+    write_weights(model, weights)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def _described(folder: Path) -> tuple[SpecBlockConfig, str | None]:
-    """The drafter's config and its target's identity."""
+def describe(folder: Path) -> Description:
+    """What the folder's config says. Raises DrafterError."""
     with _refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
-    if described.get("format") != _FORMAT:
-        raise DrafterError(f"drafter {folder}: format {described.get('format')!r}, this version reads {_FORMAT}")
+    if not isinstance(described, dict) or described.get("format") != _FORMAT:
+        found = described.get("format") if isinstance(described, dict) else None
+        raise DrafterError(f"drafter {folder}: format {found!r}, this version reads {_FORMAT}")
     with _refusing(folder, f"{CONFIG_FILE} is not a drafter's", KeyError, TypeError, ValueError):
-        return SpecBlockConfig.from_mapping(described["drafter"]), described.get("target_identity")
+        return Description(
+            SpecBlockConfig.from_mapping(described["drafter"]),
+            described.get("target_identity"),
+            dict(described.get("facts") or {}),
+            described.get("weights_sha256"),
+        )
+
+
+def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
+    """The stored tensors by the names of `weights_of`, in the types they are stored in; without a head where it is the
+    target's. Raises DrafterError for names or shapes that are not the config's."""
+    with _refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
+        tensors = load_file(folder / WEIGHTS_FILE)
+    vocabulary = _vocabulary(tensors, config, folder)
+    wanted = {name: shape for name, shape in shapes_of(config).items() if name != VOCABULARY}
+    published = {_published(name): shape for name, shape in wanted.items()}
+    missing, extra = sorted(published.keys() - tensors.keys() - {_HEAD}), sorted(tensors.keys() - published.keys())
+    if missing or extra:
+        raise DrafterError(f"drafter {folder}: parameters missing: {missing or 'none'}, unknown: {extra or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != published[name]:
+            found, needed = tuple(tensor.shape), published[name]
+            raise DrafterError(f"drafter {folder}: {name} has shape {found}, the config asks for {needed}")
+    stored = {name: tensors[_published(name)] for name in wanted if _published(name) in tensors}
+    return {**stored, VOCABULARY: vocabulary}
+
+
+def shapes_of(config: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a drafter's tensors by the names of `weights_of`; no memory is taken for any."""
+    with torch.device("meta"):
+        model = SpecBlock(config)
+    return {name: tuple(value.shape) for name, value in weights_of(model).items()}
 
 
 @contextmanager
@@ -121,19 +185,6 @@ def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Pat
     if not names_tokens(d2t, config.target_vocab_size):
         raise DrafterError(f"drafter {folder}: d2t names tokens that the target does not have, or one twice")
     return d2t
-
-
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    wanted = {_published(name): parameter for name, parameter in model.named_parameters()}
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or extra:
-        raise DrafterError(f"drafter {folder}: parameters missing: {missing or 'none'}, unknown: {extra or 'none'}")
-    for name, parameter in wanted.items():
-        if parameter.shape != tensors[name].shape:
-            found, needed = tuple(tensors[name].shape), tuple(parameter.shape)
-            raise DrafterError(f"drafter {folder}: {name} has shape {found}, the config asks for {needed}")
-        with torch.no_grad():
-            parameter.copy_(tensors[name])
 
 
 def _published(name: str) -> str:

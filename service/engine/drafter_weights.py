@@ -1,5 +1,7 @@
-"""The drafter network for a loaded target: trained weights from a folder, or random ones beside a random target."""
+"""The drafter network for a loaded target: trained weights from a folder, or random ones beside a random target; and
+where the folders are."""
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from service.config import ServiceConfig
 from service.engine.drafter_start import drafter_config
 from service.engine.dummy import seeded
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
@@ -24,6 +27,7 @@ from service.errors import StartupError
 logger = logging.getLogger(__name__)
 
 _MOST_DRAFT_TOKENS = 32_000
+_HASH_LENGTH = 16
 
 
 def shipped_folder(model_name: str) -> Path | None:
@@ -32,6 +36,24 @@ def shipped_folder(model_name: str) -> Path | None:
         return None
     folder = Path(drafters.__file__).parent / "shipped" / model_name
     return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
+
+
+def imported_folder(config: ServiceConfig) -> Path | None:
+    """Where the drafter that was imported for the configured model is, if one was."""
+    folder = import_place(config)
+    return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
+
+
+def import_place(config: ServiceConfig) -> Path:
+    """Where a drafter for the configured model is imported to."""
+    return config.state_dir / "drafters" / hashlib.sha256(source_of(config).encode()).hexdigest()[:_HASH_LENGTH]
+
+
+def source_of(config: ServiceConfig) -> str:
+    """The configured model by a name that means the same in every folder: an absolute path, or the name itself."""
+    path = Path(config.model_source).expanduser()
+    is_local = config.model_source != EMBEDDED_NAME and path.exists()
+    return str(path.resolve()) if is_local else config.model_source
 
 
 @dataclass(frozen=True, slots=True)

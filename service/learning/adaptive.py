@@ -12,7 +12,7 @@ from typing import Final
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner
 from adaptation.process import TrainingTime
-from adaptation.records import AdaptationStatus, Emit, Event, EventKind
+from adaptation.records import AdaptationStatus, Emit, Event, EventKind, NotStored
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
@@ -21,6 +21,7 @@ from drafters.feedback import FeedbackRecorder, Query
 from drafters.regret import RegretLedger
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.model import SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.recording import BlockRecorder
 from service.assembly import Assembly, choose_drafter, device_of, load_target
@@ -32,6 +33,7 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
+from service.learning.origin import Origin, write_origin
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +141,7 @@ def build_adaptive(
             config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, ledger=ledger, tuning=tuning
         )
         worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.identity)
+    _say_origin(folder, assembly.config, assembly.loaded, network.config, assembly.drafter_folder)
     shape = network.config
     tables = FeedbackRecorder(
         max_sequences=limits.max_sequences,
@@ -185,6 +188,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     with _refusing():
         learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
         worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.identity)
+    _say_origin(folder, config, loaded, network.config, source)
 
     def write() -> None:
         learner.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
@@ -244,6 +248,18 @@ def _replaceable(assembly: Assembly) -> Replaceable:
         )
     found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
     return replace(found, weights=replace(known, network=found.weights.network, embed=found.weights.embed))
+
+
+def _say_origin(
+    folder: Path, config: ServiceConfig, loaded: LoadedModel, drafter: SpecBlockConfig, deployed: Path | None
+) -> None:
+    """Write beside the snapshots what whoever exports them must know; without it they serve as well."""
+    try:
+        sha256 = None if deployed is None else checkpoint.weights_sha256(deployed)
+        model = drafter_weights.source_of(config)
+        write_origin(folder, Origin(loaded.parts.identity, drafter, model, sha256))
+    except (NotStored, OSError) as error:
+        logger.warning("what is learnt cannot be exported: %s", error)
 
 
 def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) -> Path:

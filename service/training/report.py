@@ -23,7 +23,6 @@ from service.engine.costs.measuring import processor_name
 from service.logging import say
 from service.training.features import Manifest
 
-CARD_FILE = "README.md"
 CURVE_FILE = "curve.jsonl"
 PICTURE_FILE = "curve.png"
 
@@ -201,7 +200,7 @@ recorded texts are replayed. Places beyond the first are counted only where ever
 
 The prompts' licences follow from their sources; the responses are the target's own.
 """
-    (folder / CARD_FILE).write_text(card)
+    (folder / checkpoint.CARD_FILE).write_text(card)
 
 
 def _score_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

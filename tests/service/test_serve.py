@@ -42,7 +42,8 @@ def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> 
 
 def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_two_layers(tmp_path)
-    served = load_served(settings(folder, adaptation=AdaptationConfig(enabled=True)), made(), Live())
+    learning = AdaptationConfig(enabled=True)
+    served = load_served(settings(folder, adaptation=learning, drafter="lookup"), made(), Live())
     assert served.adaptation is None
     assert "the drafter lookup has no weights to train" in caplog.text
 

@@ -1,0 +1,182 @@
+"""The sub-commands `adaptree drafter ...`: look at drafters, and move them between servers.
+
+Imports nothing heavy before a command runs, so that help answers at once.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from service.config import LoadedConfig, ServiceConfig
+
+if TYPE_CHECKING:
+    from service.learning.moving import Learnt
+
+WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
+"""Adds one option per setting to a command, whose first argument then is the configuration."""
+
+_SHAPES = ("num_layers", "block_size", "draft_vocab_size", "rank_hidden", "tap_layers")
+_TARGET_SHAPES = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_MOST_ROWS = 8  # of one table among the facts; the rest is for --json
+
+
+def drafter_app(with_settings: WithSettings) -> typer.Typer:
+    """The commands, each with every setting as an option."""
+    app = typer.Typer(
+        help="Look at drafters, and move them between servers: export what one has learnt, import it on another.",
+        no_args_is_help=True,
+    )
+    app.command("inspect")(with_settings(_inspect))
+    app.command("export")(with_settings(_export))
+    app.command("import")(with_settings(_import))
+    return app
+
+
+def _inspect(
+    loaded: LoadedConfig,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="A drafter folder, or a learning folder. Unset: what the configured server has learnt.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say what a drafter folder holds, or without one what was learnt here and which version is served.
+
+    Of a folder: shapes, size, hash, target, and facts: how it was trained, or what it was learnt from.
+
+    Of what was learnt: every version kept in state_dir for the configured model, with the scores that the gate saw.
+
+    Loads no model and changes nothing; the server may go on running.
+
+    adaptree drafter inspect my-drafter
+
+    adaptree drafter inspect --model Qwen/Qwen3-0.6B --json
+    """
+    from service.learning.moving import described, is_learning_folder, learnt, look_at
+
+    if folder is not None and not is_learning_folder(folder):
+        told = described(folder)
+        print(json.dumps(told, indent=2)) if as_json else Console(markup=False).print(_folder_table(told))
+        return
+    found = learnt(loaded.config) if folder is None else [look_at(folder)]
+    if as_json:
+        print(json.dumps({"learnt": [one.as_json() for one in found]}, indent=2))
+        return
+    _print_learnt(loaded.config, found)
+
+
+def _export(
+    loaded: LoadedConfig,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="New folder for the drafter.")],
+    version: Annotated[
+        int | None, typer.Option("--version", min=1, help="One of the kept versions. Unset: the one that is served.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Learning folder, where several drafters have learnt."),
+    ] = None,
+) -> None:
+    """Write what was learnt as a drafter folder, which any server of the same target takes.
+
+    Give it to a server with --drafter-path, or for good with adaptree drafter import.
+
+    Weights are stored in bf16; its config.json (facts.lineage) and README.md say what they were learnt from.
+
+    Loads no model; the server may go on running.
+
+    adaptree drafter export --out learnt
+
+    adaptree drafter export --out before --version 3
+    """
+    from service.learning.moving import export
+    from service.logging import say
+
+    written = export(loaded.config, out, version=version, source=source)
+    say(f"version {written} is in {out}: serve with --drafter-path {out}, or `adaptree drafter import` it elsewhere")
+
+
+def _import(
+    loaded: LoadedConfig,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A drafter folder: config.json, model.safetensors.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the one that was imported before.")] = False,
+) -> None:
+    """Check a drafter folder, and copy it to where the configured model finds it.
+
+    The next start takes it where drafter is not lookup or none, and drafter_path is unset.
+
+    Refused are folders that are damaged, or hold weights that are not finite or of another shape than they should be.
+
+    adaptree drafter import learnt --model Qwen/Qwen3-0.6B
+    """
+    from service.learning.moving import import_drafter
+    from service.logging import say
+
+    place = import_drafter(loaded.config, folder, force=force)
+    say(f"imported for {loaded.config.model_source}: the next start serves with it; without it again: delete {place}")
+    if loaded.config.drafter_path is not None:
+        say(f"as configured the next start does not: drafter_path is {loaded.config.drafter_path}; unset it")
+    elif loaded.config.drafter in ("lookup", "none"):
+        say(f"as configured the next start does not: drafter is {loaded.config.drafter}; set it to auto")
+
+
+def _folder_table(told: Mapping[str, Any]) -> Table:
+    table = Table(Column("drafter", no_wrap=True), Column(told["folder"], overflow="fold"))
+    shape = told["drafter"]
+    head = "stored" if told["stores_head"] else "the target's own"
+    rows: dict[str, object] = {
+        "architecture": told["architecture"],
+        "target identity": told["target_identity"],
+        **{name: shape[name] for name in _SHAPES},
+        **{f"layers.{name}": shape["target"].get(name) for name in _TARGET_SHAPES},
+        "parameters": f"{told['parameters']:,}; head: {head}",
+        "bytes": f"{told['bytes']:,}, {told['dtype']}",
+        "weights SHA-256": told["weights_sha256"],
+        **dict(_flat(told["facts"], "facts")),
+    }
+    for name, value in rows.items():
+        table.add_row(name, "" if value is None else str(value))
+    return table
+
+
+def _flat(values: Mapping[str, Any], name: str) -> Iterator[tuple[str, object]]:
+    """Nested facts by dotted names."""
+    for key, value in values.items():
+        if not isinstance(value, Mapping):
+            yield f"{name}.{key}", value
+        elif len(value) > _MOST_ROWS and name != "facts":
+            yield f"{name}.{key}", f"{len(value)} entries"
+        else:
+            yield from _flat(value, f"{name}.{key}")
+
+
+def _print_learnt(config: ServiceConfig, found: "Sequence[Learnt]") -> None:
+    console = Console(markup=False)
+    if not found:
+        console.print(
+            f"nothing was learnt for {config.model} in {config.state_dir}: serve with --adaptation.enabled true",
+            soft_wrap=True,
+        )
+    for one in found:
+        told = one.as_json()
+        known = f"learnt from drafter {told['origin_sha256'][:16]}" if told["origin_sha256"] else "made from traffic"
+        title = f"{one.folder.name}: {known if one.origin else 'of an unknown drafter'}"
+        table = Table("version", "parent", "date", "tokens per verify, by the gate", "weights SHA-256", "", title=title)
+        as_deployed = "served" if one.served == 0 else ""
+        table.add_row("0", "", "", "", "as deployed", as_deployed)
+        for row in told["versions"]:
+            scores = ", ".join(f"{name} {value:.3f}" for name, value in (row["scores"] or {}).items())
+            marks = [mark for mark in ("served", "taken_back") if row[mark]]
+            state = row["complaint"] or ", ".join(marks).replace("_", " ")
+            cells = (row["version"], row["parent"], row["date"], scores, (row["weights_sha256"] or "")[:16], state)
+            table.add_row(*("" if cell is None else str(cell) for cell in cells))
+        console.print(table)
+        for complaint in told["complaints"]:
+            console.print(complaint, soft_wrap=True)

@@ -1,0 +1,350 @@
+"""Drafters on their way between servers: what was learnt leaves as a drafter folder, a drafter folder is checked and
+put where the configured model finds it. Neither loads a model."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptation.checkpoint import (
+    SNAPSHOTS,
+    SavedLearner,
+    Snapshot,
+    SnapshotInfo,
+    read_manifest,
+    read_snapshot,
+    saved_learner,
+    stored_layout,
+    stored_versions,
+    sync_folder,
+    write_synced,
+)
+from adaptation.records import Damaged
+from adaptation.trainer import all_finite
+from adaptation.weights import ANCHOR
+from drafters.specblock import checkpoint
+from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
+from service import __version__
+from service.config import ServiceConfig
+from service.engine.drafter_weights import import_place, shipped_folder, source_of
+from service.errors import StartupError
+from service.learning.origin import DRAFTER_FILE, Origin, read_origin
+
+_MOVED = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+_UNFINISHED = ".unfinished-"
+_REPLACED = ".replaced-"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVersion:
+    """A version in a learning folder."""
+
+    version: int
+    info: SnapshotInfo | None  # None: damaged
+    weights_sha256: str | None
+    complaint: str | None  # why it cannot be trusted
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What one learning folder holds; it may be a running server's."""
+
+    folder: Path
+    origin: Origin | None  # None: a release that did not tell has written it
+    saved: SavedLearner
+    versions: tuple[KeptVersion, ...]  # rising
+    complaint: str | None  # why there is no origin
+
+    @property
+    def served(self) -> int:
+        """The version that first had the weights that are served; 0: those that were deployed."""
+        return self.saved.origin
+
+    def as_json(self) -> dict[str, Any]:
+        """What a program reads."""
+        origin = self.origin
+        return {
+            "folder": str(self.folder),
+            "model": origin and origin.model,
+            "target_identity": origin and origin.target_identity,
+            "drafter": None if origin is None else json.loads(origin.config.to_json()),
+            "origin_sha256": origin and origin.origin_sha256,
+            "served": self.served,
+            "newest": self.saved.newest,
+            "complaints": [*self.saved.complaints, *([self.complaint] if self.complaint else [])],
+            "versions": [self._version_as_json(kept) for kept in self.versions],
+        }
+
+    def _version_as_json(self, kept: KeptVersion) -> dict[str, Any]:
+        info = kept.info
+        return {
+            "version": kept.version,
+            "parent": info and info.parent,
+            "date": info and info.date,
+            "scores": None if info is None else dict(info.scores),
+            "weights_sha256": kept.weights_sha256,
+            "served": kept.version == self.served,
+            "taken_back": kept.version in self.saved.condemned,
+            "complaint": kept.complaint,
+        }
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What a drafter folder holds, for a program to read. Raises StartupError for one that cannot be used."""
+    description = _checked(folder)
+    config = description.config
+    weights = checkpoint.read_weights(folder, config)
+    shapes = checkpoint.shapes_of(config)
+    return {
+        "folder": str(folder),
+        "architecture": checkpoint.ARCHITECTURE,
+        "target_identity": description.target_identity,
+        "drafter": json.loads(config.to_json()),
+        "parameters": sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != VOCABULARY),
+        "stores_head": "lm_head.weight" in weights,
+        "dtype": str(weights["input_layer.fuse.weight"].dtype).removeprefix("torch."),
+        "tensors": {name: list(shape) for name, shape in shapes.items()},
+        "bytes": (folder / WEIGHTS_FILE).stat().st_size,
+        "weights_sha256": checkpoint.weights_sha256(folder),
+        "facts": dict(description.facts),
+    }
+
+
+def learnt(config: ServiceConfig) -> list[Learnt]:
+    """What was learnt in the state folder for the configured model, and what does not say for which."""
+    parent, source = config.state_dir / "adaptation", source_of(config)
+    folders = sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    found = [look_at(folder) for folder in folders]
+    return [one for one in found if one.origin is None or one.origin.model in (None, source)]
+
+
+def is_learning_folder(folder: Path) -> bool:
+    """Whether somebody learns, or has learnt, in this folder."""
+    return (folder / SNAPSHOTS).is_dir()
+
+
+def look_at(folder: Path) -> Learnt:
+    """What a learning folder holds; nothing in it is changed."""
+    snapshots, origin, complaint = folder / SNAPSHOTS, None, None
+    try:
+        origin = read_origin(folder)
+    except Damaged as error:
+        complaint = str(error)
+    versions = tuple(_kept(snapshots, version) for version in stored_versions(snapshots))
+    return Learnt(folder, origin, saved_learner(folder), versions, complaint)
+
+
+def _kept(snapshots: Path, version: int) -> KeptVersion:
+    try:
+        manifest = read_manifest(snapshots, version)
+    except Damaged as error:
+        return KeptVersion(version, None, None, str(error))
+    return KeptVersion(version, manifest.info, manifest.weights_sha256, None)
+
+
+def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
+    """Write the served version, or that one, as a drafter folder. `source`: the learning folder, by its path or its
+    name; None: the only one with something learnt. # -> the version; raises StartupError"""
+    out = out.expanduser().resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+    chosen = _chosen(config, source)
+    version = _version_of(chosen, version)
+    origin = _origin_of(chosen)
+    snapshot, sha256 = _read(chosen, version, origin)
+    facts = {
+        "target": _shown_name(origin),
+        "lineage": {
+            "version": version,
+            "parent": snapshot.info.parent,
+            "date": snapshot.info.date,
+            "scores": dict(snapshot.info.scores),
+            "origin_sha256": origin.origin_sha256,
+            "weights_sha256": sha256,
+        },
+        "versions": {"adaptree": __version__, "torch": str(torch.__version__)},
+    }
+
+    def write(folder: Path) -> None:
+        identity = origin.target_identity
+        checkpoint.save_weights(folder, origin.config, snapshot.tensors, target_identity=identity, facts=facts)
+        (folder / CARD_FILE).write_text(_card(folder, origin, facts))
+
+    _put(out, write)
+    return version
+
+
+def _chosen(config: ServiceConfig, source: Path | None) -> Learnt:
+    if source is not None:
+        named = source if source.is_dir() else config.state_dir / "adaptation" / source
+        if not named.is_dir():
+            raise StartupError(f"--from {source}: no such folder, nor one in {config.state_dir / 'adaptation'}")
+        return look_at(named)
+    found = [one for one in learnt(config) if one.versions]
+    if not found:
+        raise StartupError(
+            f"nothing was learnt for {config.model} in {config.state_dir}: name the state_dir of the server that "
+            "learnt, or serve with adaptation.enabled true until `adaptree drafter inspect` shows a version"
+        )
+    if len(found) > 1:
+        listed = "".join(f"\n  {one.folder.name}: {_summary(one)}" for one in found)
+        raise StartupError(f"several drafters have learnt in {config.state_dir}: choose one with --from{listed}")
+    return found[0]
+
+
+def _summary(one: Learnt) -> str:
+    last = one.versions[-1]
+    dated = "" if last.info is None else f" of {last.info.date}"
+    return f"{len(one.versions)} versions, newest {last.version}{dated}, served {one.served}"
+
+
+def _version_of(chosen: Learnt, version: int | None) -> int:
+    """The version to export. Raises StartupError."""
+    kept = [one.version for one in chosen.versions if one.complaint is None]
+    listed = ", ".join(map(str, kept)) or "none"
+    if version is None and chosen.served == ANCHOR:
+        raise StartupError(
+            f"{chosen.folder.name} serves the drafter as it was deployed: copy its folder, "
+            f"or name a version with --version (kept: {listed})"
+        )
+    version = chosen.served if version is None else version
+    if version not in [one.version for one in chosen.versions]:
+        raise StartupError(f"version {version} is not kept in {chosen.folder}: name one with --version ({listed})")
+    return version
+
+
+def _origin_of(chosen: Learnt) -> Origin:
+    if chosen.origin is None:
+        why = chosen.complaint or f"{DRAFTER_FILE} is missing"
+        raise StartupError(
+            f"{chosen.folder} does not say what its drafter is like ({why}): start its server once with "
+            "adaptation.enabled true, which writes that file"
+        )
+    return chosen.origin
+
+
+def _read(chosen: Learnt, version: int, origin: Origin) -> tuple[Snapshot, str]:
+    """The snapshot, and the hash of its file of weights. Raises StartupError for one that cannot be trusted."""
+    snapshots = chosen.folder / SNAPSHOTS
+    try:
+        types = {name: dtype for name, (_, dtype) in stored_layout(snapshots, version).items()}
+        shapes = checkpoint.shapes_of(origin.config)
+        layout = {name: (shape, types.get(name, torch.bfloat16)) for name, shape in shapes.items()}
+        snapshot = read_snapshot(snapshots, version, layout)
+        if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
+            raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
+        return snapshot, read_manifest(snapshots, version).weights_sha256
+    except Damaged as error:
+        others = [one.version for one in chosen.versions if one.complaint is None and one.version != version]
+        listed = ", ".join(map(str, others)) or "none"
+        raise StartupError(
+            f"version {version} in {snapshots} cannot be trusted: {error}; name another with --version ({listed})"
+        ) from error
+
+
+def _shown_name(origin: Origin) -> str:
+    """The target's name without the folders of this machine."""
+    name = origin.model or f"target {origin.target_identity}"
+    return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
+
+
+def _card(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> str:
+    """What a person should know before using the weights in this folder."""
+    config, lineage = origin.config, facts["lineage"]
+    parent = lineage["parent"]
+    before = (
+        "the drafter as deployed" if parent == ANCHOR else f"version {parent}" if parent else "nothing that is known"
+    )
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: no gate was asked"
+    deployed = f"SHA-256 {origin.origin_sha256}" if origin.origin_sha256 else "none: it was made from traffic"
+    size = (folder / WEIGHTS_FILE).stat().st_size
+    return f"""# A SpecBlock drafter for {facts["target"]}, learnt while serving
+
+Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
+It was learnt from what a server's clients asked: pass it on as you would pass on their texts.
+
+| | |
+|---|---|
+| weights | {size / 1e6:.1f} MB, bf16; {config.draft_vocab_size:,} draft tokens, {config.num_layers} layers, \
+blocks of {config.block_size} |
+| target identity | {origin.target_identity} |
+| version, date | {lineage["version"]}, {lineage["date"]} |
+| trained from | {before} |
+| tokens per verify, replayed | {scores} |
+| deployed drafter | {deployed} |
+| weights as they were served | SHA-256 {lineage["weights_sha256"]} |
+| versions | {", ".join(f"{name} {version}" for name, version in facts["versions"].items())} |
+
+Serve with it: `adaptree serve --model MODEL --drafter-path FOLDER`; or `adaptree drafter import FOLDER --model MODEL`,
+and every later start takes it.
+"""
+
+
+def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
+    """Put a copy of a drafter folder where the configured model finds it. # -> that place; raises StartupError"""
+    if config.is_dummy:
+        raise StartupError("a model of random weights has no drafter of its own: set model to the one to draft for")
+    identity, shipped = _checked(folder).target_identity, shipped_folder(config.model_source)
+    if shipped is not None and identity != (expected := checkpoint.describe(shipped).target_identity):
+        raise StartupError(
+            f"drafter {folder}: trained for target {identity}, but {config.model_source} is {expected}: "
+            "set model to the one it was trained for"
+        )
+    place = import_place(config)
+    if place.exists() and not force:
+        raise StartupError(f"{place} holds a drafter for {config.model_source} already: replace it with --force")
+
+    def write(unfinished: Path) -> None:
+        for name in _MOVED:
+            if (folder / name).is_file():
+                write_synced(unfinished / name, (folder / name).read_bytes())
+        sync_folder(unfinished)
+
+    _put(place, write)
+    return place
+
+
+def _checked(folder: Path) -> Description:
+    """Raises StartupError unless a server could serve with this folder, as far as can be told without its target."""
+    try:
+        described = checkpoint.describe(folder)
+        weights = checkpoint.read_weights(folder, described.config)
+        found = checkpoint.weights_sha256(folder)
+    except (DrafterError, OSError) as error:
+        raise StartupError(f"{error}; name a folder that `adaptree drafter export` or `train` has written") from error
+    if described.weights_sha256 not in (None, found):
+        raise StartupError(
+            f"drafter {folder}: {WEIGHTS_FILE} is not the file that {CONFIG_FILE} was written with: copy both again"
+        )
+    if not all_finite(weights.values()):
+        raise StartupError(f"drafter {folder}: holds weights that are not finite: export or train it again")
+    return described
+
+
+def _put(place: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder by one rename, in place of any that is there. Raises StartupError, and then that one is still
+    there."""
+    unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (_UNFINISHED, _REPLACED))
+    try:
+        for left in (unfinished, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        write(unfinished)
+        if place.exists():
+            place.rename(replaced)
+        try:
+            unfinished.rename(place)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(place)
+            raise
+        sync_folder(place.parent)
+    except OSError as error:
+        raise StartupError(f"{place} cannot be written: {error}") from error
+    finally:
+        for left in (unfinished, replaced):
+            shutil.rmtree(left, ignore_errors=True)
