@@ -246,14 +246,14 @@ class Bandit:
 def policy_of(config: AdaptationConfig, tuning: Tuning, ledger: RegretLedger, *, rng: random.Random) -> Policy:
     fixed: dict[PolicyName, EveryBatch] = {
         "always": EveryBatch("full", tuning.always_queries),
-        "head_only": EveryBatch("head", config.head_queries),
-        "full_only": EveryBatch("full", config.full_queries),
+        "head_only": EveryBatch("head", tuning.head_queries),
+        "full_only": EveryBatch("full", tuning.full_queries),
         "never": EveryBatch(None),
     }
     if config.policy != "bandit":
         return fixed[config.policy]
     rules = BanditRules(
-        batch_queries={"head": config.head_queries, "full": config.full_queries},
+        batch_queries={"head": tuning.head_queries, "full": tuning.full_queries},
         alpha=config.alpha,
         epsilon=config.epsilon,
         s_min=config.s_min,

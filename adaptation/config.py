@@ -7,6 +7,7 @@ records into parts that take the values they use.
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import psutil
@@ -51,8 +52,6 @@ class AdaptationConfig(BaseModel):
         "the 8th update on.",
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
-    head_queries: int = _knob(4, "Queries in the buffer of the head update (draft head and rank head).", ge=1)
-    full_queries: int = _knob(8, "Queries in the buffer of the full update.", ge=1)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
     learning_rate: float = _knob(2e-4, "Learning rate of updates, at most.", gt=0)
     train_device: str = Field(
@@ -65,6 +64,18 @@ class AdaptationConfig(BaseModel):
         description="What computes updates. process: one of its own, which takes next to nothing from serving (CPU, "
         "Linux). thread: one of the server's, which shares its interpreter. auto: a process where that can be had and "
         "the drafter is not tiny.",
+    )
+    idle_share: float = _knob(
+        0.25,
+        "Share of the time in which nobody asks that learning may compute in, over texts it has seen. It stops within "
+        "one optimizer step when a request comes. 0: it learns from new texts only.",
+        ge=0,
+        le=1,
+    )
+    bootstrap_prompts: Path | None = Field(
+        default=None,
+        description="JSON lines of prompts that the server answers itself while nobody asks, until the drafter that it "
+        "makes for a model without one is made: it is warm before its first user. Unset: users' queries alone make it.",
     )
     redis_url: SecretStr | None = Field(
         default=None,
@@ -96,6 +107,8 @@ class Tuning:
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
     queued_queries: int = 256  # finished ones that wait to be observed; the oldest make room
     niceness: int = 10  # how far the learning thread steps back from the CPU (Linux)
+    head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
+    full_queries: int = 8  # and of the full one
     always_queries: int = 8  # between two updates of the policy `always`
     warm_up_queries: int = 10  # before the bandit's first decision
     client_share: float = 0.25  # of the training data, that one client may make up; with few clients an equal share

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,12 +24,13 @@ from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import OfflineEvaluator, Replay, lookup_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
+from adaptation.idle import IdleTime
 from adaptation.losses import TextDivergence
 from adaptation.monitor import RollbackMonitor
 from adaptation.policy import Arm, Judgement, Policy
 from adaptation.process import TrainingTime, training_process
 from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit, Event, EventKind, NotStored
-from adaptation.samples import SampleBuffers, ValidationSet
+from adaptation.samples import SampleBuffers, TrainingSample, ValidationSet
 from adaptation.traffic import TrafficMonitor
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import DraftVocabulary, Rows, TokenCounts, untrained_rows
@@ -40,6 +42,8 @@ from drafters.training.corpus import Example
 
 Result = TypeVar("Result")
 _KEPT_EVENTS = 50
+_MADE_STEP = 0.01
+"""Of each parameter's size: how far a step takes a drafter that was solved and not trained yet (docs/bootstrap.md)."""
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
 
@@ -72,9 +76,7 @@ class Learner:
         replica_dtype = torch.float32 if in_bf16 and not autocast else None
         self.weights = weights = _weights_of(drafter, tuning, folder, device, replica_dtype)
         rows = untrained_rows(weights.anchor, drafter.target_head)
-        rules = Rules(
-            learning_rate=config.learning_rate, anchor_weight=config.anchor_weight, autocast=autocast, tuning=tuning
-        )
+        rules = _rules_of(config, drafter, tuning, autocast=autocast)
         self._trainer = Trainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=seed)
         self._serves, self._ledger = ledger is not None, ledger or RegretLedger()
         train_in = config.train_in if self._serves else "thread"
@@ -101,6 +103,7 @@ class Learner:
         self._emit = emit
         self._event_counts: Counter[EventKind] = Counter()
         self._last_events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._idle = IdleTime(share=config.idle_share, most_in_vain=tuning.kept_refusals)
         self._num_refused = 0
         self._updating = False
 
@@ -140,9 +143,10 @@ class Learner:
             self._make()
         arm = self._policy.take_update()
         if arm is None:
+            self._train_idle(interrupted)
             return None
         self._updating = True
-        report = self._train(arm, interrupted)
+        report = self._train(arm, self._buffers.take(arm), interrupted)
         if report.applied:
             self._conclude(report)
         else:
@@ -243,6 +247,9 @@ class Learner:
             condemned=tuple(sorted(weights.condemned)),
             snapshots=tuple(weights.snapshots.versions),
             values={arm: value for arm, value in self._policy.values.items()},
+            phase="collecting" if self._bootstrap.collects else "learning",
+            collected_positions=self._bootstrap.positions,
+            wanted_positions=self._bootstrap.wanted if self._bootstrap.collects else 0,
             balance_seconds=self._ledger.balances.get(LEARNING),
             waiting={arm: count for arm, count in self._buffers.counts.items()},
             held_back=len(self._validation.texts),
@@ -279,9 +286,11 @@ class Learner:
             solution = self._bootstrap.solve()
             self._trainer.load(solution)
             numbers["seconds"] = time.perf_counter() - began
+            self._tell("solved", "enough_positions", dict(numbers))
             decision, numbers["judging_seconds"] = self._evaluator.evaluate(self._validation.current)
         published = decision.publish and self._publish(decision)
         self._storing(lambda: self._bootstrap.judged(solution, published=published))
+        self._pace.traffic_changed()  # what is solved is as far from the texts as another's drafter
         self._evaluator.rebased()
         self._policy.spent(self.time.taken())
         reason = decision.reason if published or not decision.publish else "not_stored"
@@ -351,27 +360,40 @@ class Learner:
         self._monitor.weights_changed()
         self._start_over()
 
-    def _train(self, arm: Arm, interrupted: Callable[[], bool]) -> UpdateReport:
+    def _train_idle(self, interrupted: Callable[[], bool]) -> None:
+        """A full update on texts seen before."""
+        texts = self._buffers.rehearsal()
+        if self._bootstrap.collects or not texts or not self.time.is_idle:
+            return
+        if not self._idle.may_begin(self._buffers.num_remembered):
+            return
+        began = time.monotonic()
+        report = self._train("full", texts, lambda: interrupted() or not self.time.is_idle)
+        published = self._conclude(report) if report.applied else None
+        self._idle.ended(time.monotonic() - began, published=published)
+
+    def _train(self, arm: Arm, samples: list[TrainingSample], interrupted: Callable[[], bool]) -> UpdateReport:
         with self.time.spent():
             wanted = self._vocabulary.wanted(self._trainer.vocabulary)
-            samples, share = self._buffers.take(arm), self._pace.share(arm)
+            share = self._pace.share(arm)
             report = self._update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 
-    def _conclude(self, report: UpdateReport) -> None:
-        """Publish what was trained if it is better, and say which."""
+    def _conclude(self, report: UpdateReport) -> bool:
+        """Publish what was trained if it is better, and say which. # -> whether it was"""
         with self.time.spent():
             decision, seconds = self._evaluator.evaluate(self._validation.current)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
-        if not decision.publish:
-            return self._refuse(report, decision, decision.reason, numbers)
-        if not self._publish(decision):
-            return self._refuse(report, decision, "not_stored", numbers)
+        published = decision.publish and self._publish(decision)
+        if not published:
+            self._refuse(report, decision, "not_stored" if decision.publish else decision.reason, numbers)
+            return False
         self._ended(_judgement(report, decision), published=True)
         self._pace.published(report.arm)
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
+        return True
 
     def _publish(self, decision: GateDecision) -> bool:
         """Serve the training copy; False where it cannot be kept."""
@@ -399,7 +421,9 @@ class Learner:
             self._start_over()
 
     def _ended(self, judgement: Judgement | None, *, published: bool = False) -> None:
-        self._policy.ended(judgement, self.time.taken(), published=published)
+        """Tell the policy, unless nobody waited for the time that the update took."""
+        if self._updating:
+            self._policy.ended(judgement, self.time.taken(), published=published)
         self._updating = False
 
     def _start_over(self) -> None:
@@ -453,6 +477,20 @@ def _weights_of(
     )
 
 
+def _rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *, autocast: bool) -> Rules:
+    """A drafter that is made here has far to go: its steps are as large as its weights allow."""
+    if not drafter.made:
+        tuning = replace(tuning, update_norm=_MADE_STEP * tuning.full_steps)
+    return Rules(
+        learning_rate=config.learning_rate if drafter.made else _MADE_STEP,
+        relative=not drafter.made,
+        anchor_weight=config.anchor_weight,
+        blocks=drafter.blocks,
+        autocast=autocast,
+        tuning=tuning,
+    )
+
+
 def _evaluator_of(
     weights: DrafterWeights, drafter: ServedDrafter, rows: Rows, replay: Replay, tuning: Tuning
 ) -> OfflineEvaluator:
@@ -470,7 +508,7 @@ def _feedback_of(
 ) -> FeedbackFilter:
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
     buffers = SampleBuffers(
-        {"head": config.head_queries, "full": max(config.full_queries, tuning.always_queries)},
+        {"head": tuning.head_queries, "full": max(tuning.full_queries, tuning.always_queries)},
         replay_texts=tuning.replay_texts,
         update_samples=tuning.full_steps * tuning.step_texts,
         rng=random.Random(seed + 2),

@@ -265,6 +265,15 @@ class TrainingTime:
             self._delay.observe(seconds / self._alone[kind].seconds - 1.0)
         return False
 
+    def stepping(self) -> None:
+        """A step of serving begins. Called by the engine's thread."""
+        self._stepped_at = self._clock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is served."""
+        return self._clock() - self._stepped_at >= _BUSY_SECONDS
+
     @property
     def taken_share(self) -> float:
         """Of the time that training computes beside serving."""
@@ -279,7 +288,7 @@ class TrainingTime:
     def may_compute(self) -> bool:
         """Whether a process may go on: while nobody is served, or what it takes is covered."""
         now = self._clock()
-        is_busy = now - self._stepped_at < _BUSY_SECONDS
+        is_busy = not self.is_idle
         if is_busy and self._computes:
             self._uncharged += (now - self._glanced_at) * self.taken_share
         self._glanced_at = now

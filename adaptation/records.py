@@ -55,6 +55,7 @@ class StoreRefused(StoreLost):
 
 
 EventKind = Literal[
+    "solved",  # a drafter was made of what was collected, and is to be judged
     "published",  # an update is on its way to the engine
     "refused",  # the gate, or the disk, kept an update from being served
     "discarded",  # an update could not be computed
@@ -113,6 +114,9 @@ class AdaptationStatus:
     condemned: tuple[int, ...]  # versions that are never gone back to
     snapshots: tuple[int, ...]  # versions that are kept
     values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: nobody estimates it
+    phase: Literal["collecting", "learning"]  # collecting: what a drafter is to be made of
+    collected_positions: int  # of texts, for that
+    wanted_positions: int  # for the next attempt at making it; 0: nothing is made
     balance_seconds: float | None  # what learning may still lose; None: nobody counts it, or not yet
     waiting: Mapping[str, int]  # by arm, samples in its buffer
     held_back: int  # texts in the validation set

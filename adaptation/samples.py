@@ -107,7 +107,7 @@ class SampleBuffers:
     ) -> None:
         """`update_samples`: as many as a full update has time for, so that `rng` draws from the replay buffer what new
         ones leave room for."""
-        self.num_dropped = 0
+        self.num_dropped = self.num_remembered = 0
         self._max_samples = max_samples
         self._max_positions = max_positions
         self._waiting: deque[tuple[Arm, TrainingSample]] = deque()
@@ -125,6 +125,7 @@ class SampleBuffers:
 
     def remember(self, sample: TrainingSample) -> None:
         """Let full updates see it again."""
+        self.num_remembered += 1
         self._replay.append(sample)
 
     def add(self, arm: Arm, sample: TrainingSample) -> None:
@@ -139,11 +140,13 @@ class SampleBuffers:
         """All that waits for this arm, oldest first, behind what is replayed; it waits no longer."""
         taken = [sample for name, sample in self._waiting if name == arm]
         self._waiting = deque((name, sample) for name, sample in self._waiting if name != arm)
-        if arm == "head":
-            return taken
-        others = [sample for sample in self._replay if not any(sample is new for new in taken)]
-        room = max(0, self._update_samples - len(taken))
-        return self._rng.sample(others, min(room, len(others))) + taken
+        return taken if arm == "head" else self.rehearsal(beside=taken) + taken
+
+    def rehearsal(self, *, beside: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
+        """Of those that may be seen again, as many as an update has room for beside others."""
+        known = [sample for sample in self._replay if not any(sample is new for new in beside)]
+        room = max(0, self._update_samples - len(beside))
+        return self._rng.sample(known, min(room, len(known)))
 
     def _drop(self, place: int) -> None:
         del self._waiting[place]

@@ -51,8 +51,10 @@ _PRODUCT_TRIALS = 5
 class Rules:
     """How weights are changed."""
 
-    learning_rate: float
+    learning_rate: float  # of all parameters, or with `relative` in units of each one's root mean square
+    relative: bool
     anchor_weight: float
+    blocks: int  # of a tree that are trained
     autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
     tuning: Tuning
 
@@ -89,12 +91,15 @@ class Adam:
     """torch.optim.AdamW without weight decay, for the weights start from a trained drafter's; and with a state that has
     its names and shapes from the start, where torch allocates it at the first step: it is stored and undone."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float, relative: bool = False) -> None:
+        """`relative`: `rate` is in units of each parameter's root mean square, as it was before the first step."""
         self._parameters = dict(parameters)
-        self._rate = rate
+        self._rate, self._relative = rate, relative
+        groups = [{"params": [parameter]} for parameter in self._parameters.values()]
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
+            groups, lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
         )
+        self._rates = self._rates_now()
         for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -109,8 +114,10 @@ class Adam:
 
     def step(self, share: float = 1.0) -> None:
         """Use the gradients that are there, at this share of the rate; parameters without one stay."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = share * self._rate
+        if not self.num_steps:
+            self._rates = self._rates_now()
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = share * rate
         self._optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -132,6 +139,13 @@ class Adam:
     def reset(self) -> None:
         for value in self.tensors().values():
             value.zero_()
+
+    def _rates_now(self) -> list[float]:
+        """One for each parameter."""
+        if not self._relative:
+            return [self._rate] * len(self._parameters)
+        sizes = [float(value.detach().square().mean().sqrt()) for value in self._parameters.values()]
+        return [self._rate * (size or 1.0) for size in sizes]
 
 
 class Pace:
@@ -182,14 +196,16 @@ class Trainer:
         self._tuning = rules.tuning
         self._generator = torch.Generator().manual_seed(seed)
         self._ops = ops.on(model.d2t.device)
-        self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS))
+        self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS, blocks=rules.blocks))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         named = dict(model.named_parameters())
         self._trained: dict[Arm, dict[str, nn.Parameter]] = {
             "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
             "full": named,
         }
-        self._optimizers = {arm: Adam(self._trained[arm], rate=rules.learning_rate) for arm in ARMS}
+        self._optimizers = {
+            arm: Adam(self._trained[arm], rate=rules.learning_rate, relative=rules.relative) for arm in ARMS
+        }
 
     @property
     def vocabulary(self) -> Tensor:

@@ -38,6 +38,7 @@ class ServedDrafter:
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
     embedding: Tensor | None  # [target_vocab, hidden], the same as a table, for a process of its own; None: no process
+    blocks: int = 2  # M, of a tree as it is served
     made: bool = True  # False: it has the target's end only, and nothing to say before the rest was made
 
 

@@ -186,7 +186,7 @@ def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.Lea
         return None
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
     tuning = Tuning()
-    kept_texts = tuning.validation_texts + learning.full_queries + tuning.replay_texts
+    kept_texts = tuning.validation_texts + tuning.full_queries + tuning.replay_texts
     return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts)
 
 

@@ -103,6 +103,7 @@ class Served:
     tokenizer: ChatTokenizer
     card: ModelCard
     adaptation: AdaptationControl | None = None
+    seeds: tuple[tuple[int, ...], ...] = ()  # prompts to answer while nobody asks
 
 
 class OutputStream:
@@ -189,6 +190,10 @@ class Runtime:
     @property
     def tokenizer(self) -> ChatTokenizer:
         return self._loaded().tokenizer
+
+    @property
+    def seeds(self) -> tuple[tuple[int, ...], ...]:
+        return self._loaded().seeds
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

@@ -25,7 +25,9 @@ from service.learning.adaptive import Adaptive, build_adaptive, learning_folder,
 from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
+from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import ModelCard, Runtime, Served
+from service.seeding import ANSWER_TOKENS, answer_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +57,14 @@ async def _serve(config: ServiceConfig) -> None:
     )
     server = _DrainingServer(settings, runtime, config.drain_seconds)
     serving = asyncio.create_task(server.serve())
+    seeding = asyncio.create_task(answer_seeds(runtime))
     try:
         await _announce(server, runtime, serving)
     finally:
         await serving
+        seeding.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await seeding
 
 
 def metrics_of(config: ServiceConfig) -> Metrics:
@@ -132,7 +138,20 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     assembly = assemble(config)
     adaptive = _adaptive(assembly, metrics, live)
     engine = assembly.engine() if adaptive is None else adaptive.engine
-    return Served(EngineThread(engine, telling(metrics, live)), assembly.tokenizer, card_of(assembly), adaptive)
+    thread = EngineThread(engine, telling(metrics, live))
+    return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
+
+
+def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
+    """The prompts that the server shall answer itself. Raises StartupError for a file that cannot be used."""
+    file = assembly.config.adaptation.bootstrap_prompts
+    if file is None:
+        return ()
+    prompts = read_prompt_set(file, assembly.tokenizer).prompts
+    refuse_too_long(prompts, ANSWER_TOKENS, assembly.limits.max_model_len, f"bootstrap prompts {file}")
+    if assembly.loaded.unmade is None:
+        logger.info("bootstrap prompts are not needed: no drafter is made here")
+    return prompts
 
 
 def telling(*observers: Metrics | Live) -> Observe:

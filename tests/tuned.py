@@ -20,6 +20,7 @@ QUICK: dict[str, object] = {
     "alarm_texts": 4,
     "drift_texts": 2,
     "client_free_queries": 1000,
+    "idle_share": 0.0,
 }
 """Quick to decide on tiny models."""
 _FIXED = {field.name for field in fields(Tuning)}

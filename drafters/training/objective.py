@@ -23,6 +23,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
     anchor_share: float = 0.125  # part of a sequence's labelled positions that are anchors of whole blocks
+    blocks: int = 2  # of a tree that are trained; 1: what a drafter says behind its own states is not
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
@@ -80,6 +81,8 @@ class Objective:
         reached = self._reached(first.states, predicted, batch)  # [batch, anchors, block + 1]
         rest = predicted.masked_fill(~reached[:, :, :-1], -1)[:, :, 1:]
         own = self._labelled(first.states[:, :, 1:], rest, batch, place=ahead[1:])
+        if self._settings.blocks == 1:
+            return _Entries(*map(torch.cat, zip(stream, own, strict=True)))
         cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
         states = self._forward.next(batch, anchors, cuts, first)
         predicted = (anchors + cuts)[:, :, None] + 2 + ahead

@@ -189,6 +189,12 @@ def _shift(
     pause: Annotated[
         float, typer.Option(min=0, help="Seconds after each turn in which nobody asks, and learning goes on.")
     ] = 0.0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Leave what each policy has learnt here: `adaptree drafter export --from DIR/POLICY`."
+        ),
+    ] = None,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
@@ -209,6 +215,7 @@ def _shift(
         epochs=epochs,
         turn_queries=turn_queries,
         pause_seconds=pause,
+        keep=keep,
         out=out,
     )
 

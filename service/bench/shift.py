@@ -56,6 +56,7 @@ def run_shift(
     epochs: int | None,
     turn_queries: int,
     pause_seconds: float,
+    keep: Path | None = None,
     out: Path | None,
 ) -> bool:
     """Let the policies take turns at the stream, a shift unless there are epochs; whether all texts were the same."""
@@ -68,7 +69,7 @@ def run_shift(
     else:
         stream = repeated([*old, *new], queries, epochs, measure.seed)
     turns = turns_of(stream, turn_queries, measure)
-    with players_of(assembly, {policy: policy for policy in policies}, measure.seed) as players:
+    with players_of(assembly, {policy: policy for policy in policies}, measure.seed, keep) as players:
         played = play_all(players, dict.fromkeys(policies, turns), measure, pause_seconds)
     summaries = {name: summary_of(mine, played[PLAIN], stream, seed=measure.seed) for name, mine in played.items()}
     windows = {name: windows_of(mine) for name, mine in played.items()}

@@ -303,13 +303,18 @@ class Player:
 
 
 @contextmanager
-def players_of(assembly: Assembly, policies: Mapping[str, PolicyName], seed: int) -> Iterator[list[Player]]:
-    """One engine for each name, with that policy, all starting from the same weights and from nothing learnt."""
-    with TemporaryDirectory(prefix="adaptree-bench-") as folder, ExitStack() as closing:
+def players_of(
+    assembly: Assembly, policies: Mapping[str, PolicyName], seed: int, keep: Path | None = None
+) -> Iterator[list[Player]]:
+    """One engine for each name, with that policy, all starting from the same weights and from nothing learnt; what they
+    learn stays in the folder `keep`, by name."""
+    plain = "lookup" if assembly.loaded.unmade is not None else assembly.drafter_name
+    with ExitStack() as closing:
+        folder = keep or closing.enter_context(TemporaryDirectory(prefix="adaptree-bench-"))
         players = []
         for name, policy in policies.items():
             if policy == PLAIN:
-                players.append(Player(name, assembly.engine()))
+                players.append(Player(name, assembly.engine(assembly.drafter(plain))))
                 continue
             notes = Notes()
             config = assembly.config.adaptation.model_copy(update={"policy": policy})

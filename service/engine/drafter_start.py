@@ -16,9 +16,9 @@ def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) ->
     """Shapes of a drafter for this target. Raises ValueError where it cannot have one."""
     text = model.config.get_text_config()
     known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
-    return SpecBlockConfig(
-        layers_for(known), tap_layers_for(model), draft_vocab_size=min(text.vocab_size, draft_tokens)
-    )
+    size = min(text.vocab_size, draft_tokens)
+    # A token and a condition that only a block's first entry sees are learnt from faster: docs/bootstrap.md.
+    return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, broadcast=False)
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

@@ -134,6 +134,7 @@ def build_adaptive(
         prepare=network.prepare,
         embed=drafter_weights.embed_with(train_table),
         embedding=table,
+        blocks=source.weights.blocks,
         made=source.made,
     )
     with _refusing():
@@ -181,6 +182,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         prepare=in_place(network),
         embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
+        blocks=config.draft_blocks,
         made=source is not None,
     )
     folder = learning_folder(config.state_dir, loaded, source)
@@ -231,6 +233,7 @@ class _EngineHooks:
         return self.time.stepped(kind, stats.seconds)
 
     def between_steps(self) -> int:
+        self.time.stepping()
         return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:

@@ -265,6 +265,7 @@ _TRAINER: Final = (
 )
 
 EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
+    "solved": ("enough_positions", OTHER),
     "published": ("better", OTHER),
     "refused": (*_GATE, "not_stored", OTHER),
     "discarded": (*_TRAINER, OTHER),
@@ -332,6 +333,7 @@ DECISIONS: Final = (
     *(f"{arm}:{reason}" for arm in ARMS for reason in ("explore", "gain", "fixed")),
 )
 EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
+LEARNING_PHASES: Final = ("collecting", "learning")
 STANDINGS: Final = ("alone", "following", "leading")
 _REFUSALS: Final = ("torn", "forged", "foreign", "misfit", "not_finite")  # of whatever arrives
 QUERY_FATES: Final = (
@@ -352,6 +354,20 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
     Gauge(
         "drafter_exchanged_tokens", "Draft tokens that the deployed vocabulary lacked.", lambda s: s.exchanged_tokens
+    ),
+    Gauge(
+        "adaptation_phase{phase}",
+        "1 for what learning does; collecting: positions of texts, of which a drafter is made.",
+        lambda s: {s.phase: 1.0},
+        LEARNING_PHASES,
+    ),
+    Gauge(
+        "adaptation_collected_positions",
+        "Positions of texts collected to make a drafter of.",
+        lambda s: s.collected_positions,
+    ),
+    Gauge(
+        "adaptation_wanted_positions", "Positions for the next attempt at that; 0: none.", lambda s: s.wanted_positions
     ),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
     Gauge(

@@ -32,8 +32,8 @@ def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
         {"epsilon": 0.3},
         {"epsilon": (0.1, 0.3)},
         {"epsilon": (1.5, 0.1)},
-        {"head_queries": 2.5},
-        {"head_queries": 0},
+        {"idle_share": 1.5},
+        {"idle_share": -0.1},
         {"enabled": "perhaps"},
         {"train_device": "cuda:x"},
         {"redis_url": "redis://localhost"},  # and nobody would learn

@@ -32,6 +32,8 @@ def trainer(
 ) -> tuple[Trainer, SpecBlock]:
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
+        relative=False,
+        blocks=2,
         learning_rate=rate or 0.01,
         anchor_weight=anchor_weight,
         autocast=autocast,

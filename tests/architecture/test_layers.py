@@ -41,6 +41,7 @@ ALLOWED = {
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
     "service.assembly": ("service.assembly", "service.engine", *LEAVES, "drafters", "kernels"),
     "service.learning": PACKAGES,
+    "service.seeding": ("service.runtime", *LEAVES, *RECORDS),
     "service.observability.top": LEAVES,
     "service.serve": PACKAGES,
     "service.cli": PACKAGES,

@@ -28,6 +28,9 @@ SPECULATION = SpeculationRecord((2, 0, 1), (4, 0, 3), 1, 2, "lookup", 7)
 TIMINGS = Timings(0.25, 0.5, 1.5)
 
 STATUS = AdaptationStatus(
+    phase="learning",
+    collected_positions=0,
+    wanted_positions=0,
     policy="bandit",
     paused=False,
     version=2,

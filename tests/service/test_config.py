@@ -257,15 +257,15 @@ def test_every_setting_teaches() -> None:
 
 
 def test_a_section_is_set_by_file_variable_and_flag(tmp_path: Path) -> None:
-    file = written(tmp_path, "adaptation:\n  alpha: 0.3\n  head_queries: 5\n  policy: never\nport: 1\n")
-    environ = {"ADAPTREE_ADAPTATION__ALPHA": "0.4", "ADAPTREE_ADAPTATION__HEAD_QUERIES": "6"}
+    file = written(tmp_path, "adaptation:\n  alpha: 0.3\n  s_min: 5\n  policy: never\nport: 1\n")
+    environ = {"ADAPTREE_ADAPTATION__ALPHA": "0.4", "ADAPTREE_ADAPTATION__S_MIN": "6"}
     loaded = load_config({"config": file, "adaptation.alpha": "0.5"}, environ)
-    assert loaded.config.adaptation == AdaptationConfig(alpha=0.5, head_queries=6, policy="never")
+    assert loaded.config.adaptation == AdaptationConfig(alpha=0.5, s_min=6.0, policy="never")
     assert loaded.config.port == 1
     origin = {name: source for name, source in loaded.origin.items() if source != "default"}
     assert origin == {
         "adaptation.alpha": "flag --adaptation.alpha",
-        "adaptation.head_queries": "environment ADAPTREE_ADAPTATION__HEAD_QUERIES",
+        "adaptation.s_min": "environment ADAPTREE_ADAPTATION__S_MIN",
         "adaptation.policy": f"file {file}",
         "port": f"file {file}",
     }

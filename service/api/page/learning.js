@@ -97,13 +97,16 @@ export class Learning {
 }
 
 function sentence(status) {
-  const doing = status.paused ? "paused by an operator" : "learning";
+  const doing = status.paused ? "paused by an operator" : status.phase === "collecting" ? "making a drafter" : "learning";
   return `Policy ${status.policy}, ${doing}; drafter version ${status.version} serves.`;
 }
 
 function facts(status) {
   const values = {
     "Drafter version": status.origin === status.version ? `${status.version}` : `${status.version} (weights of ${status.origin})`,
+    ...(status.wanted_positions
+      ? { "Collected for a drafter": `${status.collected_positions} of ${status.wanted_positions} positions` }
+      : {}),
     "Queries heard": status.queries_heard,
     "Texts that judge": status.held_back,
     "Published": status.publishes,

@@ -10,9 +10,11 @@ from service.bench.shift_play import NOTHING, Counts, Noted, Phase, Played, Stre
 from service.engine.stats import StepStats
 from service.prompts import PromptSet
 
-EAGER = AdaptationConfig(head_queries=1, full_queries=1, learning_rate=0.02)
+EAGER = AdaptationConfig(learning_rate=0.02, idle_share=0.0)
 EAGER_NUMBERS: dict[str, object] = {
     "warm_up_queries": 1,
+    "head_queries": 1,
+    "full_queries": 1,
     "validation_share": 0.3,
     "gate_texts": 4,
     "gate_standard_errors": 0,

@@ -87,7 +87,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
         snapshots=SnapshotRing(tmp_path, in_memory=2, on_disk=8),
         train_device="cpu",
     )
-    rules = Rules(learning_rate=1e-3, anchor_weight=0.0, autocast=False, tuning=Tuning())
+    rules = Rules(relative=False, blocks=2, learning_rate=1e-3, anchor_weight=0.0, autocast=False, tuning=Tuning())
     embed = tiny_embedding(served.config.hidden_size)
     rows = untrained_rows(weights.anchor, None)
     trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
