@@ -8,6 +8,7 @@ depend on how much was served, and no text can be read from them.
 
 import copy
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -39,14 +40,17 @@ class Bootstrap:
         checkpoint: LearnerCheckpoint,
         *,
         makes: bool,
+        given: Mapping[str, Tensor] | None = None,
         seed: int,
     ) -> None:
         """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the output
-        rows of the target for tokens; `counts`: what is said, by which the draft vocabulary is chosen."""
+        rows of the target for tokens; `counts`: what is said, by which the draft vocabulary is chosen; `given`: weights
+        of another target's drafter, to be judged first."""
         self.makes = makes
         self._weights, self._embed, self._rows, self._counts = weights, embed, rows, counts
         self._checkpoint, self._seed = checkpoint, seed
         self._kept_at = self._keeping_seconds = 0.0
+        self._given = given if makes else None
         self._sums = self._no_sums() if makes else None
         self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
         self._has_published = False
@@ -62,7 +66,7 @@ class Bootstrap:
 
     @property
     def due(self) -> bool:
-        return self.collects and self.positions >= self.wanted
+        return self.collects and (self._given is not None or self.positions >= self.wanted)
 
     @property
     def serves_nothing(self) -> bool:
@@ -78,8 +82,10 @@ class Bootstrap:
 
     @torch.no_grad()
     def solve(self) -> dict[str, Tensor]:
-        """What can be made of the positions that there are. # -> weights by name, fp32"""
+        """What can be made of the positions that there are, or what was given. # -> weights by name, fp32"""
         assert self._sums is not None, "nothing is collected any more"
+        if self._given is not None:
+            return {name: value.float() if value.is_floating_point() else value for name, value in self._given.items()}
         model = copy.deepcopy(self._weights.anchor)
         model.set_vocabulary(self._counts.likeliest(model.config.draft_vocab_size).to(model.d2t.device))
         model.lm_head.weight.copy_(self._rows(model.d2t))
@@ -89,7 +95,12 @@ class Bootstrap:
     def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:
         """The last solution serves now, or it does not. Raises AdaptationError where it cannot be kept."""
         assert self._sums is not None, "nothing was solved"
-        is_last = (self._has_published and not published) or self.wanted >= _LAST * self._sums.known
+        was_given, self._given = self._given is not None, None
+        is_last = (
+            (was_given and published)
+            or (self._has_published and not published)
+            or self.wanted >= _LAST * self._sums.known
+        )
         self._has_published = self._has_published or published
         while self.wanted <= self.positions:
             self.wanted *= 2

@@ -66,16 +66,16 @@ class OfflineEvaluator:
         first: Replay | None = None,
     ) -> None:
         """`drift_texts`: on which the distance to the anchor is measured; `max_known`: scores kept of each drafter;
-        `first`: scores of what serves before any version, where that is not the anchor's weights."""
+        `first`: scores of what serves before any version, where that is no network."""
         self._weights = weights
         self._gate = gate
-        self._replay, self._first = replay, first or replay
+        self._replay, self._first = replay, first
         self._divergence = divergence
         self._num_drift_texts = drift_texts
         self._drift_texts: list[Example] = []
         self._max_known = max_known
         self._known_drift: tuple[int, float] | None = None  # by version
-        self._anchor = _Known(0)
+        self._anchor, self._without = _Known(0), _Known(0)
         self._serving = _Known(weights.newest)
         self._candidate = _Known(weights.newest)
 
@@ -110,7 +110,10 @@ class OfflineEvaluator:
         return self._lookup(self._serving, self._weights.served, texts, self._replay)
 
     def anchor(self, texts: Sequence[ValidationText]) -> list[float]:
-        return self._lookup(self._anchor, self._weights.unchanged, texts, self._first)
+        """Of the anchor, or of what serves while there is none."""
+        if self._first is not None and self._weights.latest.origin == ANCHOR:
+            return self._lookup(self._without, self._weights.unchanged, texts, self._first)
+        return self._lookup(self._anchor, self._weights.unchanged, texts, self._replay)
 
     def probe(self, text: ValidationText) -> None:
         """Measure the distance to the anchor on this text too. Of enough texts, the set stays as it is, so that numbers
@@ -120,7 +123,7 @@ class OfflineEvaluator:
 
     def rebased(self) -> None:
         """The anchor has other weights."""
-        self._known_drift = None
+        self._known_drift, self._anchor = None, _Known(0)
 
     def kl_to_anchor(self) -> float | None:
         """Mean KL(serving || anchor) over the first texts, once there are enough: a number for people, which decides

@@ -94,7 +94,9 @@ class Learner:
         self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
         self._checkpoint = LearnerCheckpoint(folder)
         makes, counts = not drafter.made and config.policy != "never", self._vocabulary.counts
-        self._bootstrap = Bootstrap(weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, seed=seed)
+        self._bootstrap = Bootstrap(
+            weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, given=drafter.given, seed=seed
+        )
         self._evaluator = _evaluator_of(weights, drafter, rows, replay, tuning)
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab)
@@ -141,6 +143,7 @@ class Learner:
             return None
         if self._bootstrap.due:
             self._make()
+            return None
         arm = self._policy.take_update()
         if arm is None:
             self._train_idle(interrupted)
@@ -495,7 +498,7 @@ def _evaluator_of(
     weights: DrafterWeights, drafter: ServedDrafter, rows: Rows, replay: Replay, tuning: Tuning
 ) -> OfflineEvaluator:
     divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
-    first = replay if drafter.made else lookup_alone
+    first = None if drafter.made else lookup_alone
     gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
     known = 2 * tuning.validation_texts
     return OfflineEvaluator(

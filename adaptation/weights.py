@@ -40,6 +40,7 @@ class ServedDrafter:
     embedding: Tensor | None  # [target_vocab, hidden], the same as a table, for a process of its own; None: no process
     blocks: int = 2  # M, of a tree as it is served
     made: bool = True  # False: it has the target's end only, and nothing to say before the rest was made
+    given: Mapping[str, Tensor] | None = None  # weights of another target's drafter, which may do for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,9 @@ class DrafterWeights:
 
     @property
     def num_exchanged(self) -> int:
-        """Tokens that are proposed now, or soon, and were not as deployed."""
+        """Tokens that are proposed now, or soon, and were not as deployed, or as first made."""
         vocabulary = self.latest.weights[VOCABULARY].cpu()
-        return int(torch.isin(vocabulary, self._first[VOCABULARY], invert=True).sum())
+        return int(torch.isin(vocabulary, self.anchor.d2t.cpu(), invert=True).sum())
 
     @property
     def pending(self) -> bool:
@@ -192,7 +193,7 @@ class DrafterWeights:
 
     def unchanged(self) -> SpecBlock:
         """The replica with the anchor's weights."""
-        return self._as_replica(self._first)
+        return self._as_replica(weights_of(self.anchor))
 
     def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Version:
         staged = self._prepared(self._claim(), origin, self._as_served(weights))

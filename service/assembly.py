@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +27,13 @@ from service.engine.budget import BudgetPolicy
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
+from service.engine.drafter_start import unmade_for
 from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
 from service.engine.target import Target
-from service.engine.weights import LoadedModel, load_model, random_model
+from service.engine.weights import BeginDrafter, LoadedModel, load_model, random_model
 from service.errors import StartupError
 from service.grammars import GrammarCompiler
 from service.logging import bar
@@ -151,7 +153,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
                 device=device,
                 cache_dir=cache,
                 copies=config.copies,
-                starts_drafter=starts_drafter(config),
+                begin_drafter=_begin_drafter(config),
             )
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -164,7 +166,7 @@ def _target(
     target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
-        needs = memory_planner.needs_of(target, limits, network, _learning(config, device), captures=captures)
+        needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
@@ -180,14 +182,15 @@ def _target(
     return target
 
 
-def _learning(config: ServiceConfig, device: torch.device) -> memory_planner.LearningSizes | None:
+def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.LearningSizes | None:
     learning = config.adaptation
     if not learning.enabled:
         return None
-    trains_here = learning.train_device == "same" or torch.device(learning.train_device) == device
+    trains_here = learning.train_device == "same" or torch.device(learning.train_device) == loaded.model.device
     tuning = Tuning()
     kept_texts = tuning.validation_texts + tuning.full_queries + tuning.replay_texts
-    return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts)
+    makes = loaded.unmade is not None
+    return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts, makes)
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
@@ -239,6 +242,14 @@ def starts_drafter(config: ServiceConfig) -> bool:
     return config.drafter == "auto" and config.adaptation.enabled and not config.is_dummy and not _folder(config)
 
 
+def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
+    """How a drafter begins that learning makes, or puts to the proof."""
+    folder = _folder(config)
+    if not config.adaptation.enabled or (folder is None and config.drafter != "auto"):
+        return None
+    return partial(unmade_for, folder=folder)
+
+
 def _folder(config: ServiceConfig) -> Path | None:
     """Where trained weights for this target lie."""
     return config.drafter_path or imported_folder(config) or shipped_folder(config.model_source)
@@ -265,6 +276,8 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
 def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
+    if loaded.unmade is not None:
+        return drafter_weights.unmade_replaceable(loaded, folder, blocks=config.draft_blocks).weights
     if folder is not None:
         try:
             return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
@@ -272,8 +285,6 @@ def _weights(
             if folder != import_place(config):
                 raise
             raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
-    if loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(loaded, blocks=config.draft_blocks).weights
     if config.is_dummy and drafter_name in TRAINED:
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None

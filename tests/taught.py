@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny_models import _COMMON, _MODEL_TYPES, _SPECIAL, EOS_ID, VOCAB_SIZE, tiny_tokenizer
+from tests.tiny_models import _COMMON, _MODEL_TYPES, _SPECIAL, tiny_tokenizer
 
 _FIRST, _WORDS = 32, 200  # tokens of the language
 _STEPS, _BATCH, _LENGTH = 150, 16, 48
@@ -27,9 +27,9 @@ def speech(count: int, length: int, generator: torch.Generator) -> Tensor:
     return words + _FIRST
 
 
-def taught_model(family: str, folder: Path) -> Path:
+def taught_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Save a checkpoint of this family that has learnt to speak; returns the folder."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     special = {name: value for name, value in _SPECIAL[family].items() if "softcapping" not in name}
     if "layer_types" in special:
         special["layer_types"] = ["sliding_attention", "full_attention"] * (_LAYERS // 2)
@@ -47,6 +47,3 @@ def taught_model(family: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-__all__ = ["EOS_ID", "VOCAB_SIZE", "speech", "taught_model"]

@@ -148,6 +148,14 @@ class InputSums:
         return torch.cholesky_solve(self._products[:, self.known :], torch.linalg.cholesky(damped))
 
 
+def sums_bytes(config: SpecBlockConfig) -> tuple[int, int]:
+    """What the sums of a drafter take, and what solving takes beside them: the damped products, their factor, what is
+    to be predicted and the solution."""
+    hidden = config.hidden_size
+    known = (len(config.tap_layers) + 1) * hidden + 1
+    return 8 * (known * (known + hidden) + hidden), 8 * (2 * known * known + 2 * known * hidden)
+
+
 def penalty_for(inputs: int, positions: int) -> float:
     """More for nearly as many inputs as positions, which are learned by heart; yet more than this drafts worse."""
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))

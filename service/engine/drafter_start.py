@@ -1,13 +1,20 @@
 """The drafter that a target without trained weights begins with: shapes that fit it and the target's own end. Its input
 layer is solved from served queries later; until then it has nothing to say."""
 
+import logging
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel
 
+from drafters.specblock import checkpoint
+from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import STANDARD, SpecBlock, SpecBlockConfig, layers_for
 from drafters.training.initialise import TargetEnd, copy_end
 from service.engine.dummy import seeded
 from service.engine.modules import decoder_layers, default_tap_layers
+
+logger = logging.getLogger(__name__)
 
 _DRAFT_TOKENS = 8192  # as `train drafter`
 
@@ -44,11 +51,37 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
     )
 
 
+def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
+    """The drafter that is yet to be made for this target, or to prove itself: that of a folder which was made for
+    another target of the same shapes. None: the folder is this target's, or nothing can come of it."""
+    if folder is None:
+        try:
+            return unmade_drafter(model, drafter_config(model))
+        except ValueError as error:
+            logger.warning("no drafter can be made for this model: %s", error)
+            return None
+    try:
+        found = checkpoint.describe(folder)
+    except DrafterError:
+        return None  # whoever loads it says why
+    if found.target_identity == identity or not fits(found.config, model):
+        return None
+    logger.info("drafter %s was made for target %s: it serves once it has proved better than lookup", folder, identity)
+    return unmade_drafter(model, found.config)
+
+
+def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
+    """Whether a drafter has the shapes of this target, as those made for its fine-tunes have."""
+    text = model.config.get_text_config()
+    same = all(
+        config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
+    )
+    return same and max(config.tap_layers) < len(decoder_layers(model))
+
+
 @torch.no_grad()
-def unmade_drafter(model: PreTrainedModel) -> SpecBlock:
-    """All that is known of a drafter before anything was served, in the target's type; the same one each time. Raises
-    ValueError where the target cannot have one."""
-    config = drafter_config(model)
+def unmade_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock:
+    """All that is known of a drafter before anything was served, in the target's type; the same one each time."""
     with seeded(model.device):
         network = SpecBlock(config)
         network.set_vocabulary(torch.arange(config.draft_vocab_size))

@@ -63,6 +63,7 @@ class Replaceable:
     weights: TrainedWeights
     first: Mapping[str, Tensor]  # by name
     made: bool = True  # False: it has nothing to say before its weights are made from what is served
+    given: Mapping[str, Tensor] | None = None  # of another target, which may do for this one
 
 
 def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Replaceable:
@@ -76,11 +77,22 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
     return Replaceable(weights, first)
 
 
-def unmade_replaceable(loaded: LoadedModel, *, blocks: int) -> Replaceable:
-    """The drafter that is yet to be made for this target."""
+def unmade_replaceable(loaded: LoadedModel, folder: Path | None, *, blocks: int) -> Replaceable:
+    """The drafter that is yet to be made for this target, or to prove itself: that of a folder. Raises StartupError."""
     assert loaded.unmade is not None, "no drafter is to be made"
     weights = _serving(loaded.unmade, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
-    return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False)
+    given = None if folder is None else _given(folder, loaded)
+    return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False, given=given)
+
+
+def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
+    """Weights that were made for another target."""
+    try:
+        theirs = checkpoint.describe(folder).target_identity or ""
+        parts, (dtype, device) = replace(loaded.parts, identity=theirs), (loaded.model.dtype, loaded.model.device)
+        return weights_of(checkpoint.load(folder, parts, dtype=dtype, device=device))
+    except DrafterError as error:
+        raise StartupError(str(error)) from error
 
 
 def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:

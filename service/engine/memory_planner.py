@@ -10,6 +10,7 @@ import torch
 
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
 from service.config import GIB
 from service.engine.captured import ROWS
@@ -114,6 +115,7 @@ class LearningSizes:
     window_tokens: int
     top: int
     kept_texts: int  # of queries that have ended, to learn from or to judge by
+    makes: bool = False  # a drafter is made of what is served
 
 
 def needs_of(
@@ -196,6 +198,9 @@ def _learning_needs(limits: EngineLimits, network: ServingNetwork, learning: Lea
         weights = sum(sizes.values())
         copies = training_bytes(weights, heads, weights * itemsize)
         needs.append(Need("training", copies, "set adaptation.train_device to another device"))
+        if learning.makes:
+            making = sum(sums_bytes(config))
+            needs.append(Need("making a drafter", making, "set adaptation.train_device to another device"))
     return needs
 
 

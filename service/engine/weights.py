@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from drafters.specblock.checkpoint import TargetParts, identity_of
 from drafters.specblock.model import SpecBlock
 from kernels.cpu import library
 from service.engine import dummy
-from service.engine.drafter_start import unmade_drafter
 from service.engine.kv_pool import KVShape
 from service.engine.modules import ATTENTION_NAME
 from service.engine.widening import widened
@@ -40,6 +40,9 @@ _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CACHE_FORMAT = "1"
 
 logger = logging.getLogger(__name__)
+
+BeginDrafter = Callable[[PreTrainedModel, str], SpecBlock | None]
+"""Of a target and its identity: the drafter that is to be made for it, if one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +81,10 @@ def load_model(
     device: torch.device,
     cache_dir: Path,
     copies: int = 1,
-    starts_drafter: bool = False,
+    begin_drafter: BeginDrafter | None = None,
 ) -> LoadedModel:
-    """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `starts_drafter`: a drafter is
-    to be made for it. Raises StartupError naming what is wrong with it and what to do."""
+    """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `begin_drafter`: of the one that
+    is to be made for it. Raises StartupError naming what is wrong with it and what to do."""
     source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -92,7 +95,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
-    return _made_ready(model, tokenizer, device, copies, starts_drafter=starts_drafter)
+    return _made_ready(model, tokenizer, device, copies, begin_drafter=begin_drafter)
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -109,11 +112,11 @@ def _made_ready(
     device: torch.device,
     copies: int = 1,
     *,
-    starts_drafter: bool = False,
+    begin_drafter: BeginDrafter | None = None,
 ) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
-    narrow = _parts(model, keeps_head=starts_drafter)  # a drafter reads one copy
-    unmade = _unmade(model) if starts_drafter else None
+    unmade = begin_drafter(model, _identity(model)) if begin_drafter else None
+    narrow = _parts(model, keeps_head=unmade is not None)  # a drafter reads one copy
     if copies > 1:
         model = widened(model, copies).eval().requires_grad_(False)
     fingerprint = weights_fingerprint(model)
@@ -136,12 +139,8 @@ def _made_ready(
     )
 
 
-def _unmade(model: PreTrainedModel) -> SpecBlock | None:
-    try:
-        return unmade_drafter(model)
-    except ValueError as error:
-        logger.warning("no drafter can be made for this model: %s", error)
-        return None
+def _identity(model: PreTrainedModel) -> str:
+    return identity_of(_embedding_and_head(model)[0], model.config.get_text_config().to_dict())
 
 
 def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
@@ -149,7 +148,7 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     table, head = _embedding_and_head(model)
     tied = head.data_ptr() == table.data_ptr()
     kept_head = table if tied else head if keeps_head or table.device.type != "cpu" else None
-    return TargetParts(identity_of(table, model.config.get_text_config().to_dict()), table, kept_head)
+    return TargetParts(_identity(model), table, kept_head)
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

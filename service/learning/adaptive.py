@@ -136,6 +136,7 @@ def build_adaptive(
         embedding=table,
         blocks=source.weights.blocks,
         made=source.made,
+        given=source.given,
     )
     with _refusing():
         learner = Learner(
@@ -172,7 +173,9 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     loaded = load_target(config, device_of(config.device))
     _, source = choose_drafter(config, starts=loaded.unmade is not None)
     with _refusing():
-        network = loaded.unmade if source is None else drafter_weights.load_network(source, loaded)
+        network = loaded.unmade
+        if network is None and source is not None:
+            network = drafter_weights.load_network(source, loaded)
     if network is None:
         raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
     drafter = ServedDrafter(
@@ -183,7 +186,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
         blocks=config.draft_blocks,
-        made=source is not None,
+        made=loaded.unmade is None,
     )
     folder = learning_folder(config.state_dir, loaded, source)
     folder = folder.with_name(f"{folder.name}-trainer")
@@ -243,7 +246,7 @@ class _EngineHooks:
 def _replaceable(assembly: Assembly) -> Replaceable:
     folder, known = assembly.drafter_folder, assembly.weights
     if known is not None and assembly.loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(assembly.loaded, blocks=known.blocks)
+        return drafter_weights.unmade_replaceable(assembly.loaded, folder, blocks=known.blocks)
     if folder is None or known is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "

@@ -105,6 +105,8 @@ class Screen:
 
 def _arms(learning: Json) -> Group:
     doing = "paused" if learning["paused"] else "learning"
+    if learning["phase"] == "collecting":
+        doing += f", making a drafter ({learning['collected_positions']} of {learning['wanted_positions']} positions)"
     counts = f"{learning['publishes']} published, {learning['refusals']} refused, {learning['rollbacks']} rolled back"
     table = Table(box=None)
     for column in ("arm", "value", "waiting", "updates"):

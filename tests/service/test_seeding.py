@@ -1,0 +1,95 @@
+"""Bootstrap prompts are answered while nobody asks, and make way for whoever does."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from adaptation.records import AdaptationStatus
+from service import seeding
+from service.engine.requests import GenerationRequest, SequenceOutput
+from service.runtime import Runtime, Served
+from service.seeding import answer_seeds
+from tests.service.scripted import CARD, STATUS, TOKENIZER, Script, ScriptedAdaptation, ScriptedEngine, say
+
+SEEDS = ((1, 2), (3, 4), (5, 6))
+
+
+class Phased(ScriptedAdaptation):
+    def __init__(self, phase: Literal["collecting", "learning"]) -> None:
+        super().__init__()
+        self.phase = phase
+
+    def status(self) -> AdaptationStatus:
+        return replace(STATUS, phase=self.phase)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_GLANCE_SECONDS", 0.01)
+
+
+@asynccontextmanager
+async def seeded(engine: ScriptedEngine, adaptation: ScriptedAdaptation) -> AsyncIterator[Runtime]:
+    runtime = Runtime(lambda: Served(engine, TOKENIZER, CARD, adaptation, SEEDS), max_waiting=4)
+    await runtime.start()
+    yield runtime
+    await runtime.stop()
+
+
+def asked_of(engine: ScriptedEngine) -> list[tuple[int, ...]]:
+    return [tuple(request.prompt) for request in engine.submitted]
+
+
+@pytest.mark.anyio
+async def test_all_are_answered_one_by_one() -> None:
+    engine = ScriptedEngine(say("x"))
+    async with seeded(engine, Phased("collecting")) as runtime:
+        await answer_seeds(runtime)
+        assert asked_of(engine) == list(SEEDS)
+        assert all(request.store and request.client for request in engine.submitted)
+        assert runtime.num_open == 0
+
+
+@pytest.mark.anyio
+async def test_none_is_asked_where_nothing_is_made() -> None:
+    engine = ScriptedEngine(say("x"))
+    async with seeded(engine, Phased("learning")) as runtime:
+        await answer_seeds(runtime)
+        assert engine.submitted == []
+
+
+@pytest.mark.anyio
+async def test_a_users_request_breaks_one_off_and_it_is_asked_again() -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    def slow(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
+        pieces = list(said(request))
+        if not request.request_id.startswith("bootstrap"):
+            yield from pieces
+            return
+        began.set()
+        yield [replace(pieces[0][0], finish_reason=None)]
+        goes_on.wait(10)
+        yield [replace(pieces[0][0], finish_reason=None)]
+        yield from pieces
+
+    said: Script = say("x")
+    engine = ScriptedEngine(slow)
+    async with seeded(engine, Phased("collecting")) as runtime:
+        answering = asyncio.create_task(answer_seeds(runtime))
+        await asyncio.to_thread(began.wait, 10)
+        mine = replace(engine.submitted[0], request_id="mine")
+        with runtime.generate(mine) as stream:
+            goes_on.set()
+            while not engine.aborted:
+                await asyncio.sleep(0.01)
+            outputs = [output async for output in stream]
+        await answering
+    assert outputs[-1].finish_reason is not None
+    assert engine.aborted[0] == "bootstrap-0"
+    assert asked_of(engine).count(SEEDS[0]) >= 3  # broken off, the user's own, and again
