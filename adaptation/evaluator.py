@@ -15,10 +15,9 @@ from adaptation.losses import TextDivergence
 from adaptation.monitor import TextScores
 from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
-from drafters.lookup.drafter import LookupDrafter
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
-from drafters.training.replay import replay_blocks, replay_trees
+from drafters.training.replay import replay_beside_lookup, replay_blocks, replay_lookup
 
 Replay = Callable[[SpecBlock, Example], float]  # -> tau
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
@@ -27,20 +26,21 @@ _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse
 """What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
 
 
-def replay_of(embed: Embed) -> Replay:
-    """One block at every other position, a small tree of its likeliest paths: one forward per text. Attention of whole
-    texts is fp32 whatever the weights are."""
+def replay_of(embed: Embed, *, beside_lookup: bool) -> Replay:
+    """One block at every other position, a small tree of its likeliest paths: one forward per text; `beside_lookup`:
+    with what copying has right there. Attention of whole texts is fp32 whatever the weights are."""
+    blocks = replay_beside_lookup if beside_lookup else replay_blocks
 
     def replay(model: SpecBlock, text: Example) -> float:
         with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            return replay_blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
+            return blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
     return replay
 
 
 def lookup_alone(model: SpecBlock, text: Example) -> float:
-    """tau of drafting by copying, which needs no weights: what a drafter that is made must beat."""
-    return replay_trees(LookupDrafter, [text], max_nodes=_NODES).tau
+    """tau of drafting by copying, which needs no weights: what a drafter that is made must add to."""
+    return replay_lookup(text, every=_EVERY, nodes=_NODES).tau
 
 
 @dataclass

@@ -82,7 +82,7 @@ class Learner:
         train_in = config.train_in if self._serves else "thread"
         self.process = process = training_process(drafter, weights, self._trainer, train_in)
         self._update = self._trainer.update if process is None else process.update
-        replay = replay_of(drafter.embed) if process is None else process.replay
+        replay = replay_of(drafter.embed, beside_lookup=not drafter.made) if process is None else process.replay
         self.time = TrainingTime(device, self.process)
         self._policy = policy_of(config, tuning, self._ledger, rng=random.Random(seed))
         self.time.covers = self._policy.covers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from drafters.lookup.drafter import LookupDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
@@ -36,20 +37,73 @@ class Replayed:
         return Replayed(self.tokens + other.tokens, self.steps + other.steps)
 
 
-@torch.no_grad()
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
     """What steps from every so-manieth position of the answer emit, each with a block's `nodes` likeliest paths."""
+    return _emitted(_accepted_of_blocks(model, embed, example, every, nodes))
+
+
+def replay_lookup(example: Example, *, every: int, nodes: int) -> Replayed:
+    """What steps one behind the other emit, each with a tree that copies from the text so far. In a text that repeats
+    itself a mean over positions would count one long copy at each of its tokens."""
+    return _walked(_accepted_of_copies(example, every, nodes), every)
+
+
+def replay_beside_lookup(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
+    """The same of blocks and copies together, where the better ones count."""
+    copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
+    return _walked(torch.maximum(_accepted_of_blocks(model, embed, example, every, nodes), copied), every)
+
+
+def _emitted(accepted: Tensor) -> Replayed:
+    """# accepted [anchors]"""
+    steps = accepted.shape[0]
+    return Replayed(int(accepted.sum()) + steps, steps)
+
+
+def _walked(accepted: Tensor, every: int) -> Replayed:
+    """Each step goes as far as it emits; between two anchors the one before counts. # accepted [anchors]"""
+    lengths, place, steps = accepted.tolist(), 0, 0
+    while place < every * len(lengths):
+        place += lengths[place // every] + 1
+        steps += 1
+    return Replayed(place, steps)
+
+
+def _anchors(example: Example, every: int) -> Tensor:
+    return torch.arange(example.prompt - 1, example.length - 1, every)
+
+
+@torch.no_grad()
+def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
+    """Tokens that a block's likeliest paths have right. # -> [anchors] int64"""
     device, size = model.d2t.device, model.config.block_size
     batch = Batch.of([example], 2 * size, device)
-    anchors = torch.arange(example.prompt - 1, example.length - 1, every, device=device)[None]
+    anchors = _anchors(example, every).to(device)[None]
     states = TrainingForward(model, embed).first(batch, anchors).states[0]  # [anchors, block, hidden]
     logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, block, draft vocab]
     wanted = _behind(batch, example, anchors[0], size)
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
     said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
-    accepted = (said > _border(logprobs, nodes)[:, None]).sum()
-    steps = anchors.shape[1]
-    return Replayed(int(accepted) + steps, steps)
+    accepted: Tensor = (said > _border(logprobs, nodes)[:, None]).sum(1)
+    return accepted
+
+
+@torch.no_grad()
+def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
+    """Tokens that copies of what followed the same words have right, each position with a text of its own that ends
+    there. # -> [anchors] int64"""
+    anchors, tokens = _anchors(example, every), example.tokens.cpu()
+    number = anchors.shape[0]
+    sizes = DraftingSizes(max_sequences=number, max_length=example.length, max_nodes=nodes)
+    drafter, rows = LookupDrafter(sizes), torch.arange(number)
+    drafter.start([DraftContext(row, tokens[: anchor + 2].tolist()) for row, anchor in enumerate(anchors.tolist())])
+    zeros = torch.zeros_like(rows)
+    tree = drafter.grow(rows, Noise(zeros, zeros.float(), anchors + 1, warm=False))
+    ahead = anchors[:, None] + 2 + torch.arange(MAX_DEPTH + 1)
+    inside = ahead < example.length
+    said = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
+    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, inside.sum(1))
+    return fates.came_true.sum(1)
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Batch, Example
+from drafters.training.corpus import TOP, Batch, Example
 from drafters.training.forward import TrainingForward
-from drafters.training.replay import replay_blocks, replay_chain, replay_trees, serving
+from drafters.training.replay import (
+    replay_beside_lookup,
+    replay_blocks,
+    replay_chain,
+    replay_lookup,
+    replay_trees,
+    serving,
+)
 from drafters.training.scores import examine
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
@@ -110,3 +117,22 @@ def test_scores_are_the_same_twice() -> None:
     assert first == again
     assert first.chain_tau == first.tree_tau > 5
     assert len(first.alpha) == len(first.seen) == 2 * BLOCK
+
+
+def test_copies_are_counted_as_steps_one_behind_the_other() -> None:
+    """A text that repeats a phrase: once it has been said, steps copy eight tokens at a time."""
+    phrase = torch.arange(8) + 5
+    text = Example(phrase.repeat(12), torch.zeros(96, 3 * HIDDEN), 2, torch.zeros(95, TOP).int(), torch.zeros(95, TOP))
+    done = replay_lookup(text, every=1, nodes=8)
+    assert done.tokens >= 94
+    assert 4.0 < done.tau <= 9.0
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_beside_lookup_the_better_of_both_counts(right: bool) -> None:
+    """One token throughout: copies have it right all along, and a drafter that is wrong takes nothing from them."""
+    model, token = drafter(right=right)
+    text = repeating_example(token, 40)
+    copies = replay_lookup(text, every=1, nodes=8)
+    assert copies.tau > 2.0
+    assert replay_beside_lookup(model, EMBED, text, every=1, nodes=8).tau >= copies.tau
