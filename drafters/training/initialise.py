@@ -99,7 +99,7 @@ class InputSums:
         embedded = torch.rms_norm(embed(example.tokens[1:]).to(device).float(), hidden, None, self._epsilon)
         known = torch.cat([taps.flatten(1), embedded, torch.ones_like(embedded[:, :1])], dim=1)
         top = wanted[:, self._top]
-        self._products += (known.T @ torch.cat([known, top], dim=1)).double()
+        self._products += known.T @ torch.cat([known, top], dim=1)
         self._squares += top.double().square().sum(0)
 
     @torch.no_grad()

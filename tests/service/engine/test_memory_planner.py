@@ -1,6 +1,7 @@
 """Sharing out device memory, and what is said when there is too little of it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.pool import EntryPool
+from drafters.training.initialise import InputSums, sums_bytes
 from service.config import GIB
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVShape
@@ -166,3 +168,14 @@ def test_too_little_memory_names_what_would_do() -> None:
         slots_for(big, GIB, max_model_len=8192, reserve=64)
     enough = float(str(caught.value).split("at least ")[1].split("GiB")[0])
     assert slots_for(big, int((enough + 0.01) * GIB), max_model_len=8192, reserve=64) >= 8192 + 64 + 1
+
+
+def test_what_a_drafter_is_made_of_is_as_large_as_foreseen() -> None:
+    target, network = target_without_room(loaded_tiny("llama"), LIMITS, (0, 2)), serving(tiny_drafter())
+    learning = LearningSizes(trains_here=True, window_tokens=32, top=8, kept_texts=5, makes=True)
+    making = needs_of(target, LIMITS, network, learning, captures=False)[-1]
+    lasting, solving = sums_bytes(network.config)
+    assert total_bytes(InputSums(network.config, "cpu").tensors().values()) == lasting
+    assert (making.what, making.num_bytes) == ("making a drafter", lasting + solving)
+    wide = replace(network.config, target={**network.config.target, "hidden_size": 4096})
+    assert [round(number / 1e9, 1) for number in sums_bytes(wide)] == [2.7, 5.4]
