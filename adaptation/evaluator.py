@@ -29,10 +29,10 @@ _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse
 def replay_of(embed: Embed, *, beside_lookup: bool) -> Replay:
     """One block at every other position, a small tree of its likeliest paths: one forward per text; `beside_lookup`:
     with what copying has right there. Attention of whole texts is fp32 whatever the weights are."""
-    blocks = replay_beside_lookup if beside_lookup else replay_blocks
 
     def replay(model: SpecBlock, text: Example) -> float:
         with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            blocks = replay_beside_lookup if beside_lookup else replay_blocks
             return blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
     return replay

@@ -364,9 +364,9 @@ class Learner:
         self._start_over()
 
     def _train_idle(self, interrupted: Callable[[], bool]) -> None:
-        """A full update on texts seen before."""
+        """A full update on texts seen before; who serves nobody does not know when nobody asks."""
         texts = self._buffers.rehearsal()
-        if self._bootstrap.collects or not texts or not self.time.is_idle:
+        if not self._serves or self._bootstrap.collects or not texts or not self.time.is_idle:
             return
         if not self._idle.may_begin(self._buffers.num_remembered):
             return
@@ -488,7 +488,7 @@ def _rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, 
         learning_rate=config.learning_rate if drafter.made else _MADE_STEP,
         relative=not drafter.made,
         anchor_weight=config.anchor_weight,
-        blocks=drafter.blocks,
+        blocks=2 if drafter.made else drafter.blocks,  # of one that was trained before, as it was trained
         autocast=autocast,
         tuning=tuning,
     )

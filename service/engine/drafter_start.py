@@ -31,7 +31,7 @@ def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) ->
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
     """Where a drafter's layers are copies of the target's last ones, what these receive is tapped; else what leaves."""
     copied = 2 if is_standard(model) else 0
-    return default_tap_layers(len(decoder_layers(model)), copied=copied)
+    return default_tap_layers(model.config.get_text_config().num_hidden_layers, copied=copied)
 
 
 def is_standard(model: PreTrainedModel) -> bool:
@@ -76,7 +76,7 @@ def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    return same and max(config.tap_layers) < len(decoder_layers(model))
+    return same and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()
