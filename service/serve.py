@@ -57,14 +57,17 @@ async def _serve(config: ServiceConfig) -> None:
     )
     server = _DrainingServer(settings, runtime, config.drain_seconds)
     serving = asyncio.create_task(server.serve())
-    seeding = asyncio.create_task(answer_seeds(runtime))
+    seeding: asyncio.Task[None] | None = None
     try:
         await _announce(server, runtime, serving)
+        if not serving.done():
+            seeding = asyncio.create_task(answer_seeds(runtime))
     finally:
         await serving
-        seeding.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await seeding
+        if seeding is not None:
+            seeding.cancel()
+            with suppress(asyncio.CancelledError):
+                await seeding
 
 
 def metrics_of(config: ServiceConfig) -> Metrics:
