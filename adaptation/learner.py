@@ -300,12 +300,12 @@ class Learner:
         self._tell("published" if published else "refused", reason, {**numbers, **_scores(decision)})
         if not published:
             self._start_over()
-        self._keep_sums(always=True)
+        self._storing(lambda: self._bootstrap.keep(always=True))
         self.save(training=False)
 
-    def _keep_sums(self, *, always: bool = False) -> None:
+    def _keep_sums(self) -> None:
         with self.time.spent():
-            if self._storing(lambda: self._bootstrap.keep(always=always)):
+            if self._storing(self._bootstrap.keep):
                 self.save(training=False)
 
     def _storing(self, store: Callable[[], Result]) -> Result | None:

@@ -245,9 +245,8 @@ def starts_drafter(config: ServiceConfig) -> bool:
 def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
     """How a drafter begins that learning makes, or puts to the proof."""
     folder = _folder(config)
-    if not config.adaptation.enabled or (folder is None and config.drafter != "auto"):
-        return None
-    return partial(unmade_for, folder=folder)
+    proves = folder is not None and config.adaptation.enabled and config.drafter in ("auto", *TRAINED)
+    return partial(unmade_for, folder=folder) if proves or starts_drafter(config) else None
 
 
 def _folder(config: ServiceConfig) -> Path | None:
