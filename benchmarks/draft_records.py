@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.gating import AskGate
 from drafters.merged import MergedDrafter
-from drafters.protocol import Committed, DraftContext, Drafter, Noise
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, StepTimes
 from drafters.registry import MERGED, TRAINED, TrainedWeights
 from drafters.specblock.heads import Proposal, TreeNoise, propose
 from drafters.specblock.model import Embed
@@ -262,10 +261,15 @@ def observed(
     return (whole if coupled else without_noise(whole)), recorder
 
 
+class _AlwaysMerged(MergedDrafter):
+    def timed(self, times: StepTimes) -> None:
+        """Without times nobody is found too dear."""
+
+
 def _joined(assembly: Assembly, sources: Sequence[Drafter]) -> Drafter:
     """One tree of all sources, none of which ever costs anything: each is always worth asking."""
     if len(sources) == 1:
         return sources[0]
     cheap, costly = sources
     sizes = build.drafting_sizes(assembly.target, assembly.limits)
-    return MergedDrafter(cheap, costly, sizes, gate=AskGate(clock=lambda: 0.0))
+    return _AlwaysMerged(cheap, costly, sizes)

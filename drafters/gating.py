@@ -1,79 +1,139 @@
 """Whether something costly is asked for more tokens in this step: a network beside lookup, or further blocks of it. By
-the tokens only it had right against the seconds it took, for each range of tokens expected where it is asked."""
+the tokens only it had right against the seconds that steps take longer with it, for each range of tokens expected where
+it is asked; and what it may lose against steps without it is the ledger's to say, as of all actions."""
 
 from bisect import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from math import exp, log
 
-from drafters.readback import Clock, Observe, Timestamp
-from drafters.regret import GainPosterior, PosteriorsBySize
+from drafters.protocol import StepTimes
+from drafters.readback import Observe
+from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
 
 _EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
+_TIME_NOISE = 0.1  # of what a step takes, beside others of its kind
+_TIME_DRIFT = _TIME_NOISE**2 / 512  # after 512 steps without a comparison it is as uncertain as after one
+_UNKNOWN = 8.0  # e-folds: a step may take microseconds or minutes
 _NOISE = 0.5  # steps that tokens of one more drafter save, of one sequence: most are had by the other, or wrong
+_TRIAL_STEPS = CAP_STEPS / 2
+"""That must be covered for a text to be followed: less of it would say little, and its prompt costs as well."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    posterior: GainPosterior
-    expected: float
-    began: Timestamp
-    there: Timestamp
+class _Step:
+    """One step: who was asked, what it took, and what came of it, in whichever order that becomes known."""
+
+    batch: int = 1
+    kind: int | None = None  # range of tokens expected where somebody might be asked first
+    asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # and tokens expected of each
+    seconds: float | None = None
+    counts: tuple[float, float] | None = None  # tokens that only those asked had right, and all that were emitted
 
 
 class AskGate:
-    """Asks while that promises a gain. What it loses is in the whole step's seconds, and so in the ledger of drafting:
-    it is not entered twice."""
+    """Asks while that promises a gain and the ledger covers it. Seconds without it are seen in steps without it: one
+    is taken where their doubt is the larger part of the doubt in a gain that may be none, as plain ones are of
+    drafting."""
 
-    def __init__(self, clock: Clock = perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, account: str, ledger: RegretLedger) -> None:
+        self._account, self._ledger = account, ledger
         self._gains = PosteriorsBySize(_NOISE)  # in steps without it, by range of the tokens expected
-        self._began = clock()
-        self._asked: list[_Asked] = []  # in this step
-        self._batch = 1
+        self._without: dict[tuple[int, int | None], GainPosterior] = {}  # log seconds, by size of batch and that range
+        self._step = _Step()
+        self._last_seconds = 0.0  # of a step; 0: nobody tells times
 
     @property
     def promises(self) -> bool:
         """Whether it may be asked for batches like the last one, whatever is expected."""
-        return self._gains.promises(self._batch)
+        return self._gains.promises(self._step.batch)
+
+    @property
+    def affords_text(self) -> bool:
+        """Whether enough may be lost for a text from its beginning."""
+        return self.promises and self._covers(_TRIAL_STEPS)
 
     def begin(self, batch: int) -> None:
         """A step's drafting begins, for so many sequences."""
-        self._began, self._asked, self._batch = self._clock(), [], batch
+        self._step = _Step(batch)
 
     def ask(self, expected: float, *, can_answer: bool = True) -> bool:
         """Whether to ask, where so many tokens are expected per sequence."""
-        posterior = self._gains.of(self._batch, bisect(_EDGES, expected))
-        if not (can_answer and posterior.promises):
-            posterior.elapse()
+        step, kind = self._step, bisect(_EDGES, expected)
+        gain = self._gains.of(step.batch, kind)
+        is_first = step.kind is None
+        if is_first:
+            step.kind = kind
+        acts = can_answer and gain.promises and self._covers(1.0)
+        if not acts or (is_first and self._wants_comparison(gain, self._without.get(_key(step)))):
+            gain.elapse()
             return False
-        now = self._clock()
-        self._asked.append(_Asked(posterior, expected, now, now))
+        step.asked.append((gain, expected))
         return True
 
-    def answered(self) -> None:
-        """What was asked last has answered."""
-        self._asked[-1].there = self._clock()
-
     def end(self) -> Observe | None:
-        """The step has ended. What is returned is to be told, sooner or later, how many of its emitted tokens were
-        accepted on this word alone, and how many there were; None where it was not asked."""
-        asked, self._asked = self._asked, []
-        return partial(_settle, asked, self._began, self._clock()) if asked else None
+        """Of the step's trees it is known what was accepted. What is returned is to be told, sooner or later, how many
+        of its emitted tokens were accepted on this word alone, and how many there were; None where it was not asked."""
+        return partial(self._observe_counts, self._step) if self._step.asked else None
+
+    def took(self, times: StepTimes, *, followed: bool = True) -> None:
+        """What the step took, if one of its kind can be compared with others; `followed`: with taking in what was read
+        and said."""
+        step, self._step = self._step, _Step(self._step.batch)
+        if times.reads_prompts:
+            self._settle(-times.follow_seconds * followed)
+        elif step.kind is not None:
+            self._last_seconds = step.seconds = times.seconds
+            if step.asked:
+                self._conclude(step)
+            else:
+                self._without.setdefault(_key(step), _log_seconds()).observe(log(times.seconds))
 
     def renew(self) -> None:
         """Other weights answer from now on."""
         self._gains.widen()
 
+    def _covers(self, steps: float) -> bool:
+        if self._account not in self._ledger.balances:
+            return True
+        return self._ledger.covers(self._account, steps * self._last_seconds)
 
-def _settle(asked: list[_Asked], began: Timestamp, ended: Timestamp, counts: tuple[float, float]) -> None:
-    """Of several the tokens are shared out as they were expected."""
-    extra, emitted = counts
-    seconds = [one.there - one.began for one in asked]
-    whole, expected = ended - began, sum(one.expected for one in asked)
-    without = whole - sum(seconds)
-    if without <= 0.0:
-        return
-    for one, taken in zip(asked, seconds, strict=True):
-        share = one.expected / expected if expected else 1.0 / len(asked)
-        one.posterior.observe((extra * share * whole / max(1.0, emitted) - taken) / without)
+    def _settle(self, gained_seconds: float) -> None:
+        if self._account not in self._ledger.balances:
+            if not self._last_seconds:
+                return  # before anybody was asked
+            self._ledger.open(self._account, CAP_STEPS * self._last_seconds)
+        self._ledger.settle(self._account, gained_seconds)
+
+    def _wants_comparison(self, gain: GainPosterior, without: GainPosterior | None) -> bool:
+        if without is None:
+            return self._last_seconds > 0.0
+        return without.sd >= gain.sd and not gain.is_sure_beside(without.sd)
+
+    def _observe_counts(self, step: _Step, counts: tuple[float, float]) -> None:
+        step.counts = counts
+        self._conclude(step)
+
+    def _conclude(self, step: _Step) -> None:
+        """Enter what the step gained, once all of it is known. Of several that were asked each took as long, and the
+        tokens are shared out as they were expected."""
+        baseline = self._without.get(_key(step))
+        if step.seconds is None or step.counts is None or baseline is None:
+            return
+        extra, emitted = step.counts
+        baseline.elapse()
+        without = exp(baseline.mean)
+        saved, longer = extra * step.seconds / max(1.0, emitted), step.seconds - without
+        self._settle(saved - longer)
+        expected, equal = sum(tokens for _, tokens in step.asked), 1.0 / len(step.asked)
+        for gain, tokens in step.asked:
+            share = tokens / expected if expected else equal
+            gain.observe((saved * share - longer * equal) / without)
+
+
+def _key(step: _Step) -> tuple[int, int | None]:
+    return step.batch.bit_length(), step.kind
+
+
+def _log_seconds() -> GainPosterior:
+    return GainPosterior(sd=_UNKNOWN, noise=_TIME_NOISE, drift=_TIME_DRIFT)

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters import readback
 from drafters.gating import AskGate
 from drafters.proposals import Field, ProposalLog
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, joined_trees
 from kernels import ops
 from kernels.graph_runner import by_batch
@@ -19,15 +19,14 @@ from kernels.graph_runner import by_batch
 class MergedDrafter(Drafter):
     """Asks a cheap drafter and a costly one, and merges what they propose."""
 
-    name = ""
     tap_layers: tuple[int, ...] = ()
 
-    def __init__(self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes, *, gate: AskGate | None = None) -> None:
+    def __init__(self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes) -> None:
         device, max_nodes = sizes.device, sizes.max_nodes
         self._cheap, self._costly = cheap, costly
-        self.name, self.tap_layers = f"{cheap.name}+{costly.name}", costly.tap_layers
+        self.tap_layers = costly.tap_layers
         self._max_nodes = max_nodes
-        self._gate = gate or AskGate(readback.clock_of(device))
+        self._gate = AskGate(costly.name, sizes.ledger)
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
         self._has_grown = False
@@ -49,6 +48,11 @@ class MergedDrafter(Drafter):
         self._judge = by_batch(self._run_judge, capture, most, (rows, committed, none, none))
 
     @property
+    def name(self) -> str:
+        """Of those who draft: a costly one that is yet to be made leaves the cheap one alone."""
+        return f"{self._cheap.name}+{self._costly.name}" if self._costly.ready else self._cheap.name
+
+    @property
     def version(self) -> int:
         return self._costly.version
 
@@ -61,11 +65,11 @@ class MergedDrafter(Drafter):
         return self._costly.num_blocks
 
     def credits(self) -> dict[str, int]:
-        return self._known_credits
+        return self._known_credits if self._costly.ready else {}
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         if contexts:  # of a text that it has not followed from its beginning the costly one knows too little
-            self._follows = self._costly.ready and self._gate.promises
+            self._follows = self._costly.ready and self._gate.affords_text
         self._cheap.start(contexts)
         self._costly.start(contexts)
 
@@ -74,16 +78,17 @@ class MergedDrafter(Drafter):
         self._costly.read(replace(read, follow=read.follow and self._follows))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        self._has_grown = True
-        self._gate.begin(rows.shape[0])
         cheap = self._cheap.grow(rows, noise)
+        self._has_grown = self._costly.ready
+        if not self._has_grown:
+            return cheap
+        self._gate.begin(rows.shape[0])
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
         self._num_cheap = cheap.width
         if not self._gate.ask(self._expected, can_answer=self._follows):
             self._note((rows, cheap))
             return cheap
         tree = self._merge((rows, cheap, self._costly.grow(rows, noise)))
-        self._gate.answered()
         return tree.first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
@@ -99,6 +104,10 @@ class MergedDrafter(Drafter):
         self._proposals.forget(rows)
         self._costly.finish(rows)
         return self._cheap.finish(rows)
+
+    def timed(self, times: StepTimes) -> None:
+        self._gate.took(times, followed=self._follows)
+        self._costly.timed(times)
 
     def renew(self) -> None:
         self._gate.renew()

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 
@@ -86,6 +87,15 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took as it is served, by when the device got there."""
+
+    seconds: float  # all of it
+    follow_seconds: float  # of them, for taking in what was read and committed
+    reads_prompts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankOutcomes:
     """By class of a rank head: recent tokens that candidates of its ranks were to have right, and those they had."""
 
@@ -95,7 +105,7 @@ class RankOutcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingSizes:
-    """Room that a drafter needs."""
+    """Room that a drafter needs, and what it may lose."""
 
     max_sequences: int
     max_length: int
@@ -104,6 +114,7 @@ class DraftingSizes:
     num_slots: int = 0
     device: torch.device | str = "cpu"
     capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
+    ledger: RegretLedger = field(default_factory=RegretLedger)  # of the server; by default nobody else's
 
 
 class Drafter(Protocol):
@@ -153,6 +164,10 @@ class Drafter(Protocol):
 
     def commit(self, committed: Committed) -> None:
         """Extend the state by what was committed, and learn how far the proposals were right."""
+
+    def timed(self, times: StepTimes) -> None:
+        """What the step took whose tokens were committed last; not called where that says nothing of serving."""
+        return
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""

@@ -13,6 +13,9 @@ from collections.abc import Hashable
 
 SHARE = 0.01
 """Of serving time, that may be lost in the long run."""
+CAP_STEPS = 64.0
+"""Steps that drafting, or asking one more drafter, may lose at once. With a variance of 1 step^2 per step what gains
+2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
 _DOUBT = 2.0
 """z: of actions that neither gain nor cost anything one in 44 is given up by bad luck."""
 _DRIFT = 1.0 / 128**2

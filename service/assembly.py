@@ -69,11 +69,16 @@ class Assembly:
         return GrammarCompiler(self.tokenizer, self.target.vocab_size, self.loaded.eos_token_ids)
 
     def drafter(
-        self, name: str | None = None, limits: EngineLimits | None = None, weights: TrainedWeights | None = None
+        self,
+        name: str | None = None,
+        limits: EngineLimits | None = None,
+        weights: TrainedWeights | None = None,
+        ledger: RegretLedger | None = None,
     ) -> Drafter:
-        """The configured drafter, or the one of that name, or with other weights."""
+        """The configured drafter, or the one of that name, or with other weights; with the ledger of its engine, if
+        that has one that others enter their losses in."""
         name, limits = name or self.drafter_name, limits or self.limits
-        return build.make_drafter(name, self.target, limits, weights or self.weights)
+        return build.make_drafter(name, self.target, limits, weights or self.weights, ledger)
 
     def engine(
         self,
@@ -91,7 +96,7 @@ class Assembly:
                 self.target,
                 limits or self.limits,
                 Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
-                drafter or self.drafter(limits=limits),
+                drafter or self.drafter(limits=limits, ledger=ledger),
                 policy or build.make_policy(self.costs, self.limits, ledger),
                 ledger=ledger,
                 learning=learning,

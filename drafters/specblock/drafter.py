@@ -9,7 +9,17 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.gating import AskGate
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, RankOutcomes, Read
+from drafters.protocol import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftingSizes,
+    HostMetadata,
+    Noise,
+    RankOutcomes,
+    Read,
+    StepTimes,
+)
 from drafters.specblock.blocks import Block, Blocks, Keys, Sizes, TrainedWeights, of_tree
 from drafters.specblock.pool import ROOM, Backlog, Waiting
 from drafters.tree import Candidates
@@ -30,7 +40,7 @@ class SpecBlockDrafter(Drafter):
         self._version, self._ready = weights.version, weights.ready
         self._blocks = blocks = Blocks(sizes, weights)
         self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
-        self._block_gate = AskGate(readback.clock_of(device))
+        self._block_gate = AskGate("blocks", sizes.ledger)
         further = range(1, weights.blocks)
         self._survivals = [readback.readback_of(device) for _ in further]
         self._expected = [1.0 for _ in further]  # per sequence by the starts of each further block, as last read back
@@ -68,6 +78,8 @@ class SpecBlockDrafter(Drafter):
         """Run the entries of prompt positions that later blocks can see; those that are not run are never seen."""
         if self._recorder is not None:
             self._recorder.read(read)
+        if not self.ready:
+            return
         self._pool.forget(read.slots)
         if not read.follow:
             return
@@ -99,13 +111,14 @@ class SpecBlockDrafter(Drafter):
                 break
             grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
-            self._block_gate.answered()
         return self._blocks.tree((), of_tree(ground, grown)).first(len(rows))
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
         if self._recorder is not None:
             self._recorder.commit(committed, grown=self._has_grown)
+        if not self.ready:
+            return
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
         if committed.follow:
             host = committed.host or HostMetadata.of(rows, positions)
@@ -127,8 +140,13 @@ class SpecBlockDrafter(Drafter):
             self._recorder.finish(rows)
         return [0] * len(rows)
 
+    def timed(self, times: StepTimes) -> None:
+        self._block_gate.took(times, followed=False)
+
     def renew(self) -> None:
         self._block_gate.renew()
+        if not self.ready:  # what becomes of slots is not followed while it has nothing to say
+            self._pool.forget_all()
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()

@@ -40,6 +40,9 @@ class EntryPool:
         """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
         self._held.index_fill_(0, slots.flatten(), False)
 
+    def forget_all(self) -> None:
+        self._held.zero_()
+
     def hold(self, slots: Tensor) -> None:
         """Their entries are run in the forward that follows at once. # [...] int64"""
         self._held.index_fill_(0, slots.flatten(), True)

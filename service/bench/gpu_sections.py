@@ -300,7 +300,7 @@ def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> list[TimedStep]:
 
 def _engine(assembly: Assembly, nodes: int) -> Engine:
     budget = FixedBudget(min(nodes, assembly.limits.max_budget))
-    return assembly.engine(assembly.drafter("none" if nodes == 0 else None), budget)
+    return assembly.engine(assembly.drafter("none") if nodes == 0 else None, budget)
 
 
 def _request(assembly: Assembly, plan: Plan) -> GenerationRequest:

@@ -15,6 +15,7 @@ from adaptation.config import PolicyName
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
+from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
 from service.bench.experiment import Measure, counted, request_of, tau
@@ -314,7 +315,8 @@ def players_of(
         players = []
         for name, policy in policies.items():
             if policy == PLAIN:
-                players.append(Player(name, assembly.engine(assembly.drafter(plain))))
+                ledger = RegretLedger()
+                players.append(Player(name, assembly.engine(assembly.drafter(plain, ledger=ledger), ledger=ledger)))
                 continue
             notes = Notes()
             config = assembly.config.adaptation.model_copy(update={"policy": policy})

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops, watched
 from service.bench.driver import generate
@@ -43,8 +44,9 @@ def contestants_of(
     assembly: Assembly, peers: Mapping[str, Contestant] | None = None, clock: Clock | None = None
 ) -> dict[str, Contestant]:
     """Plain decoding, the configured speculation, and other engines, all on the same weights; ours perhaps timed."""
-    drafter = None if clock is None else clock.timed_drafter(assembly.drafter())
-    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine(drafter)}
+    ledger = RegretLedger()
+    drafter = None if clock is None else clock.timed_drafter(assembly.drafter(ledger=ledger))
+    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine(drafter, ledger=ledger)}
     answering = partial(partial, generate) if clock is None else partial(watched, clock)
     return {**{name: answering(engine) for name, engine in engines.items()}, **(peers or {})}
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.regret import GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
 from drafters.tree import Candidates, survival_order
 from service.engine.costs.model import CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
@@ -30,9 +30,6 @@ _MOST_URGENT = 4.0
 
 DRAFTING = "drafting"
 """Its account in the ledger."""
-CAP = 64.0
-"""Plain steps of one sequence that drafting may lose at once. With a variance of 1 plain step^2 per step a drafter that
-gains 2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
 _BY_BASELINE = 2.0
 """Plain steps that one with drafts takes at most where it hardly pays: by so much an error in the plain one counts."""
 _PLAIN_NOISE = 0.1
@@ -184,7 +181,7 @@ class CostBudget(BudgetPolicy):
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
         self._ledger = ledger
-        self._ledger.open(DRAFTING, CAP * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
+        self._ledger.open(DRAFTING, CAP_STEPS * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self.gains = PosteriorsBySize()  # plain steps per step
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step

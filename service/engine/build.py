@@ -12,8 +12,8 @@ from service.engine.engine import EngineLimits
 from service.engine.target import Target
 
 
-def drafting_sizes(target: Target, limits: EngineLimits) -> DraftingSizes:
-    """Room that a drafter needs in this engine."""
+def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | None = None) -> DraftingSizes:
+    """Room that a drafter needs in this engine; `ledger`: of its server."""
     return DraftingSizes(
         max_sequences=limits.max_sequences,
         max_length=limits.max_model_len,
@@ -22,12 +22,19 @@ def drafting_sizes(target: Target, limits: EngineLimits) -> DraftingSizes:
         max_nodes=limits.max_budget,
         device=target.device,
         capture=target.capture,
+        ledger=ledger or RegretLedger(),
     )
 
 
-def make_drafter(name: str, target: Target, limits: EngineLimits, weights: TrainedWeights | None = None) -> Drafter:
+def make_drafter(
+    name: str,
+    target: Target,
+    limits: EngineLimits,
+    weights: TrainedWeights | None = None,
+    ledger: RegretLedger | None = None,
+) -> Drafter:
     """The drafter of that name, sized for the engine."""
-    return build_drafter(name, drafting_sizes(target, limits), weights)
+    return build_drafter(name, drafting_sizes(target, limits, ledger), weights)
 
 
 def make_policy(costs: Costs | None, limits: EngineLimits, ledger: RegretLedger) -> BudgetPolicy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
-from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes
+from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 from kernels.staging import send, send_floats
@@ -130,6 +130,10 @@ class DraftStage:
         if committed.tree.width:
             drafting = budget.load.num_drafting
             self._pruning.learn(committed.tokens[:drafting], committed.counts[:drafting])
+        if timed:
+            load = budget.load
+            reads_prompts = load.num_rows != load.num_drafting
+            self._drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
         self._num_learnt += 1
         is_due = self._num_learnt % _REPORT_EVERY == 0
         ranks = self._drafter.rank_outcomes() if is_due else RankOutcomes()

@@ -162,7 +162,8 @@ def build_adaptive(
         ready=lambda: source.made or learner.weights.origin != ANCHOR,
     )
     hooks = _EngineHooks(learner.weights, learner.time, tables, replicas)
-    engine = assembly.engine(assembly.drafter(limits=limits, weights=weights), policy, limits, hooks, ledger)
+    drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
+    engine = assembly.engine(drafting, policy, limits, hooks, ledger)
     learner.restore()
     return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafters.gating import AskGate
 from drafters.merged import MergedDrafter
-from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from tests.kernels.tensor_program import kernels, record
@@ -53,6 +52,9 @@ class Chain:
     def commit(self, committed: Committed) -> None:
         self.heard.append("commit")
 
+    def timed(self, times: StepTimes) -> None:
+        self.heard.append("timed")
+
     def finish(self, rows: Sequence[int]) -> list[int]:
         return [len(self.name)] * len(rows)
 
@@ -63,8 +65,8 @@ class Chain:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
 
 
-def merged(cheap: Chain, costly: Chain, gate: AskGate | None = None) -> MergedDrafter:
-    return MergedDrafter(cheap, costly, DraftingSizes(max_sequences=2, max_length=0, max_nodes=8), gate=gate)
+def merged(cheap: Chain, costly: Chain) -> MergedDrafter:
+    return MergedDrafter(cheap, costly, DraftingSizes(max_sequences=2, max_length=0, max_nodes=8))
 
 
 def committed(accepted: list[int], bonus: int) -> Committed:
@@ -78,11 +80,11 @@ def committed(accepted: list[int], bonus: int) -> Committed:
 def after_hundred_steps() -> tuple[Chain, Chain, MergedDrafter]:
     """A cheap drafter that knows it all, a costly one that knows no more, and both behind one."""
     cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 6], 0.9)
-    times = iter(range(10**6))
-    both = merged(cheap, costly, AskGate(lambda: float(next(times))))
+    both = merged(cheap, costly)
     for _ in range(100):
         both.grow(ROW, NOISE)
         both.commit(committed([5, 6], 1))
+        both.timed(StepTimes(1.0 + (costly.heard[-2] == "grow"), 0.0, reads_prompts=False))
     return cheap, costly, both
 
 
@@ -129,6 +131,22 @@ def test_a_new_version_of_the_costly_one_is_asked_again() -> None:
     assert costly.heard.count("grow") == before + 1
 
 
+def test_what_is_yet_to_be_made_leaves_the_cheap_one_alone() -> None:
+    cheap, costly = Chain("lookup", [5, 6], 0.9), Chain("net", [5, 7], 0.9)
+    both = merged(cheap, costly)
+    costly.ready = False
+    both.start([DraftContext(1, [1, 2])])
+    assert torch.equal(both.grow(ROW, NOISE).tokens, cheap.tree.tokens)
+    both.commit(committed([5, 6], 1))
+    assert (both.name, both.credits()) == ("lookup", {})
+    assert costly.heard == ["start", "commit"], "it may record"
+    costly.ready = True
+    both.renew()
+    both.grow(ROW, NOISE)
+    both.commit(committed([5, 6], 1))
+    assert (both.name, both.credits()) == ("lookup+net", {"lookup": 2, "net": 1})
+
+
 def test_both_observe_everything() -> None:
     cheap, costly = Chain("lookup", [5], 0.9), Chain("net", [5], 0.9)
     both = merged(cheap, costly)
@@ -146,7 +164,6 @@ def test_captured_it_merges_and_credits_the_same() -> None:
                 RandomTreeDrafter(sizes, seed=1),
                 RandomTreeDrafter(sizes, seed=2),
                 replace(sizes, capture=capture),
-                gate=AskGate(map(float, range(10**6)).__next__),
             )
             for capture in (None, record)
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.gating import AskGate, _Asked
+from drafters.gating import AskGate
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -53,8 +53,8 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
 
 
 def _always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    now = gate._clock()
-    gate._asked.append(_Asked(gate._gains.of(1, 0), expected, now, now))
+    gate._step.kind = 0
+    gate._step.asked.append((gate._gains.of(1, 0), expected))
     return True
 
 

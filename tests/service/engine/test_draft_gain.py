@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from drafters.calibration import SurvivalCalibration
-from drafters.regret import SHARE, RegretLedger
+from drafters.regret import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
-from service.engine.budget import CAP, Budget, CostBudget, Load
+from service.engine.budget import Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
 from tests.service.engine.harness import step_stats
 
@@ -143,7 +143,7 @@ def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_t
     for _ in range(8):
         world.speed(1_000, lambda: truth)
         # The table is off by up to two fifths; what a plain step takes is known to a tenth soon.
-        bound = 1.1 * (CAP * error * true_seconds(1) + SHARE * world.seconds) + one_action
+        bound = 1.1 * (CAP_STEPS * error * true_seconds(1) + SHARE * world.seconds) + one_action
         assert world.lost_seconds <= bound + 0.1 * world.drafted_steps * (error < 1)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, allocate_nodes
@@ -51,6 +51,8 @@ class Recorder:
     def read(self, read: Read) -> None: ...
 
     def commit(self, committed: Committed) -> None: ...
+
+    def timed(self, times: StepTimes) -> None: ...
 
     def credits(self) -> dict[str, int]:
         return {}

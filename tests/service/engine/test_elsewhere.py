@@ -78,7 +78,7 @@ def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, cap
         assert isinstance(engine.target.pool.storage, Claimed)
         found = generate(engine, *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
-    assert (sum(one.accepted for one in found.values()) > 0) == (drafter == "lookup")
+    assert drafter != "lookup" or sum(one.accepted for one in found.values()) > 0
 
 
 def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel) -> None:
