@@ -2,8 +2,9 @@
 positions, from which a drafter's input layer is solved in closed form (drafters/training/initialise.py).
 
 It is solved anew whenever there are twice as many positions, for that halves what chance has in it, until a solution is
-no longer clearly better than the one before; from there on updates teach. Only sums are kept: their size does not
-depend on how much was served, and no text can be read from them.
+better than what serves; from there on updates teach, which do more for a second of time than another doubling
+(docs/bootstrap.md). Only sums are kept: their size does not depend on how much was served, and no text can be read from
+them.
 """
 
 import copy
@@ -53,7 +54,6 @@ class Bootstrap:
         self._given = given if makes else None
         self._sums = self._no_sums() if makes else None
         self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
-        self._has_published = False
 
     @property
     def collects(self) -> bool:
@@ -95,19 +95,14 @@ class Bootstrap:
     def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:
         """The last solution serves now, or it does not. Raises AdaptationError where it cannot be kept."""
         assert self._sums is not None, "nothing was solved"
-        was_given, self._given = self._given is not None, None
-        is_last = (
-            (was_given and published)
-            or (self._has_published and not published)
-            or self.wanted >= _LAST * self._sums.known
-        )
-        self._has_published = self._has_published or published
+        self._given = None
+        if published or self.wanted >= _LAST * self._sums.known:
+            self._sums = None
+            self._checkpoint.drop_tensors("sums")
+            self.rebase(solution)
+            return
         while self.wanted <= self.positions:
             self.wanted *= 2
-        if is_last:
-            self._sums = None
-        if published or (is_last and self.serves_nothing):
-            self.rebase(solution)
 
     def rebase(self, weights: dict[str, Tensor]) -> None:
         """From here on distances are measured to these weights, and updates keep near them. Raises AdaptationError
@@ -125,7 +120,7 @@ class Bootstrap:
         """What was made of these positions may have turned out badly."""
         if self.serves_nothing:
             self._sums = self._no_sums()
-            self.wanted, self._has_published = _FIRST * self._sums.known, False
+            self.wanted = _FIRST * self._sums.known
 
     def training_start(self) -> dict[str, Tensor]:
         """What updates go on from: what is served, or was made last while that is nothing."""
@@ -143,16 +138,16 @@ class Bootstrap:
         return True
 
     def state(self) -> State:
-        return {"collects": self.collects, "wanted": self.wanted, "published": self._has_published}
+        return {"collects": self.collects, "wanted": self.wanted}
 
     def restore(self, state: State) -> None:
         """Raises ValueError for what no bootstrap has written, and then changes nothing."""
-        collects, wanted, published = (state.get(name) for name in ("collects", "wanted", "published"))
-        if len(state) != 3 or not isinstance(collects, bool) or not isinstance(published, bool):
+        collects, wanted = state.get("collects"), state.get("wanted")
+        if len(state) != 2 or not isinstance(collects, bool):
             raise ValueError("not the state of a bootstrap")
         if not isinstance(wanted, int) or self._sums is None or wanted < self._sums.known:
             raise ValueError("the state of a bootstrap of another size")
-        self.wanted, self._has_published = wanted, published
+        self.wanted = wanted
         if not collects:
             self._sums = None
 

@@ -166,6 +166,10 @@ class LearnerCheckpoint:
                 return snapshot.tensors
         return None
 
+    def drop_tensors(self, kind: Kind) -> None:
+        """Remove all of this kind: nobody goes on from them."""
+        shutil.rmtree(self._folder / kind, ignore_errors=True)
+
     def _ring(self, kind: Kind) -> SnapshotRing:
         return SnapshotRing(self._folder / kind, in_memory=0, on_disk=_KEPT_COPIES)
 
