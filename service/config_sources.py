@@ -139,7 +139,11 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
         ours = [other for other, source in origin.items() if other.startswith(f"{name}.") and source != "default"]
         given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
         return f"{name} is impossible: {reason}. Fix: change {given}."
-    shown = "(secret)" if "Secret" in str(SETTINGS[name].annotation) else repr(values.get(name))
+    if inside and name == section:  # of a list
+        place, *field = inside
+        reason = f"{' of '.join([*field, f'entry {int(place) + 1}'])}: {reason}"
+    is_secret = any(word in str(SETTINGS[name].annotation) for word in ("Secret", "ApiKey"))
+    shown = "(secret)" if is_secret else repr(values.get(name))
     kind, _, place = origin[name].partition(" ")
     fix = f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"
     accepts = allowed_values(SETTINGS[name])
