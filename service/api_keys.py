@@ -19,6 +19,7 @@ from pydantic import (
 
 _HASHED = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_NAME = r"^[A-Za-z0-9._-]{1,64}$"
 _MOST = 10**12  # of anything a limit counts
 
 
@@ -63,9 +64,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     key: KeyHash
-    name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$"
-    )  # a label of metrics, and what a budget is kept by
+    name: str | None = Field(default=None, pattern=_NAME)  # a label of metrics, and what a budget is kept by
     requests_per_minute: Amount = None
     tokens_per_minute: Amount = None
     max_concurrent: Amount = None

@@ -206,8 +206,8 @@ def test_the_server_is_shown_as_it_was_observed_last() -> None:
     limited = {name: value for name, value in found.items() if name.startswith("adaptree_requests_limited_total{")}
     assert len(limited) == 2 * len(LIMITS)
     assert {name: value for name, value in limited.items() if value} == {
-        "adaptree_requests_limited_total{tokens acme}": 2,
-        "adaptree_requests_limited_total{budget }": 1,
+        "adaptree_requests_limited_total{acme tokens}": 2,
+        "adaptree_requests_limited_total{ budget}": 1,
     }
     metrics.observe_server(replace(SERVER, ready=False, loop_lag_seconds=0.02))
     found = series(metrics)

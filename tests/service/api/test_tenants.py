@@ -305,6 +305,19 @@ async def test_a_key_opens_and_its_hash_does_not(offered: str) -> None:
         assert response.status_code == (200 if offered == "key" else 401)
 
 
+async def test_a_response_belongs_to_its_key() -> None:
+    async with limited("key", "other") as client:
+        mine = (await client.post(RESPONSES, json={"model": "tiny", "input": "hello"})).json()["id"]
+        other = {"authorization": "Bearer other"}
+        for method in ("GET", "DELETE"):
+            refused = await client.request(method, f"{RESPONSES}/{mine}", headers=other)
+            assert (refused.status_code, error_of(refused)["code"]) == (404, "response_not_found")
+        body = {"model": "tiny", "input": "and?", "previous_response_id": mine}
+        refused = await client.post(RESPONSES, json=body, headers=other)
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "previous_response_not_found")
+        assert (await client.get(f"{RESPONSES}/{mine}")).status_code == 200
+
+
 async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
     limits = {"requests_per_minute": 3, "tokens_per_minute": 9, "max_concurrent": 2, "budget_tokens": 8}
     keys = [{"key": "a", "name": "acme", **limits}, {"key": "b", "max_concurrent": 1}]
