@@ -5,7 +5,6 @@ used since it wrote last, and what its running answers were yet to use.
 """
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
@@ -107,6 +106,8 @@ class MonthlyUse:
 
 def _locked(path: Path) -> int:
     """A descriptor that holds the lock until it is closed, or the process ends however it does."""
+    import fcntl  # Windows has none, and needs none without budgets
+
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -82,6 +82,7 @@ def test_an_impossible_entry_names_its_field_and_no_secret(tmp_path: Path, entry
     message = refusal(tmp_path, [{"key": "a", "name": "one"}, entry])
     assert message.startswith("api_keys = (secret), from file")
     assert told in message
+    assert message.endswith("it takes keys, or in a file entries of " + ", ".join(ApiKey.model_fields) + ".")
     assert "s3cret" not in message
 
 

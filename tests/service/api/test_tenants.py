@@ -336,7 +336,9 @@ async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
         with pytest.raises(RequestError):
             refused()
     second.end()
-    acme.admit().end()
+    third = acme.admit()
+    third.hold(2, param="max_tokens")  # what was left, for the second one has let go of what it held
+    third.end()
     with pytest.raises(RequestError, match="requests per min"):
         acme.admit()
     assert tenants.refusals() == {"concurrency:acme": 1, "concurrency:": 1, "budget:acme": 2, "requests:acme": 1}
