@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -73,8 +73,9 @@ async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *,
     runtime = Runtime(
         lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
     )
-    settings = replace(api_settings(assembly.config), api_keys=(), admin_key=None, open_metrics=True)
-    app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime))
+    is_open = {"api_keys": (), "admin_key": None, "open_metrics": True}
+    settings = api_settings(assembly.config.model_copy(update=is_open))
+    app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))
     async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
         await runtime.wait_until_loaded()
         async with _read(url) if watched else _unread() as seen:

@@ -15,13 +15,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
     ValidationInfo,
     field_validator,
 )
 from pydantic.fields import FieldInfo
 
 from adaptation.config import AdaptationConfig, usable_cores
+from service.api_keys import ApiKey, KeyHash, distinct
 
 GIB = 1024**3
 
@@ -190,12 +190,15 @@ class ServiceConfig(BaseModel):
         "Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
         panel="Access",
     )
-    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_split)] = _setting(
+    api_keys: Annotated[tuple[ApiKey, ...], BeforeValidator(_split), AfterValidator(distinct)] = _setting(
         (),
-        "Keys clients must send, separated by commas. None: everyone may ask. Prefer the environment or the file: a "
-        "flag can be read in the process list.",
+        "Keys clients must send, plain or as sha256:HEX, separated by commas. None: everyone may ask. In the file an "
+        "entry may hold limits: key, name, requests_per_minute, tokens_per_minute, max_concurrent, budget_tokens (a "
+        "month). A flag can be read in the process list.",
     )
-    admin_key: SecretStr | None = _setting(None, "Key of the administration routes. Unset: they are closed.")
+    admin_key: KeyHash | None = _setting(
+        None, "Key of the administration routes, plain or as sha256:HEX. Unset: they are closed."
+    )
     open_metrics: bool = _setting(True, "Whether /metrics answers without a key.")
     state_dir: Path = _setting(
         _default_state_dir,
@@ -213,18 +216,6 @@ class ServiceConfig(BaseModel):
         if pace is not None and info.data.get("budget_policy") == "fixed":
             raise ValueError("a fixed budget_policy keeps no pace; set it to cost")
         return pace
-
-    @field_validator("api_keys", "admin_key")
-    @classmethod
-    def _sendable_keys(
-        cls, value: tuple[SecretStr, ...] | SecretStr | None
-    ) -> tuple[SecretStr, ...] | SecretStr | None:
-        keys = value if isinstance(value, tuple) else (value,) if value else ()
-        if not all(key.get_secret_value().isascii() and key.get_secret_value().isprintable() for key in keys):
-            raise ValueError("a key must be printable ASCII, or no client can send it in a header")
-        if any(not key.get_secret_value() or " " in key.get_secret_value() for key in keys):
-            raise ValueError("a key must not be empty or contain spaces")
-        return value
 
     @field_validator("state_dir")
     @classmethod

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from service.api_keys import ApiKey
 from service.config import SETTINGS, LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
@@ -125,8 +126,14 @@ def allowed_values(field: FieldInfo) -> str:
         return "one of " + ", ".join(get_args(field.annotation))
     if field.annotation is bool:
         return "true or false"
+    if _holds_keys(field):
+        return "keys, or in a file entries of " + ", ".join(ApiKey.model_fields)
     bounds = [(word, getattr(rule, key, None)) for rule in field.metadata for key, word in _BOUND_WORDS.items()]
     return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+def _holds_keys(field: FieldInfo) -> bool:
+    return ApiKey in get_args(field.annotation)
 
 
 def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin: Mapping[str, str]) -> str:
@@ -139,7 +146,11 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
         ours = [other for other, source in origin.items() if other.startswith(f"{name}.") and source != "default"]
         given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
         return f"{name} is impossible: {reason}. Fix: change {given}."
-    shown = "(secret)" if "Secret" in str(SETTINGS[name].annotation) else repr(values.get(name))
+    if inside and name == section:  # of a list
+        place, *field = inside
+        reason = f"{' of '.join([*field, f'entry {int(place) + 1}'])}: {reason}"
+    is_secret = _holds_keys(SETTINGS[name]) or "Secret" in str(SETTINGS[name].annotation)
+    shown = "(secret)" if is_secret else repr(values.get(name))
     kind, _, place = origin[name].partition(" ")
     fix = f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"
     accepts = allowed_values(SETTINGS[name])

@@ -56,6 +56,25 @@ class QueueFull(RequestError):
     kind = "rate_limit_error"
 
 
+class RequestLimit(RequestError):
+    status = 429  # with Retry-After: requests of a key, per minute or at the same time
+    kind = "requests"
+
+
+class TokenLimit(RequestError):
+    status = 429  # with Retry-After: tokens of a key, per minute
+    kind = "tokens"
+
+
+class QuotaUsedUp(RequestError):
+    status = 429  # with Retry-After: tokens of a key, per month
+    kind = "insufficient_quota"
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+
+
 class EngineFailure(RequestError):
     status = 500  # the engine stopped on an internal error
     kind = "server_error"

@@ -106,17 +106,44 @@ class Served:
     seeds: tuple[tuple[int, ...], ...] = ()  # prompts to answer while nobody asks
 
 
+class Meter(Protocol):
+    """Counts what requests use of what was held for them."""
+
+    def use(self, tokens: int) -> None: ...
+
+    def let_go(self) -> None: ...  # of the rest; harmless when repeated
+
+
+class Unmetered:
+    """For requests that nobody counts."""
+
+    def use(self, tokens: int) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+
+_UNMETERED = Unmetered()
+
+
 class OutputStream:
     """The outputs of some requests, in the order in which the engine delivers them. Closing early (`with stream:`)
     aborts what is unfinished. The outputs of each sequence end with one that has a `finish_reason`; an error of the
     engine is raised instead."""
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], *, abort: Callable[[str], None], release: Callable[[str], object]
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        abort: Callable[[str], None],
+        release: Callable[[str], object],
+        meter: Meter,
     ) -> None:
         self._unfinished = {request.request_id: request.n for request in requests}  # sequences, by request
         self._abort = abort
         self._release = release
+        self._meter = meter
         self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
 
     def __aiter__(self) -> "OutputStream":
@@ -142,6 +169,8 @@ class OutputStream:
         self.close()
 
     def put(self, item: SequenceOutput | RequestError) -> None:
+        if isinstance(item, SequenceOutput):
+            self._meter.use(len(item.token_ids))
         self._queue.put_nowait(item)
 
     def close(self) -> None:
@@ -151,6 +180,7 @@ class OutputStream:
             if num_unfinished:
                 self._abort(request_id)
         self._unfinished = {}
+        self._meter.let_go()
 
 
 class Runtime:
@@ -209,8 +239,11 @@ class Runtime:
         if self.state == "failed":
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
-    def generate(self, *requests: GenerationRequest) -> OutputStream:
-        """Submit requests and return their outputs. To be called on the event loop; raises before anything runs."""
+    def generate(self, *requests: GenerationRequest, meter: Meter = _UNMETERED) -> OutputStream:
+        """Submit requests and return their outputs. To be called on the event loop; raises before anything runs.
+
+        The meter is told of every token that comes, and to let go of the rest when nothing more is taken.
+        """
         self.check_ready()
         engine = self._loaded().engine
         if (waiting := engine.num_waiting) >= self._max_waiting:
@@ -221,7 +254,7 @@ class Runtime:
                 retry_after_seconds=min(_LONGEST_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
             )
         stream = OutputStream(
-            requests, abort=engine.abort, release=lambda request_id: self._streams.pop(request_id, None)
+            requests, abort=engine.abort, release=lambda name: self._streams.pop(name, None), meter=meter
         )
         try:
             for request in requests:

@@ -14,6 +14,8 @@ from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
+from service.api.tenants import Tenants
+from service.api_keys import digest_in
 from service.assembly import Assembly, assemble, choose_drafter, starts_drafter
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
@@ -42,10 +44,10 @@ def serve(config: ServiceConfig) -> None:
 
 
 async def _serve(config: ServiceConfig) -> None:
-    metrics, live = metrics_of(config), Live()
+    metrics, live, api = metrics_of(config), Live(), api_settings(config)
     runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
     settings = uvicorn.Config(
-        create_app(runtime, api_settings(config), live=live, render_metrics=lambda: rendered(metrics, runtime)),
+        create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, runtime, api.tenants)),
         http=GuardedProtocol,
         ws="none",
         host=config.host,
@@ -77,10 +79,11 @@ def metrics_of(config: ServiceConfig) -> Metrics:
         budget_reasons=REASONS,
         sources=tuple(choose_drafter(config, starts=starts_drafter(config))[0].split("+")),
         model=config.public_model_name,
+        key_names=tuple(key.name for key in config.api_keys if key.name is not None),
     )
 
 
-async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
+async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tuple[bytes, str]:
     """The metrics page, with learning as it is now, or as it was last when an update keeps it from answering."""
     with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
         metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
@@ -88,6 +91,7 @@ async def rendered(metrics: Metrics, runtime: Runtime) -> tuple[bytes, str]:
         ready=runtime.state == "ready",
         requests_in_flight=runtime.num_open,
         requests_refused=runtime.num_refused,
+        requests_limited=tenants.refusals(),
         loop_lag_seconds=runtime.max_loop_lag_seconds(),
     )
     metrics.observe_server(status)
@@ -206,10 +210,10 @@ def card_of(assembly: Assembly) -> ModelCard:
 
 
 def api_settings(config: ServiceConfig) -> ApiSettings:
-    """Limits and keys of the HTTP interface."""
+    """Limits and keys of the HTTP interface. Raises StartupError when what is used of budgets cannot be kept."""
     return ApiSettings(
-        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
-        admin_key=None if config.admin_key is None else config.admin_key.get_secret_value(),
+        tenants=Tenants(config.api_keys, config.state_dir),
+        admin_digest=None if config.admin_key is None else digest_in(config.admin_key),
         open_metrics=config.open_metrics,
         max_output_tokens=config.max_output_tokens,
         served_model_names=(config.public_model_name,),

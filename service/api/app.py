@@ -13,11 +13,12 @@ from service.api.completions import completions_router
 from service.api.errors import install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, info_router
-from service.api.middleware import AccessMiddleware, BodyMiddleware, RefusingMiddleware
+from service.api.middleware import AccessMiddleware, BodyMiddleware, LimitMiddleware, RefusingMiddleware
 from service.api.openapi import described
 from service.api.page import page_router
 from service.api.responses import responses_router
 from service.api.settings import ApiSettings, Server
+from service.api.tenants import Tenants
 from service.observability.live import Live
 from service.runtime import Runtime
 
@@ -28,10 +29,11 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app = FastAPI(
         title="adaptree",
         version=__version__,
-        lifespan=_lifespan(runtime, feed),
+        lifespan=_lifespan(runtime, settings.tenants, feed),
         middleware=[  # outermost first
             Middleware(AccessMiddleware),
             Middleware(RefusingMiddleware, settings),
+            Middleware(LimitMiddleware),
             Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
         ],
         docs_url=None,
@@ -49,10 +51,10 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     return app
 
 
-def _lifespan(runtime: Runtime, feed: Feed) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(runtime: Runtime, tenants: Tenants, feed: Feed) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
-        async with feed.running():
+        async with tenants.kept(), feed.running():
             await runtime.start()
             yield
             await runtime.stop()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from service.answers import AnswerReader
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
-from service.api.request_builder import Completion, Job, build
+from service.api.request_builder import Completion, Job, build, start
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
@@ -39,7 +39,7 @@ def completions_router(server: Server) -> APIRouter:
 
 async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
     runtime, job = server.runtime, await build(body, server, client=server.client_of(request.scope, body))
-    reply, outputs = form(job, runtime.card, runtime.tokenizer), runtime.generate(*job.requests)
+    reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
     if body.stream:
         return EventStream(events(outputs, reply), outputs)
     return whole(reply.whole(await collect(request, outputs)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -9,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.errors import error_body
-from service.errors import NotReady, RequestError, RequestTimeout
+from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestError, RequestTimeout
 
 HEADER_SECONDS = 10.0
 
@@ -37,6 +38,16 @@ class GuardedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._limit_time()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the bytes that came are no HTTP, or more of headers than h11 keeps (64 KiB)."""
+        error = sys.exception()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is on its way, into which no other can be put
+        elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == HeadersTooLarge.status:
+            self._refuse(HeadersTooLarge("The request's headers are too large.", code="headers_too_large"))
+        else:
+            self._refuse(InvalidRequest(msg, code="invalid_http"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_limiting()

@@ -1,10 +1,9 @@
-"""Pure ASGI layers around every route: request ids, the access log, hosts, keys, and limits of a body.
+"""Pure ASGI layers around every route: request ids, the access log, hosts, keys, limits of a key and of a body.
 
 Keys are asked for by `scope["path"]` alone, because everything else that describes the address comes from the client.
 """
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -18,6 +17,8 @@ from service.api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, error_r
 from service.api.feed import FEED_PATH
 from service.api.page import PAGE_PATHS
 from service.api.settings import ApiSettings
+from service.api.tenants import Tenant
+from service.api_keys import digest_of, is_same
 from service.config import is_loopback
 from service.errors import Forbidden, RequestError, RequestTimeout, RequestTooLarge, Unauthorized
 
@@ -120,8 +121,9 @@ class RefusingMiddleware:
             error = _foreign_host(scope, headers, self._settings.allowed_hosts)
             if error is not None:
                 return error
-        if not _shows_key(scope, headers, self._settings):
-            return Unauthorized(_NO_ADMIN_KEY if _for_operators(scope) else _NO_KEY, code="invalid_api_key")
+        error = _unknown_key(scope, headers, self._settings)
+        if error is not None:
+            return error
         announced, most = headers.get("content-length", ""), self._settings.max_request_bytes
         if announced.isdecimal() and (len(announced) > _MOST_LENGTH_DIGITS or int(announced) > most):
             return _too_large(most)
@@ -147,21 +149,26 @@ def _foreign_host(scope: Scope, headers: Headers, allowed_hosts: frozenset[str])
     return None
 
 
-def _shows_key(scope: Scope, headers: Headers, settings: ApiSettings) -> bool:
+def _unknown_key(scope: Scope, headers: Headers, settings: ApiSettings) -> Unauthorized | None:
     """Only the probes, the files of the page, and `/metrics` and the feed when opened, need no key.
 
     Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
-    closed.
+    closed. Whose key it is is left in the scope's state, as `tenant`.
     """
-    keys = settings.api_keys
-    if _for_operators(scope):
-        keys = () if settings.admin_key is None else (settings.admin_key,)
-    elif not keys or scope["path"] in _PROBES | PAGE_PATHS | (_OBSERVERS if settings.open_metrics else frozenset()):
-        return True
     scheme, _, shown = headers.get("authorization", "").partition(" ")
-    offered = shown.strip().encode("latin-1")
-    # All keys are compared, so that the time taken does not tell which one was close.
-    return any([scheme.lower() == "bearer" and hmac.compare_digest(offered, key.encode()) for key in keys])
+    offered = digest_of(shown.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+    if _for_operators(scope):
+        expected = settings.admin_digest
+        known = offered is not None and expected is not None and is_same(offered, expected)
+        return None if known else Unauthorized(_NO_ADMIN_KEY, code="invalid_api_key")
+    open_paths = _PROBES | PAGE_PATHS | (_OBSERVERS if settings.open_metrics else frozenset())
+    if not settings.tenants or scope["path"] in open_paths:
+        return None
+    tenant = None if offered is None else settings.tenants.find(offered)
+    if tenant is None:
+        return Unauthorized(_NO_KEY, code="invalid_api_key")
+    scope.setdefault("state", {})["tenant"] = tenant
+    return None
 
 
 def _for_operators(scope: Scope) -> bool:
@@ -170,6 +177,38 @@ def _for_operators(scope: Scope) -> bool:
 
 def _too_large(max_bytes: int) -> RequestError:
     return RequestTooLarge(f"The request is larger than {max_bytes} bytes.", code="request_too_large")
+
+
+class LimitMiddleware:
+    """Keeps every key within its limits, before anything of a body is read: whatever is posted is a request.
+
+    Its answer says what is left, whether it was let in or not.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant: Tenant | None = scope.get("state", {}).get("tenant")
+        if scope["type"] != "http" or scope["method"] != "POST" or tenant is None or not tenant.is_limited:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(tenant.headers)
+            await send(message)
+
+        try:
+            admission = tenant.admit()
+        except RequestError as error:
+            await error_response(error)(scope, receive, send_with_limits)
+            return
+        scope["state"]["admission"] = admission
+        try:
+            await self._app(scope, receive, send_with_limits)
+        finally:
+            admission.end()
 
 
 class BodyMiddleware:

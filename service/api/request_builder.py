@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pydantic import JsonValue
+from starlette.types import Scope
 
 from service.answers import AnswerReader
 from service.api.schemas import (
@@ -23,9 +24,10 @@ from service.api.schemas import (
 )
 from service.api.settings import Server
 from service.api.structured import calling_of, grammar_of
+from service.api.tenants import Admission
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
-from service.runtime import ModelCard
+from service.runtime import ModelCard, OutputStream
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import Calling, form_of, told
@@ -120,6 +122,29 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
             )
         )
     return Job(job_id, int(time.time()), body, tuple(requests), calling, thinking)
+
+
+def start(job: Job, server: Server, scope: Scope) -> OutputStream:
+    """Hand a job to the engine, once all it may use at most is held of the limits of its key. Raises RequestError."""
+    admission: Admission | None = scope["state"].get("admission")
+    if admission is None:
+        return server.runtime.generate(*job.requests)
+    prompts = sum(len(request.prompt) for request in job.requests)
+    answers = sum(request.n * request.sampling.max_tokens for request in job.requests)
+    admission.hold(prompts + answers, param=_length_field(job.body))
+    try:
+        outputs = server.runtime.generate(*job.requests, meter=admission)
+    except BaseException:
+        admission.let_go()
+        raise
+    admission.use(prompts)
+    return outputs
+
+
+def _length_field(body: SamplingFields) -> str:
+    """The field that says how long an answer may be, by the name that was used or is to be."""
+    is_older = body.max_tokens is not None or isinstance(body, CompletionRequest)
+    return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
 
 
 def _marks(calling: Calling | None, thinking: Thinking | None) -> list[str]:

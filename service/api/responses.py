@@ -3,6 +3,7 @@ that the server remembers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pydantic_core
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from service.api.body import parse_body, read_body
 from service.api.reply import Body
-from service.api.request_builder import build
+from service.api.request_builder import build, start
 from service.api.response_store import ResponseStore, Stored
 from service.api.responses_reply import ResponseReply
 from service.api.responses_schemas import (
@@ -44,18 +45,16 @@ def responses_router(server: Server) -> APIRouter:
 
     def client_of(request: Request) -> str:
         """Whose responses they are: of a key where keys are checked, else of everybody."""
-        return server.client_of(request.scope, None) if server.settings.api_keys else ""
+        return server.client_of(request.scope, None) if server.settings.tenants else ""
 
     @router.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
         client = client_of(request)
         items = _conversation(body, store, client)
-        try:
+        with _by_our_names():
             chat = _as_chat(body, items)
             job = await build(chat, server, client=server.client_of(request.scope, chat))
-        except InvalidRequest as error:
-            raise _renamed(error) from error
 
         def keep(response: Body) -> None:
             if body.store is not False:
@@ -64,7 +63,8 @@ def responses_router(server: Server) -> APIRouter:
                 store.keep(str(response["id"]), Stored(client, response, [*items, *output]))
 
         reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, keep)
-        outputs = runtime.generate(*job.requests)
+        with _by_our_names():
+            outputs = start(job, server, request.scope)
         if body.stream:
             return EventStream(events(outputs, reply, done=b""), outputs)
         return whole(reply.whole(await collect(request, outputs)))
@@ -149,6 +149,14 @@ def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+@contextmanager
+def _by_our_names() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise _renamed(error) from error
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:

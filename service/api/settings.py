@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from service.api.schemas import SamplingFields
+from service.api.tenants import Tenants
 from service.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ _LONGEST_LOGGED_NAME = 64
 class ApiSettings:
     """Limits and keys of the HTTP interface."""
 
-    api_keys: tuple[str, ...]
-    admin_key: str | None
+    tenants: Tenants
+    admin_digest: bytes | None  # SHA-256 of the operators' key
     open_metrics: bool
     max_output_tokens: int
     served_model_names: tuple[str, ...]
@@ -49,7 +50,7 @@ class Server:
 
     def client_of(self, scope: Scope, body: SamplingFields | None) -> str:
         """The name under which a client's share of what is learnt is counted."""
-        return client_name(self._secret, scope, body, by_api_key=bool(self.settings.api_keys))
+        return client_name(self._secret, scope, body, by_api_key=bool(self.settings.tenants))
 
 
 def client_name(secret: bytes, scope: Scope, body: SamplingFields | None, *, by_api_key: bool) -> str:

@@ -93,17 +93,35 @@ class ServerStatus:
     ready: bool
     requests_in_flight: int  # accepted and not yet answered to their end
     requests_refused: int  # so far, because too many were waiting
+    requests_limited: Mapping[str, float]  # so far, by the limit of a key and the key's name
     loop_lag_seconds: float
 
 
-SERVER: Final[Table[ServerStatus]] = (
-    Gauge("ready", "1 while requests are taken.", lambda s: s.ready),
-    Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
-    Counter("requests_refused", "Requests answered 429.", lambda s: s.requests_refused),
-    Gauge(
-        "event_loop_lag_seconds", "Longest delay of the event loop since the last scrape.", lambda s: s.loop_lag_seconds
-    ),
-)
+LIMITS: Final = ("requests", "tokens", "concurrency", "budget")
+"""Of a key."""
+
+
+def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
+    """Keys without a name are counted under an empty one."""
+    return (
+        Gauge("ready", "1 while requests are taken.", lambda s: s.ready),
+        Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
+        Counter(
+            "requests_refused", "Requests answered 429 because too many were waiting.", lambda s: s.requests_refused
+        ),
+        Gauge(
+            "event_loop_lag_seconds",
+            "Longest delay of the event loop since the last scrape.",
+            lambda s: s.loop_lag_seconds,
+        ),
+        Counter(
+            "requests_limited{reason,key}",
+            "Requests refused for a limit of their key, by the limit and the key's name.",
+            lambda s: s.requests_limited,
+            tuple(f"{limit}:{name}" for limit in LIMITS for name in ("", *key_names)),
+        ),
+    )
+
 
 # All of vLLM's metrics stand in these three: LOAD, FINISH and `vllm_step_table`.
 

@@ -18,13 +18,13 @@ from service.observability.metric_tables import (
     EVENTS,
     FINISH,
     LOAD,
-    SERVER,
     Gauge,
     Histogram,
     Record,
     Row,
     ServerStatus,
     Table,
+    server_table,
     step_table,
     vllm_step_table,
 )
@@ -43,11 +43,14 @@ class Metrics(Collector):
         budget_reasons: tuple[str, ...],
         sources: tuple[str, ...],
         model: str,
+        key_names: tuple[str, ...] = (),
     ) -> None:
-        """`model`: the name under which vLLM's metrics are shown too, which other tools read."""
+        """`model`: the name under which vLLM's metrics are shown too, which other tools read. `key_names`: of those
+        API keys that have one."""
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons, sources))
-        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *SERVER, *ADAPTATION)
+        self._server = server_table(key_names)
+        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *self._server, *ADAPTATION)
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
         labels = {"model_name": model, "engine": "0"}
@@ -71,7 +74,7 @@ class Metrics(Collector):
         self._set(ADAPTATION, status)
 
     def observe_server(self, status: ServerStatus) -> None:
-        self._set(SERVER, status)
+        self._set(self._server, status)
 
     def render(self) -> tuple[bytes, str]:
         """The metrics page and its content type."""

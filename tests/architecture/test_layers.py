@@ -7,6 +7,7 @@ import pytest
 from tests.architecture.rules import BENCHMARKS, PACKAGES, imports_of, imports_upwards, module_name, modules
 
 LEAVES = (
+    "service.api_keys",
     "service.answers",
     "adaptation.config",
     "service.__version__",

@@ -14,6 +14,7 @@ from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepSt
 from service.observability.metric_tables import (
     EVENT_REASONS,
     FINISH_REASONS,
+    LIMITS,
     PHASES,
     RANKS,
     ServerStatus,
@@ -66,11 +67,17 @@ VLLM_NAMES = """
     e2e_request_latency_seconds request_queue_time_seconds num_requests_running num_requests_waiting
     kv_cache_usage_perc prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success
 """
-SERVER = ServerStatus(ready=True, requests_in_flight=4, requests_refused=3, loop_lag_seconds=0.01)
+SERVER = ServerStatus(
+    ready=True,
+    requests_in_flight=4,
+    requests_refused=3,
+    requests_limited={"tokens:acme": 2, "budget:": 1},
+    loop_lag_seconds=0.01,
+)
 
 
 def made() -> Metrics:
-    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, model="tiny")
+    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, model="tiny", key_names=("acme",))
 
 
 def series(metrics: Metrics) -> dict[str, float]:
@@ -196,6 +203,12 @@ def test_the_server_is_shown_as_it_was_observed_last() -> None:
     found = series(metrics)
     assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (1, 0.01)
     assert (found["adaptree_requests_in_flight"], found["adaptree_requests_refused_total"]) == (4, 3)
+    limited = {name: value for name, value in found.items() if name.startswith("adaptree_requests_limited_total{")}
+    assert len(limited) == 2 * len(LIMITS)
+    assert {name: value for name, value in limited.items() if value} == {
+        "adaptree_requests_limited_total{acme tokens}": 2,
+        "adaptree_requests_limited_total{ budget}": 1,
+    }
     metrics.observe_server(replace(SERVER, ready=False, loop_lag_seconds=0.02))
     found = series(metrics)
     assert (found["adaptree_ready"], found["adaptree_event_loop_lag_seconds"]) == (0, 0.02)

@@ -10,6 +10,7 @@ import torch
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
+from service.api.tenants import Tenants
 from service.config import ServiceConfig
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
@@ -17,6 +18,8 @@ from service.serve import load_served, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
 from tests.service.test_metrics import made, series
+
+NOBODY = Tenants((), Path("nowhere"))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) ->
 @pytest.mark.anyio
 async def test_the_metrics_page_asks_learning_first() -> None:
     async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
-        page, _ = await rendered(made(), runtime)
+        page, _ = await rendered(made(), runtime, NOBODY)
     assert b"adaptree_adaptation_queries_total 40.0" in page
 
 
@@ -72,10 +75,10 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
             return STATUS
 
     metrics = made()
-    page, _ = await rendered(metrics, runtime_of(ScriptedEngine(say("x"))))
+    page, _ = await rendered(metrics, runtime_of(ScriptedEngine(say("x"))), NOBODY)
     assert b"adaptree_adaptation_queries_total 0.0" in page
     async with running(ScriptedEngine(say("x")), adaptation=Busy()) as runtime:
-        page, _ = await asyncio.wait_for(rendered(metrics, runtime), 5)
+        page, _ = await asyncio.wait_for(rendered(metrics, runtime, NOBODY), 5)
         assert b"adaptree_adaptation_queries_total 0.0" in page
         opened.set()
     assert series(metrics)["adaptree_drafter_version"] == 0

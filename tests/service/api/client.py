@@ -1,9 +1,11 @@
 """An application around a scripted engine, and a client that speaks to it without a network."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,13 +14,15 @@ from starlette.types import ASGIApp
 
 from service.api.app import create_app
 from service.api.settings import ApiSettings
+from service.api.tenants import Tenants
+from service.api_keys import ApiKey, digest_of
 from service.observability.live import Live
 from service.runtime import Runtime
 from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, runtime_of
 
 SETTINGS = ApiSettings(
-    api_keys=(),
-    admin_key=None,
+    tenants=Tenants((), Path("nowhere")),
+    admin_digest=None,
     open_metrics=True,
     max_request_bytes=200_000,
     max_output_tokens=40,
@@ -28,7 +32,20 @@ ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 Body = dict[str, Any]
 
 
-def app_of(runtime: Runtime, *, live: Live | None = None, **changes: Any) -> FastAPI:
+def app_of(
+    runtime: Runtime,
+    *,
+    live: Live | None = None,
+    api_keys: Sequence[object] = (),
+    admin_key: str | None = None,
+    folder: Path = Path("nowhere"),
+    clock: Callable[[], float] = time.monotonic,
+    **changes: Any,
+) -> FastAPI:
+    """Keys as the configuration takes them; `folder` is where budgets are kept."""
+    keys = [ApiKey.model_validate(key) for key in api_keys]
+    changes |= {"tenants": Tenants(keys, folder, clock=clock)} if keys else {}
+    changes |= {} if admin_key is None else {"admin_digest": digest_of(admin_key.encode())}
     return create_app(runtime, replace(SETTINGS, **changes), live=live or Live(), render_metrics=_metrics)
 
 
@@ -82,6 +99,7 @@ async def call_raw(
     sent: list[Message],
     *,
     more_body: bool = False,
+    key: str | None = None,
 ) -> None:
     """A POST at the level of ASGI; once the body is read, `receive_later` says what the client does.
 
@@ -100,6 +118,7 @@ async def call_raw(
         sent.append(message)
 
     headers = [(b"content-type", b"application/json"), (b"host", b"test")]
+    headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

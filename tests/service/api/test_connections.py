@@ -112,3 +112,23 @@ async def test_one_connection_too_many_is_refused_and_the_others_stay() -> None:
         third = await open_to(port, PROBE)
         assert b" 200 " in await third[0].readline()
         third[1].close()
+
+
+async def test_headers_are_bounded_and_what_is_no_http_is_told_so() -> None:
+    async with listening() as port:
+        answer = await told(await open_to(port, b"GET /livez HTTP/1.1\r\nx: " + b"a" * 70_000))
+        assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b'"code": "headers_too_large"' in answer
+        answer = await told(await open_to(port, b"nonsense\r\n\r\n"))
+        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert b'"code": "invalid_http"' in answer
+
+
+async def test_nothing_is_put_into_an_answer_that_has_begun() -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with listening() as port:
+        reader, writer = await open_to(port, head)
+        answer = await reader.readuntil(b"}}")
+        writer.write(b"no length of a chunk\r\n")
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert await told((reader, writer)) == b""

@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from service.api.middleware import BodyMiddleware
+from service.api_keys import digest_of
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
@@ -40,7 +41,9 @@ async def test_without_a_valid_key_only_the_probes_answer(offered: dict[str, str
 
 @pytest.mark.parametrize("key", ["key-one", "schlüssel"])
 async def test_every_valid_key_opens(key: str) -> None:
-    async with client_of(ScriptedEngine(say("x")), api_keys=("key-one", "schlüssel")) as client:
+    async with client_of(
+        ScriptedEngine(say("x")), api_keys=("key-one", f"sha256:{digest_of('schlüssel'.encode()).hex()}")
+    ) as client:
         response = await client.get("/v1/models", headers={b"authorization": b"Bearer " + key.encode()})
     assert response.status_code == 200
 

@@ -1,0 +1,198 @@
+"""Who may ask, each by a key, and within which limits: what is admitted, what it holds, who is refused and why.
+
+Everything here belongs to the event loop, and counts what this process serves.
+"""
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from service.api.budgets import MonthlyUse
+from service.api.limits import Clock, PerMinute, PerMonth, duration
+from service.api_keys import ApiKey, digest_in, is_same
+from service.errors import InvalidRequest, QuotaUsedUp, RequestLimit, TokenLimit
+
+_CODE, _QUOTA_CODE = "rate_limit_exceeded", "insufficient_quota"
+_SOON_SECONDS = 1  # when running requests may have let go of what they hold
+
+
+class Tenant:
+    """The holder of a key."""
+
+    def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
+        self.digest = digest_in(key.key)
+        self.name = key.name or ""
+        self.refused: Counter[str] = Counter()  # requests, by the limit
+        requests, tokens, budget = key.requests_per_minute, key.tokens_per_minute, key.budget_tokens
+        self._requests = None if requests is None else PerMinute(requests, clock=clock)
+        self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)
+        self._budget = None if use is None or budget is None else PerMonth(budget, use, self._account)
+        self._max_concurrent = key.max_concurrent
+        self._num_running = 0
+
+    @property
+    def is_limited(self) -> bool:
+        return any(limit is not None for limit in (self._requests, self._tokens, self._budget, self._max_concurrent))
+
+    @property
+    def _account(self) -> str:
+        """What its use is kept under; nobody can send the hash of a hash."""
+        return self.name or "sha256:" + hashlib.sha256(self.digest).hexdigest()[:16]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What is left of the limits per minute."""
+        found: dict[str, str] = {}
+        for name, limit in (("requests", self._requests), ("tokens", self._tokens)):
+            if limit is not None:
+                found[f"x-ratelimit-limit-{name}"] = str(limit.limit)
+                found[f"x-ratelimit-remaining-{name}"] = str(limit.remaining)
+                found[f"x-ratelimit-reset-{name}"] = duration(limit.reset_seconds)
+        return found
+
+    def admit(self) -> "Admission":
+        """A request of this key, until its `end`. Raises RequestLimit."""
+        if self._max_concurrent is not None and self._num_running >= self._max_concurrent:
+            self.refused["concurrency"] += 1
+            what = f"concurrent requests: Limit {self._max_concurrent}, Running {self._num_running}, Requested 1"
+            raise RequestLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
+        if self._requests is not None:
+            self._take_request(self._requests)
+        self._num_running += 1
+        return Admission(self)
+
+    def _take_request(self, limit: PerMinute) -> None:
+        if limit.remaining < 1:
+            self.refused["requests"] += 1
+            wait = limit.seconds_until(1)
+            what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
+            raise RequestLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
+        limit.hold(1)
+        limit.use(1)
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self._num_running -= 1
+
+    def hold(self, tokens: int, *, param: str) -> None:
+        """What a request may use at most. Raises InvalidRequest for one that can never be admitted, naming the field
+        that says how long its answer may be, and TokenLimit or QuotaUsedUp for one that cannot be admitted now."""
+        if self._tokens is not None and tokens > self._tokens.limit:
+            raise self._too_large(tokens, f"{self._tokens.limit} tokens per minute", param, reason="tokens")
+        if self._budget is not None and tokens > self._budget.limit:
+            raise self._too_large(tokens, f"{self._budget.limit} tokens per month", param, reason="budget")
+        if self._budget is not None and tokens > self._budget.remaining:
+            raise self._beyond_budget(tokens, self._budget)
+        if self._tokens is not None and tokens > self._tokens.remaining:
+            self.refused["tokens"] += 1
+            limit, wait = self._tokens, self._tokens.seconds_until(tokens)
+            what = (
+                f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested {tokens}"
+            )
+            raise TokenLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
+        for held in self._token_limits():
+            held.hold(tokens)
+
+    def use(self, tokens: int) -> None:
+        for limit in self._token_limits():
+            limit.use(tokens)
+
+    def let_go(self, tokens: int) -> None:
+        for limit in self._token_limits():
+            limit.let_go(tokens)
+
+    def _token_limits(self) -> Iterator[PerMinute | PerMonth]:
+        yield from (limit for limit in (self._tokens, self._budget) if limit is not None)
+
+    def _too_large(self, tokens: int, limit: str, param: str, *, reason: str) -> InvalidRequest:
+        self.refused[reason] += 1
+        return InvalidRequest(
+            f"Request too large: with its prompt and the longest answers it asks for it may use {tokens} tokens, and "
+            f"this API key is limited to {limit}. Shorten the prompt or lower '{param}'.",
+            param=param,
+            code=_CODE,
+        )
+
+    def _beyond_budget(self, tokens: int, budget: PerMonth) -> TokenLimit | QuotaUsedUp:
+        self.refused["budget"] += 1
+        what = f"tokens per month: Limit {budget.limit}, Used {budget.used}, Requested {tokens}"
+        if budget.used + tokens <= budget.limit:  # what is in the way may come back
+            what = f"{what}, held by running requests {budget.limit - budget.used - budget.remaining}"
+            return TokenLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
+        begins, wait = budget.next_month
+        message = f"You exceeded your current quota on {what}. It begins anew at {begins}."
+        return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
+
+
+class Admission:
+    """One request of a key: what it holds of the key's limits until it ends."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self._tenant = tenant
+        self._held = 0  # tokens
+
+    def hold(self, tokens: int, *, param: str) -> None:
+        """As `Tenant.hold`."""
+        self._tenant.hold(tokens, param=param)
+        self._held += tokens
+
+    def use(self, tokens: int) -> None:
+        """Of what is held."""
+        self._held -= tokens
+        self._tenant.use(tokens)
+
+    def let_go(self) -> None:
+        """Of all that is held and was not used."""
+        self._tenant.let_go(self._held)
+        self._held = 0
+
+    def end(self) -> None:
+        self.let_go()
+        self._tenant.leave()
+
+
+class Tenants:
+    """Everybody who has a key."""
+
+    def __init__(self, keys: Sequence[ApiKey], folder: Path, *, clock: Clock = time.monotonic) -> None:
+        """`folder`: where what is used of budgets is kept. Raises StartupError when it cannot be."""
+        self._use = MonthlyUse(folder) if any(key.budget_tokens is not None for key in keys) else None
+        self._all = [Tenant(key, self._use, clock=clock) for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether keys are asked for."""
+        return bool(self._all)
+
+    def find(self, digest: bytes) -> Tenant | None:
+        """Whose key it is; all are compared, so that the time taken does not tell which one was close."""
+        found = [tenant for tenant in self._all if is_same(digest, tenant.digest)]
+        return found[0] if found else None
+
+    def refusals(self) -> Mapping[str, int]:
+        """Requests refused so far, by `reason:name`."""
+        found: Counter[str] = Counter()
+        for tenant in self._all:
+            found.update({f"{reason}:{tenant.name}": count for reason, count in tenant.refused.items()})
+        return found
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """What is used of budgets is written as long as this lasts, and at its end."""
+        if self._use is None:
+            yield
+            return
+        async with self._use.kept():
+            yield
+
+
+def _reached(what: str, wait_seconds: float) -> str:
+    return f"Rate limit reached for this API key on {what}. Please try again in {duration(_whole(wait_seconds))}."
+
+
+def _whole(seconds: float) -> int:
+    """As Retry-After takes it."""
+    return max(1, math.ceil(seconds))
