@@ -118,7 +118,7 @@ class Tuning:
     step_texts: int = 2  # per optimizer step of a full update
     warm_up_steps: int = 8  # over which the learning rate rises: the first ones know nothing of their moments
     update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
-    replay_texts: int = 64  # latest ones learnt from, some of which each full update sees again
+    replay_texts: int = 256  # latest ones learnt from, some of which each full update sees again; idle time needs many
     exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary
     kept_refusals: int = 8  # in a row, that leave the training copy as it is: small updates add up
     validation_share: float = 0.25  # of queries: never learnt from

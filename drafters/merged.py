@@ -29,7 +29,7 @@ class MergedDrafter(Drafter):
         self._gate = AskGate(costly.name, sizes.ledger)
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
         self._expected = 0.0  # tokens per sequence by the cheap one's last trees that were read back
-        self._has_grown = False
+        self._has_grown = self._has_asked = False
         self._follows = True  # texts, for the costly one
         both = (2 * max_nodes,)  # the cheap one's nodes, then the costly one's
         fields = {"tokens": Field(both, 0), "parents": Field(both, ROOT), "depths": Field(both, 0, forgotten=True)}
@@ -43,7 +43,6 @@ class MergedDrafter(Drafter):
         none, nodes = torch.zeros_like(rows), rows.new_zeros(most, max_nodes)
         committed = rows.new_full((most, MAX_DEPTH + 1), -1)
         tree = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
-        self._note = by_batch(self._run_note, capture, most, (rows, tree))
         self._merge = by_batch(self._run_merge, capture, most, (rows, tree, tree))
         self._judge = by_batch(self._run_judge, capture, most, (rows, committed, none, none))
 
@@ -85,8 +84,8 @@ class MergedDrafter(Drafter):
         self._gate.begin(rows.shape[0])
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
         self._num_cheap = cheap.width
-        if not self._gate.ask(self._expected, can_answer=self._follows):
-            self._note((rows, cheap))
+        self._has_asked = self._gate.ask(self._expected, can_answer=self._follows)
+        if not self._has_asked:
             return cheap
         tree = self._merge((rows, cheap, self._costly.grow(rows, noise)))
         return tree.first(rows.shape[0])
@@ -117,14 +116,9 @@ class MergedDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         return self._costly.rank_outcomes()
 
-    def _run_note(self, rows: Tensor, tree: DraftTree) -> tuple[()]:
-        """What these rows propose now."""
-        self._proposals.keep(rows, tokens=tree.tokens, parents=tree.parents, depths=tree.depths)
-        return ()
-
     def _run_merge(self, rows: Tensor, cheap: DraftTree, costly: DraftTree) -> DraftTree:
         both = joined_trees(cheap, costly)
-        self._run_note(rows, both)
+        self._proposals.keep(rows, tokens=both.tokens, parents=both.parents, depths=both.depths)
         return self._ops.merge_trees(both, self._max_nodes)[0]
 
     def _observe_expected(self, expected: Sequence[float]) -> None:
@@ -136,6 +130,10 @@ class MergedDrafter(Drafter):
 
     def _give_credit(self, committed: Committed) -> None:
         """Count, for each accepted token, who had proposed the path to it."""
+        if not self._has_asked:
+            self._credits[:1] += committed.result.num_accepted.sum()
+            self._totals.read(self._credits, self._observe_credits)
+            return
         asked = committed.rows, committed.tokens, committed.result.num_accepted, committed.counts
         extra = self._judge(asked)
         self._totals.read(self._credits, self._observe_credits)

@@ -115,7 +115,7 @@ class Blocks:
         self.take_in = by_batch(self._take_in, capture, most, padding)
         nobody, _, counts, slots, _, tokens = padding
         passing = (nobody, counts, slots, tokens)
-        self.pass_by = by_batch(self._pass_by, capture, most, *((*passing, learns) for learns in (True, False)))
+        self.pass_by = by_batch(self._pass_by, capture, most, passing)
         none = torch.zeros_like(nobody)
         keys = Keys(nobody, none, none.float(), none)
         begun = [(keys, Sizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
@@ -183,10 +183,10 @@ class Blocks:
         self.state.wait(rows, counts, features, tokens)
         return came
 
-    def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor, learns: bool) -> Tensor:
-        """The same of what no block will see; `learns`: whether anything was drafted. # -> [2] as of `learn`"""
+    def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+        """The same of what no block will see. # -> [2] as of `learn`"""
         self.pool.forget(taken_slots(slots, counts))
-        return self.calibration.learn(rows, tokens, counts) if learns else counts.new_zeros(2)
+        return self.calibration.learn(rows, tokens, counts)
 
     def _block(
         self, states: Tensor, live: Live, origin: Origin, ground: Ground, before: Sequence[Block]

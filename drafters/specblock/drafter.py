@@ -48,6 +48,7 @@ class SpecBlockDrafter(Drafter):
         self._backlog = Backlog(sizes.max_sequences)
         self._has_grown = False  # since the last commit
         self._useful_from = [0] * sizes.max_sequences
+        self._unseen: list[Tensor] = []  # slots committed lately of which no block will see anything
 
     @property
     def version(self) -> int:
@@ -65,6 +66,7 @@ class SpecBlockDrafter(Drafter):
         if self._recorder is not None:
             self._recorder.start(contexts)
         rows = [context.row for context in contexts]
+        self._forget_unseen()
         self._state.start(rows)
         self._backlog.clear(rows)
         for context in contexts:
@@ -83,6 +85,7 @@ class SpecBlockDrafter(Drafter):
         self._pool.forget(read.slots)
         if not read.follow:
             return
+        self._forget_unseen()
         kept = slice(max(0, self._useful_from[read.row] - read.start), None)
         positions = read.start + torch.arange(read.tokens.shape[0], device=read.tokens.device)[kept]
         if not positions.shape[0]:
@@ -120,18 +123,21 @@ class SpecBlockDrafter(Drafter):
         if not self.ready:
             return
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
+        came = None
         if committed.follow:
+            self._forget_unseen()
             host = committed.host or HostMetadata.of(rows, positions)
             self._make_room(host, slots.shape[1], rows.device)
             self._backlog.add(host, slots.shape[1])
             assert committed.features is not None, "the target taps no features for this drafter"
             came = self._blocks.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
-        else:
-            # Of a step without trees nothing is to be learnt, and a suspended drafter must be cheap.
-            came = self._blocks.pass_by((rows, counts, slots, committed.tokens, self._has_grown))
+        elif self._has_grown:
+            came = self._blocks.pass_by((rows, counts, slots, committed.tokens))
+        else:  # a suspended drafter must be cheap
+            self._unseen.append(slots.flatten())
         self._has_grown = False
         observe = self._block_gate.end()
-        if observe is not None:
+        if observe is not None and came is not None:
             self._outcomes.read(came, observe)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
@@ -150,6 +156,12 @@ class SpecBlockDrafter(Drafter):
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._calibration.outcomes()
+
+    def _forget_unseen(self) -> None:
+        """Before anything is looked up in the pool, or run into it, whose slots may be the same."""
+        if self._unseen:
+            self._pool.forget(torch.cat(self._unseen))
+            self._unseen = []
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected

@@ -1,0 +1,78 @@
+"""The benchmark of kinds of drafters: what is asked of it, its figures, the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.bench.driver import Answer, Run, TimedStep
+from service.bench.kinds import Kind, budgets_of, figures_of, kinds_of
+from service.errors import StartupError
+from tests.service.bench.parts import assembled, run_command, save_drafter, save_two_layers
+from tests.service.bench.test_load import STEP
+
+
+def test_kinds_may_name_their_weights() -> None:
+    assert kinds_of("lookup, specblock=./mine,lookup") == [Kind("lookup", None), Kind("specblock", Path("mine"))]
+    assert [kind.title for kind in kinds_of("lookup,specblock=some/where")] == ["lookup", "specblock=where"]
+
+
+def test_budgets_are_numbers_or_the_served_one() -> None:
+    assert budgets_of("8,64,served,8") == [8, 64, None]
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "many", "8,1000"])
+def test_other_budgets_are_refused(nodes: str) -> None:
+    with pytest.raises(StartupError, match="--nodes"):
+        budgets_of(nodes)
+
+
+def test_of_no_kind_nothing_is_measured() -> None:
+    with pytest.raises(StartupError, match="--kinds names no drafter"):
+        kinds_of(" , ")
+
+
+def step(seconds: float, emitted: int, *, nodes: int, prompt: int = 0) -> TimedStep:
+    counted = replace(STEP, prompt_tokens=prompt, emitted_tokens=emitted, drafted_nodes=nodes, drafts=int(nodes > 0))
+    drafting = 0.25 * (nodes > 0)
+    return TimedStep(replace(counted, draft_seconds=drafting, follow_seconds=drafting), seconds)
+
+
+def run_of(*steps: TimedStep, accepted: tuple[int, ...] = ()) -> Run:
+    return Run((Answer((1, 2, 3, 4, 5), "", "length", accepted),), steps, sum(one.seconds for one in steps))
+
+
+def test_figures_are_in_plain_steps() -> None:
+    plain = run_of(step(9.0, 1, nodes=0, prompt=4), *(step(1.0, 1, nodes=0) for _ in range(4)))
+    mine = run_of(step(9.0, 1, nodes=0, prompt=4), step(1.5, 3, nodes=6), step(1.0, 1, nodes=0), accepted=(2, 1, 0, 1))
+    figures = figures_of([mine], [plain])
+    assert (figures["tau"], figures["alpha"]) == (2.0, [0.75, 1 / 3, 0.0])
+    assert (figures["step_cost"], figures["drafting_cost"], figures["mean_nodes"]) == (1.5, 0.5, 6)
+    assert figures["speedup"] == (4 / 2.5) / 1.0
+    assert figures["mismatched_tokens"] == 0
+
+
+def test_the_command_compares_kinds(tmp_path: Path, prompt_file: Path, quiet: None) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    drafter = save_drafter(tmp_path / "drafter", assembled(folder))
+    out = tmp_path / "kinds.json"
+    code, output = run_command(
+        *(
+            "bench drafters --queries 2 --max-tokens 12 --temperature 0 --temperature 0.8 --nodes 4,served --model",
+            folder,
+        ),
+        *("--device cpu --load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --state-dir", tmp_path),
+        *("--budget-policy fixed --kinds", f"lookup,specblock={drafter}", "--prompts", prompt_file, "--out", out),
+    )
+    assert code == 0, output
+    report = json.loads(out.read_text())
+    assert report["summary"] == {"kinds": 2, "mismatched_tokens": 0}
+    assert [(row["kind"], row["temperature"], row["nodes"]) for row in report["rows"]] == [
+        (kind, temperature, nodes)
+        for kind in ("lookup", "specblock=drafter")
+        for temperature in (0.0, 0.8)
+        for nodes in ("4", "served")
+    ]
+    assert all(row["tokens"] == 2 * 12 for row in report["rows"])
+    assert out.with_suffix(".png").stat().st_size > 1000
