@@ -26,7 +26,7 @@ from service.serve import api_settings, card_of, metrics_of, rendered
 
 _FIRST = 48  # packets that are looked at one by one
 _QUANTILES = np.linspace(0, 100, 11)
-_PENALTY = 1.0  # of the regression, for standardised features
+_SHRINKAGE = 0.5  # of the covariance of standardised features towards none
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def features_of(trace: Trace) -> np.ndarray:
 
 
 def accuracies(seen: np.ndarray, known: np.ndarray, asked: np.ndarray, answers: np.ndarray) -> dict[str, float]:
-    """Share of right guesses by the nearest mean, and by ridge regression on who it was.
+    """Share of right guesses by the nearest mean, and by the one nearest in units of what varies within a prompt.
 
     seen [seen, features] of prompts known [seen]; asked [asked, features] of prompts answers [asked]
     """
@@ -58,11 +58,11 @@ def accuracies(seen: np.ndarray, known: np.ndarray, asked: np.ndarray, answers: 
     seen, asked = ((rows[:, varies] - mean[varies]) / deviation[varies] for rows in (seen, asked))
     prompts = np.unique(known)
     means = np.stack([seen[known == prompt].mean(0) for prompt in prompts])
-    nearest = np.abs(asked[:, None] - means[None]).sum(-1).argmin(1)
-    targets = (known[:, None] == prompts[None]).astype(np.float64) - 1 / len(prompts)
-    weights = np.linalg.solve(seen.T @ seen + _PENALTY * len(seen) * np.eye(seen.shape[1]), seen.T @ targets)
-    likeliest = (asked @ weights).argmax(1)
-    guesses = {"nearest": nearest, "ridge": likeliest}
+    offsets = asked[:, None] - means[None]  # [asked, prompts, features]
+    within = seen - means[np.searchsorted(prompts, known)]
+    covariance = (1 - _SHRINKAGE) * within.T @ within / len(within) + _SHRINKAGE * np.eye(seen.shape[1])
+    distances = np.einsum("apf,fg,apg->ap", offsets, np.linalg.inv(covariance), offsets, optimize=True)
+    guesses = {"nearest": np.abs(offsets).sum(-1).argmin(1), "discriminant": distances.argmin(1)}
     return {name: float((prompts[guess] == answers).mean()) for name, guess in guesses.items()}
 
 
@@ -173,7 +173,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("way", lambda row: row["way"]),
     ("chance", lambda row: f"{row['chance']:.3f}"),
     ("nearest mean", lambda row: f"{row['nearest']:.3f}"),
-    ("regression", lambda row: f"{row['ridge']:.3f}"),
+    ("discriminant", lambda row: f"{row['discriminant']:.3f}"),
     ("sizes", lambda row: str(row["sizes"])),
     ("packets", lambda row: f"{row['packets']:.1f}"),
     ("kB", lambda row: f"{row['bytes'] / 1000:.1f}"),

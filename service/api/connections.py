@@ -55,7 +55,7 @@ class GuardedProtocol(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """The client has said all; what it asked for is answered before the connection is closed. -> whether it stays
 
         One that has left looks the same: writing to it tells, so streams need nothing more.

@@ -133,6 +133,7 @@ class Marked:
         if output.finish_reason is not None and after < taken.tokens + taken.more:
             raise self._beyond(choice, after)
         begins_behind = before >= taken.tokens
+        assert begins_behind or after <= taken.tokens, "outputs are cut where the client was cut off"
         if begins_behind and after < taken.tokens + taken.more:
             self._held[choice] = held
             return
@@ -151,7 +152,8 @@ class Marked:
                 yield chunk, f"{self._id()}.{_END}"
 
     def _id(self) -> str:
-        return f"{self._head}.{','.join(map(str, self._places))}"
+        # Some choices may not have been generated as far again as the client has them.
+        return f"{self._head}.{','.join(map(str, map(max, self._places, self._taken)))}"
 
     def _beyond(self, choice: int, tokens: int) -> RequestError:
         reason = f"choice {choice} has no more than {tokens} tokens"

@@ -22,8 +22,8 @@ def runs_of(prompts: int, runs: int, *, tells: bool) -> list[list[Trace]]:
 def test_what_sizes_tell_is_found_and_chance_is_not_beaten() -> None:
     told, silent = (row_of("x", runs_of(10, 12, tells=tells), 8) for tells in (True, False))
     assert told["chance"] == 0.1
-    assert min(told["nearest"], told["ridge"]) > 0.6
-    assert max(silent["nearest"], silent["ridge"]) < 0.4
+    assert min(told["nearest"], told["discriminant"]) > 0.6
+    assert max(silent["nearest"], silent["discriminant"]) < 0.4
 
 
 def test_a_run_watches_every_way(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
@@ -35,6 +35,5 @@ def test_a_run_watches_every_way(run_tiny: Callable[..., tuple[dict[str, Any], s
     assert report["summary"] == {"prompts": 2, "chance": 0.5, "mismatched_tokens": 0}
     assert rows["per_step"]["sizes"] > 1
     assert rows["obfuscated"]["sizes"] == rows["constant_rate"]["sizes"] == 1
-    assert rows["constant_rate"]["packets"] >= 12
-    assert rows["constant_rate"]["seconds_to_last"] > 0.1
-    assert "regression" in output
+    assert rows["constant_rate"]["packets"] > 6
+    assert "discriminant" in output

@@ -95,10 +95,10 @@ async def test_a_request_may_ask_for_it_and_for_sizes_alone() -> None:
     padded = {**ASK, "stream": True, "stream_options": {"include_obfuscation": True}}
     frames = await frames_of("/v1/chat/completions", padded, engine)
     assert {len(frame) for frame in frames} == {EVENT_BYTES}
-    assert [request.singly for request in engine.submitted] == [40, 0]
+    assert [request.singly for request in engine.submitted] == [engine.submitted[0].sampling.max_tokens, 0]
 
 
-async def test_the_slower_rate_holds() -> None:
+def test_the_slower_rate_holds() -> None:
     """Each choice has its own share of the ticks."""
     asked = ChatCompletionRequest.model_validate_json(
         json.dumps({**ASK, "stream": True, "stream_options": {"release_seconds": 0.5}})

@@ -39,6 +39,7 @@ SCHEMA = {
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
     folder = save_two_layers(tmp_path_factory.mktemp("model"))
     changes = {"budget_policy": "fixed", "max_budget": 8, "drafter": "lookup", "served_model_name": "tiny"}
+    changes |= {"max_model_len": 512}
     return assemble(settings_for(folder).model_copy(update=changes))
 
 
@@ -47,7 +48,7 @@ async def serving(assembly: Assembly) -> AsyncIterator[httpx2.AsyncClient]:
     runtime = Runtime(
         lambda: Served(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1000
     )
-    app = app_of(runtime)
+    app = app_of(runtime, max_output_tokens=200)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()
         yield client
@@ -100,7 +101,7 @@ def grown(choice: Body) -> Iterator[tuple[str, Any]]:
     for name in ("token_ids", "prompt_token_ids"):
         yield name, choice.get(name) or []
     for name, values in (choice["logprobs"] or {}).items():
-        yield name, values or []
+        yield f"logprobs {name}", values or []
     yield "ends", [(choice["finish_reason"], choice["stop_reason"])] if choice["finish_reason"] else []
 
 
@@ -110,7 +111,7 @@ CASES: dict[str, tuple[str, Body]] = {
     "sampled": (CHAT, {**SAY, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}),
     "stops": (CHAT, {**SAY, "structured_outputs": {"choice": ["ababac and more"]}, "stop": ["abac", "and"]}),
     "emoji": (CHAT, {**SAY, "structured_outputs": {"choice": ["é🙂👍🏽!", "ü🙃👎🏿?"]}, "max_tokens": 40}),
-    "calls": (CHAT, {**SAY, "tools": [TOOL], "tool_choice": "required", "max_tokens": 150, "return_token_ids": True}),
+    "calls": (CHAT, {**SAY, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100, "return_token_ids": True}),
     "schema": (
         CHAT,
         {**SAY, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -142,10 +143,10 @@ async def test_a_stream_cut_behind_any_event_goes_on_as_if_nothing_had_been(asse
 
 
 async def test_several_chunks_of_one_step_are_told_apart(assembly: Assembly) -> None:
-    """A step brings the end of a call's name and the beginning of its arguments: the cases above have cut there."""
+    """A step brings a call's name and the beginning of its arguments: the case above has cut between them."""
     async with serving(assembly) as client:
         events = await stream(client, CHAT, {**USUAL, **CASES["calls"][1]})
-    assert any("+" in mark for mark, _ in events)
+    assert any("+" in mark and "tool_calls" in chunk["choices"][0]["delta"] for mark, chunk in events[:-1])
 
 
 async def test_a_count_of_tokens_is_enough_where_the_seed_is_known(assembly: Assembly) -> None:

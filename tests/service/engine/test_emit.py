@@ -1,6 +1,7 @@
 """What a sequence keeps of a step's tokens, why it ends there, and what its last output says."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
     params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
     whole = alone(params, text)
     engine, outputs = tiny_engine(drafter="lookup"), list[SequenceOutput]()
-    engine.add(request("one", text, params, prediction=whole.tokens, singly=20))
+    engine.add(replace(request("one", text, params, prediction=whole.tokens), singly=20))
     while not engine.idle:
         outputs += engine.step().outputs
     lengths = [len(output.token_ids) for output in outputs]
