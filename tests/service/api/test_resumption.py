@@ -11,13 +11,14 @@ import httpx2
 import pytest
 
 from service.assembly import Assembly, assemble
+from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.thread import EngineThread
 from service.runtime import Runtime, Served
 from service.serve import card_of
 from tests.service.api.client import Body, app_of, client_for, error_of
 from tests.service.api.client import client_of as scripted
 from tests.service.bench.parts import save_two_layers, settings_for
-from tests.service.scripted import ScriptedEngine, say
+from tests.service.scripted import ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +112,7 @@ CASES: dict[str, tuple[str, Body]] = {
     "sampled": (CHAT, {**SAY, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}),
     "stops": (CHAT, {**SAY, "structured_outputs": {"choice": ["ababac and more"]}, "stop": ["abac", "and"]}),
     "emoji": (CHAT, {**SAY, "structured_outputs": {"choice": ["é🙂👍🏽!", "ü🙃👎🏿?"]}, "max_tokens": 40}),
-    "calls": (CHAT, {**SAY, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100, "return_token_ids": True}),
+    "calls": (CHAT, {**SAY, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100, "logprobs": True}),
     "schema": (
         CHAT,
         {**SAY, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -147,6 +148,26 @@ async def test_several_chunks_of_one_step_are_told_apart(assembly: Assembly) -> 
     async with serving(assembly) as client:
         events = await stream(client, CHAT, {**USUAL, **CASES["calls"][1]})
     assert any("+" in mark and "tool_calls" in chunk["choices"][0]["delta"] for mark, chunk in events[:-1])
+
+
+async def test_choices_need_not_be_as_far_again_as_they_were() -> None:
+    """The first time choices take turns; then one is generated whole before the other begins."""
+    texts = ("abcd", "wxyz")
+
+    def script(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
+        order = [(place, index) for place in range(4) for index in range(2)]
+        for place, index in order if len(engine.submitted) == 1 else sorted(order, key=lambda one: one[1]):
+            yield [step(request, index, texts[index][place], "stop" if place == 3 else None)]
+
+    engine, body = ScriptedEngine(script), {**SAY, "n": 2}
+    async with scripted(engine) as client:
+        events = await stream(client, CHAT, body)
+        whole = said(events)
+        assert (whole["0 content"], whole["1 content"]) == texts
+        for cut, (mark, _) in enumerate(events, start=1):
+            rest = await stream(client, CHAT, body, mark)
+            for count, (later, _) in enumerate(rest, start=1):
+                assert said(events[:cut] + rest[:count] + await stream(client, CHAT, body, later)) == whole
 
 
 async def test_a_count_of_tokens_is_enough_where_the_seed_is_known(assembly: Assembly) -> None:
