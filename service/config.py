@@ -173,8 +173,8 @@ class ServiceConfig(BaseModel):
     stream_release: Annotated[str, AfterValidator(_release)] = _setting(
         "per_step",
         "How tokens leave. per_step: as steps bring them. paced(SECONDS): so, too, and a budget by cost tries to keep "
-        "so many seconds per token; late ones count up to four times. constant_rate(SECONDS): besides, one at a time at "
-        "this rate, in events of one size, which tell nobody what speculation did.",
+        "so many seconds per token; late ones count up to four times. constant_rate(SECONDS): besides, one at a "
+        "time at this rate, in events of one size, which tell nobody what speculation did.",
     )
     max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=256)
     host: str = _setting(
