@@ -76,7 +76,7 @@ async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *,
     is_open = {"api_keys": (), "admin_key": None, "open_metrics": True}
     settings = api_settings(assembly.config.model_copy(update=is_open))
     app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))
-    async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
+    async with listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
         await runtime.wait_until_loaded()
         async with _read(url) if watched else _unread() as seen:
             began = time.perf_counter()
@@ -123,7 +123,7 @@ async def _answers(
 
 
 @asynccontextmanager
-async def _listening(config: uvicorn.Config) -> AsyncIterator[str]:
+async def listening(config: uvicorn.Config) -> AsyncIterator[str]:
     """A server on a free port. # -> its address"""
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())

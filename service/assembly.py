@@ -100,7 +100,7 @@ class Assembly:
                 policy or build.make_policy(self.costs, self.limits, ledger),
                 ledger=ledger,
                 learning=learning,
-                pace_seconds=self.config.budget_pace_seconds,
+                pace_seconds=self.config.pace_seconds,
                 capture=self.target.capture,
             )
 

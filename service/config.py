@@ -27,6 +27,8 @@ GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
 _WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
+_RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
+_SLOWEST_RELEASE = 10.0  # seconds per token
 _DUMMY = re.compile(r"dummy\(([^()]+)\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
@@ -59,6 +61,14 @@ def _model(value: str) -> str:
         raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
     if value.startswith("dummy(") and not _DUMMY.fullmatch(value):
         raise ValueError("name one shape, as in dummy(llama-3.1-8b)")
+    return value
+
+
+def _release(value: str) -> str:
+    match = _RELEASE.fullmatch(value)
+    if match is None or (match[2] is not None and not 0 < float(match[2]) <= _SLOWEST_RELEASE):
+        most = f"at most {_SLOWEST_RELEASE:g} seconds per token"
+        raise ValueError(f"say per_step, paced(SECONDS) or constant_rate(SECONDS), {most}, as in paced(0.05)")
     return value
 
 
@@ -160,12 +170,11 @@ class ServiceConfig(BaseModel):
         "How many nodes a step verifies. cost: as many as pay for themselves under the present load. fixed: always "
         "max_budget, for measurements.",
     )
-    budget_pace_seconds: float | None = _setting(
-        None,
-        "Seconds per token, from an answer's first token on, that a budget by cost tries to keep: tokens of answers "
-        "behind it count up to four times. Unset: all tokens count alike, for the highest throughput.",
-        gt=0,
-        allow_inf_nan=False,
+    stream_release: Annotated[str, AfterValidator(_release)] = _setting(
+        "per_step",
+        "How tokens leave. per_step: as steps bring them. paced(SECONDS): so, too, and a budget by cost tries to keep "
+        "so many seconds per token; late ones count up to four times. constant_rate(SECONDS): besides, one at a "
+        "time at this rate, in events of one size, which tell nobody what speculation did.",
     )
     max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=256)
     host: str = _setting(
@@ -210,12 +219,12 @@ class ServiceConfig(BaseModel):
     log_json: bool = _setting(False, "Log one JSON object per line instead of text.")
     adaptation: AdaptationConfig = _setting(AdaptationConfig, "Learning while serving.", panel="Learning while serving")
 
-    @field_validator("budget_pace_seconds")
+    @field_validator("stream_release")
     @classmethod
-    def _pace_with_effect(cls, pace: float | None, info: ValidationInfo) -> float | None:
-        if pace is not None and info.data.get("budget_policy") == "fixed":
+    def _pace_with_effect(cls, release: str, info: ValidationInfo) -> str:
+        if release.startswith("paced") and info.data.get("budget_policy") == "fixed":
             raise ValueError("a fixed budget_policy keeps no pace; set it to cost")
-        return pace
+        return release
 
     @field_validator("state_dir")
     @classmethod
@@ -226,6 +235,17 @@ class ServiceConfig(BaseModel):
     def model_source(self) -> str:
         """The model, or shape, without its revision, and as it is before it is widened."""
         return self._named if self._is_path else self._named.partition("@")[0]
+
+    @property
+    def pace_seconds(self) -> float | None:
+        """Seconds per token that a budget by cost tries to keep."""
+        match = _RELEASE.fullmatch(self.stream_release)
+        return None if match is None or match[2] is None else float(match[2])
+
+    @property
+    def release_seconds(self) -> float | None:
+        """Seconds between two tokens that leave, where they leave at a constant rate."""
+        return self.pace_seconds if self.stream_release.startswith("constant_rate") else None
 
     @property
     def copies(self) -> int:

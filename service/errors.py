@@ -43,6 +43,10 @@ class NotFound(RequestError):
     status = 404  # no such model or route
 
 
+class Conflict(RequestError):
+    status = 409  # it goes on with something that was not asked of this server, or not so
+
+
 class RequestTimeout(RequestError):
     status = 408  # headers or body did not arrive in time
 

@@ -168,10 +168,15 @@ class OutputStream:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def put(self, item: SequenceOutput | RequestError) -> None:
-        if isinstance(item, SequenceOutput):
-            self._meter.use(len(item.token_ids))
+    def put(self, item: SequenceOutput) -> None:
+        self._meter.use(len(item.token_ids))
         self._queue.put_nowait(item)
+
+    def fail(self, error: RequestError) -> None:
+        """End with this, before what has not been taken yet: whoever takes slowly shall hear of it, too."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
 
     def close(self) -> None:
         """Take nothing more; harmless when repeated."""
@@ -353,7 +358,7 @@ class Runtime:
 
     def _give_up(self, error: RequestError) -> None:
         for stream in set(self._streams.values()):
-            stream.put(error)
+            stream.fail(error)
 
 
 def _stop(served: Served) -> None:

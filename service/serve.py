@@ -217,5 +217,6 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         open_metrics=config.open_metrics,
         max_output_tokens=config.max_output_tokens,
         served_model_names=(config.public_model_name,),
+        release_seconds=config.release_seconds,
         allowed_hosts=config.checked_hosts,
     )

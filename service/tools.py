@@ -5,7 +5,6 @@ how they are read while they are written.
 """
 
 import json
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -57,10 +56,6 @@ class Call(NamedTuple):
 
     name: str
     arguments: str  # JSON
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)

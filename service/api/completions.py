@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from pydantic import JsonValue
@@ -11,13 +12,14 @@ from service.answers import AnswerReader
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Completion, Job, build, start
+from service.api.resumption import HEADER, Marked, Unmarked, digests_of, singly, taken_by
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
-from service.api.sse import EventStream, collect, events, whole
+from service.api.sse import EventStream, Marks, collect, events, whole
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import Piece, new_call_id
+from service.tools import Piece
 
 # JSON knows no infinity; this is what OpenAI's servers send instead.
 _LOWEST_LOGPROB = -9999.0
@@ -38,11 +40,20 @@ def completions_router(server: Server) -> APIRouter:
 
 
 async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
-    runtime, job = server.runtime, await build(body, server, client=server.client_of(request.scope, body))
+    runtime, taken = server.runtime, taken_by(body, request.headers.get(HEADER))
+    client, origin = server.client_of(request.scope, body), None if taken is None else taken.origin
+    job = await build(body, server, client=client, origin=origin)
+    marks: Marks = Unmarked()
+    if body.stream and not job.requests[0].speculation.trace:
+        digests = await runtime.off_loop(partial(digests_of, job, runtime.card.system_fingerprint))
+        if taken is not None:
+            taken.check(job, digests)
+            job = singly(job, taken)
+        marks = Marked(job, digests, taken)
     reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
     if body.stream:
-        return EventStream(events(outputs, reply), outputs)
-    return whole(reply.whole(await collect(request, outputs)))
+        return EventStream(events(outputs, reply, marks, pads=job.release.pads), outputs, release=job.release)
+    return whole(reply.whole(await collect(request, outputs, job.release)))
 
 
 class ChatReply(Reply):
@@ -64,7 +75,10 @@ class ChatReply(Reply):
         if thought:
             message["reasoning_content"] = thought
         if calls:
-            message["tool_calls"] = [{**_begun(call.name), "function": call._asdict()} for call in calls]
+            message["tool_calls"] = [
+                {**self._begun_call(number, place, call.name), "function": call._asdict()}
+                for place, call in enumerate(calls)
+            ]
         if thought or calls:
             message["content"] = text or None
         return {
@@ -100,7 +114,22 @@ class ChatReply(Reply):
         if number not in self._readers:
             self._readers[number] = self._job.reader()
         reader = self._readers[number]
-        return list(map(_told, reader.read(output.text, ends=output.finish_reason is not None)))
+        return [self._told(number, piece) for piece in reader.read(output.text, ends=output.finish_reason is not None)]
+
+    def _told(self, number: int, piece: Piece) -> Body:
+        """A piece of an answer as a delta."""
+        if piece.kind == "thought":
+            return {"reasoning_content": piece.text}
+        if piece.kind == "text":
+            return {"content": piece.text}
+        if piece.kind == "name":
+            return {"tool_calls": [{"index": piece.call, **self._begun_call(number, piece.call, piece.text)}]}
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+    def _begun_call(self, number: int, call: int, name: str) -> Body:
+        """A call whose arguments are to come."""
+        told: Body = {"name": name, "arguments": ""}
+        return {"id": self._job.call_id(number, call), "type": "function", "function": told}
 
     def _opening(self, number: int) -> Body:
         chunk = self._chunk(_delta(number, {"role": "assistant", "content": ""}))
@@ -120,22 +149,6 @@ class ChatReply(Reply):
     def _entry(self, token_id: int, logprob: float) -> Body:
         raw = self._tokenizer.token_bytes(token_id)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
-
-
-def _told(piece: Piece) -> Body:
-    """A piece of an answer as a delta."""
-    if piece.kind == "thought":
-        return {"reasoning_content": piece.text}
-    if piece.kind == "text":
-        return {"content": piece.text}
-    if piece.kind == "name":
-        return {"tool_calls": [{"index": piece.call, **_begun(piece.text)}]}
-    return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
-
-
-def _begun(name: str) -> Body:
-    """A call whose arguments are to come."""
-    return {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _end(reason: FinishReason | None, has_called: bool) -> str | None:

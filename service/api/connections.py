@@ -1,4 +1,5 @@
-"""What uvicorn leaves open: a time limit for the headers of a request, and a cap on connections."""
+"""What uvicorn leaves open: time limits for the headers of a request and for reading its answer, a cap on connections,
+clients that close their half of one, and what is no HTTP."""
 
 import asyncio
 import json
@@ -13,23 +14,32 @@ from service.api.errors import error_body
 from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestError, RequestTimeout
 
 HEADER_SECONDS = 10.0
+READ_SECONDS = 30.0
+PROBE_SECONDS = 1.0
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections which are slow to say what they want, or one too many.
+    """HTTP/1.1 that closes connections which are slow to say what they want, take nothing of what they are answered, or
+    are one too many.
 
     uvicorn's own limits begin when the headers are complete. `limit_concurrency` of its configuration is the cap here.
     """
 
     header_seconds = HEADER_SECONDS
+    read_seconds = READ_SECONDS
+    probe_seconds = PROBE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most_connections, self.limit_concurrency = self.limit_concurrency, None
         self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # whatever the client does not take at once is waited for, and watched
         if self._most_connections is not None and len(self.connections) > self._most_connections:
             self._refuse(NotReady("Too many connections are open.", code="too_many_connections"))
         else:
@@ -51,7 +61,64 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_limiting()
+        for timer in (self._stalled, self._probing):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has said all; what it asked for is answered before the connection is closed. -> whether it stays
+
+        One that has left looks the same: writing to it tells, so streams need nothing more.
+        """
+        if self._half_closed:
+            return True
+        self._half_closed = True
+        if self._has_open_answer and self.conn.their_state is not h11.SEND_BODY:
+            self._probing = self.loop.call_later(self.probe_seconds, self._probe)
+            return True
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(InvalidRequest("The connection was closed within a request.", code="invalid_http"))
+        return False
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed and not self._has_open_answer and not self.transport.is_closing():
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    @property
+    def _has_open_answer(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _limit_reading(self, num_left: int) -> None:
+        """Close the connection unless its client takes some of what is left within the time for it."""
+
+        def check() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < num_left:
+                self._limit_reading(left)
+            else:
+                self.transport.abort()
+
+        self._stalled = self.loop.call_later(self.read_seconds, check)
+
+    def _probe(self) -> None:
+        """Say that the answer is still being made: a client that has left for good resets the connection."""
+        if self._has_open_answer and not self.cycle.response_started:
+            if self.scope["http_version"] == "1.1":
+                event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+                self.transport.write(self.conn.send(event))
+            self._probing = self.loop.call_later(self.probe_seconds, self._probe)
 
     def _limit_time(self) -> None:
         """Headers must be complete in time, and so must what is still sent of a request that has been answered."""

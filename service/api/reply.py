@@ -35,7 +35,7 @@ class Reply(ABC):
         self._num_top = sampling.num_logprobs or 0
         self._skip_special_tokens = sampling.skip_special_tokens
         self._n = job.requests[0].n
-        self._first_choice = {request.request_id: place * self._n for place, request in enumerate(job.requests)}
+        self._first_choice = job.first_choice
         self._begun: set[int] = set()  # choices of which something was sent
         self._text_length: Counter[int] = Counter()  # of tokens that were sent with log-probabilities, by choice
         self._completion_tokens = 0
@@ -130,7 +130,7 @@ class Reply(ABC):
         return {
             "id": self._job.id,
             "object": object_name,
-            "created": self._job.created,
+            "created": self._job.origin.created,
             "model": self._job.body.model,
             "system_fingerprint": self._card.system_fingerprint,
             "seed": self._job.requests[0].sampling.seed,

@@ -1,5 +1,6 @@
 """From a request body to the engine's records: defaults, and the checks that need the model or several fields."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -7,11 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pydantic import JsonValue
 from starlette.types import Scope
 
 from service.answers import AnswerReader
+from service.api.release import Release, release_of
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatTemplateFields,
@@ -59,24 +62,50 @@ _IGNORED_ON_PURPOSE = frozenset({"best_of", "reasoning_effort", "verbosity", "th
 Completion = ChatCompletionRequest | CompletionRequest
 
 
+class Origin(NamedTuple):
+    """What is drawn when an answer begins, and is the same again when it is taken up."""
+
+    uid: str  # 32 hexadecimal digits
+    created: int  # seconds since the epoch
+    seed: int
+
+    @staticmethod
+    def drawn(seed: int | None) -> "Origin":
+        return Origin(uuid.uuid4().hex, int(time.time()), secrets.randbelow(_SEED_RANGE) if seed is None else seed)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A body made ready to run: one engine request per prompt, all with the same number of choices."""
 
     id: str
-    created: int  # seconds since the epoch
-    body: SamplingFields
+    origin: Origin
+    body: Completion
     requests: tuple[GenerationRequest, ...]
+    release: Release
     calling: Calling | None = None  # what the answer may call
     thinking: Thinking | None = None  # of a model that thinks
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.requests[0].n
+
+    @property
+    def first_choice(self) -> dict[str, int]:
+        """Number of the first choice of each request, by its id."""
+        return {request.request_id: place * request.n for place, request in enumerate(self.requests)}
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Of a call in an answer: the same one when the answer is generated again."""
+        return f"call_{hashlib.blake2b(f'{self.id} {choice} {call}'.encode(), digest_size=12).hexdigest()}"
 
     def reader(self) -> AnswerReader:
         """Of one choice."""
         return AnswerReader(self.thinking, None if self.calling is None else self.calling.form)
 
 
-async def build(body: Completion, server: Server, *, client: str) -> Job:
-    """Raises RequestError."""
+async def build(body: Completion, server: Server, *, client: str, origin: Origin | None = None) -> Job:
+    """`origin`: of an answer that goes on. Raises RequestError."""
     runtime, card, n = server.runtime, server.runtime.card, body.n or 1
     runtime.check_ready()
     _check_fields(body, server)
@@ -91,8 +120,9 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
-    job_id = f"{kind}-{uuid.uuid4().hex}"
-    seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
+    run, origin = secrets.token_hex(8), origin or Origin.drawn(body.seed)
+    seed, job_id = origin.seed, f"{kind}-{origin.uid}"
+    release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
     prediction = await _encode_prediction(body, server)
     grammar = await grammar_of(body, calling, thinking, runtime)
     requests = []
@@ -103,7 +133,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
         prompt_seed = (seed + position * n) % _SEED_RANGE if body.seed is None else seed
         requests.append(
             GenerationRequest(
-                request_id=f"{job_id}-{position}",
+                request_id=f"{job_id}-{run}-{position}",  # an answer that goes on may be running still
                 prompt=tuple(prompt),
                 sampling=_sampling(
                     body,
@@ -121,7 +151,7 @@ async def build(body: Completion, server: Server, *, client: str) -> Job:
                 priority=body.priority or 0,
             )
         )
-    return Job(job_id, int(time.time()), body, tuple(requests), calling, thinking)
+    return Job(job_id, origin, body, tuple(map(release.cut, requests)), release, calling, thinking)
 
 
 def start(job: Job, server: Server, scope: Scope) -> OutputStream:

@@ -25,6 +25,7 @@ from service.api.responses_schemas import (
     PastCall,
     ResponsesRequest,
 )
+from service.api.resumption import Unmarked
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, whole
@@ -54,6 +55,8 @@ def responses_router(server: Server) -> APIRouter:
         items = _conversation(body, store, client)
         with _by_our_names():
             chat = _as_chat(body, items)
+            if chat.resume_from is not None:
+                raise InvalidRequest("This route does not support 'resume_from'.", param="resume_from")
             job = await build(chat, server, client=server.client_of(request.scope, chat))
 
         def keep(response: Body) -> None:
@@ -66,8 +69,9 @@ def responses_router(server: Server) -> APIRouter:
         with _by_our_names():
             outputs = start(job, server, request.scope)
         if body.stream:
-            return EventStream(events(outputs, reply, done=b""), outputs)
-        return whole(reply.whole(await collect(request, outputs)))
+            frames = events(outputs, reply, Unmarked(), done=b"", pads=job.release.pads)
+            return EventStream(frames, outputs, release=job.release)
+        return whole(reply.whole(await collect(request, outputs, job.release)))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:

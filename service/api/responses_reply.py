@@ -14,7 +14,7 @@ from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
-from service.tools import Piece, new_call_id
+from service.tools import Piece
 
 
 class _Kind(NamedTuple):
@@ -113,7 +113,7 @@ class ResponseReply(Reply):
         """What a piece of the answer makes of the items."""
         if piece.kind == "name":
             yield from self._close("completed")
-            yield from self._begin(_CALL, call_id=new_call_id(), name=piece.text)
+            yield from self._begin(_CALL, call_id=self._job.call_id(0, piece.call), name=piece.text)
             return
         if piece.kind == "thought" and self._open is None:
             yield from self._begin(_THOUGHT, summary=[])
@@ -163,7 +163,7 @@ class ResponseReply(Reply):
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._job.created,
+            "created_at": self._job.origin.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -21,8 +21,11 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+TokensTaken = Annotated[int, Field(ge=0, lt=2**31)]
+EventId = Annotated[str, Field(min_length=1)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+ResumeFrom = TokensTaken | Annotated[list[TokensTaken], Field(fail_fast=True, min_length=1)] | EventId
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
@@ -33,6 +36,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    release_seconds: Annotated[float, Field(gt=0, le=10)] | None = None
 
 
 class Speculation(Body):
@@ -169,6 +174,7 @@ class SamplingFields(Body):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resume_from: ResumeFrom | None = None
     speculation: Speculation | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None

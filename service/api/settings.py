@@ -29,6 +29,7 @@ class ApiSettings:
     max_output_tokens: int
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
+    release_seconds: float | None = None  # between two tokens of a choice; None: as steps bring them
     allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
 
 

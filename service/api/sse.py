@@ -17,6 +17,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import ClientGoneError, internal_error
+from service.api.release import (
+    AS_IT_COMES,
+    OBFUSCATION,
+    Release,
+    at_constant_rate,
+    filling,
+    held_back,
+    missing_bytes,
+    padded,
+)
 from service.engine.requests import SequenceOutput
 from service.errors import RequestError
 from service.runtime import OutputStream
@@ -24,6 +34,9 @@ from service.runtime import OutputStream
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Chunk = Mapping[str, JsonValue]
+Event = tuple[Chunk, str | None]
+"""A chunk and its id, where it has one."""
 
 PING_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
@@ -32,34 +45,50 @@ DONE = b"data: [DONE]\n\n"
 class StreamForm(Protocol):
     """How one route words its chunks."""
 
-    def chunks(self, output: SequenceOutput) -> Iterator[Mapping[str, JsonValue]]: ...
+    def chunks(self, output: SequenceOutput) -> Iterator[Chunk]: ...
 
-    def trailer(self) -> Iterator[Mapping[str, JsonValue]]: ...
+    def trailer(self) -> Iterator[Chunk]: ...
 
-    def failure(self, error: RequestError) -> Mapping[str, JsonValue]: ...
+    def failure(self, error: RequestError) -> Chunk: ...
 
 
-async def events(stream: OutputStream, form: StreamForm, *, done: bytes = DONE) -> AsyncGenerator[bytes, None]:
+class Marks(Protocol):
+    """Ids of a stream's events, and which of them its client has not got yet."""
+
+    def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]: ...
+
+    def ends(self, trailer: Iterator[Chunk]) -> Iterator[Event]: ...
+
+
+async def events(
+    stream: OutputStream, form: StreamForm, marks: Marks, *, done: bytes = DONE, pads: bool = False
+) -> AsyncGenerator[bytes, None]:
     """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
     try:
         async for output in stream:
-            for chunk in form.chunks(output):
-                yield frame(chunk)
-        for chunk in form.trailer():
-            yield frame(chunk)
+            for chunk, event_id in marks.told(output, form):
+                yield frame(chunk, event_id, pads=pads)
+        for chunk, event_id in marks.ends(form.trailer()):
+            yield frame(chunk, event_id, pads=pads)
     except RequestError as error:
-        yield frame(form.failure(error))
+        yield frame(form.failure(error), pads=pads)
     except Exception:
         logger.exception("a stream broke off")
-        yield frame(form.failure(internal_error()))
+        yield frame(form.failure(internal_error()), pads=pads)
     if done:
-        yield done
+        yield padded(done) if pads else done
 
 
-def frame(payload: Mapping[str, Any]) -> bytes:
+def frame(payload: Mapping[str, Any], event_id: str | None = None, *, pads: bool = False) -> bytes:
     """An event, by its type where it has one."""
     name = payload.get("type")
-    return (b"" if name is None else b"event: %s\n" % name.encode()) + b"data: " + _json(payload) + b"\n\n"
+    head = (b"" if name is None else b"event: %s\n" % name.encode()) + (
+        b"" if event_id is None else b"id: %s\n" % event_id.encode()
+    )
+    if pads:
+        bare = len(head + b"data: " + _json({**payload, OBFUSCATION: ""}) + b"\n\n")
+        payload = {**payload, OBFUSCATION: filling(missing_bytes(bare))}
+    return head + b"data: " + _json(payload) + b"\n\n"
 
 
 def _json(payload: Mapping[str, Any]) -> bytes:
@@ -75,11 +104,12 @@ class EventStream(StreamingResponse):
         frames: AsyncGenerator[bytes, None],
         outputs: AbstractContextManager[object],
         *,
+        release: Release = AS_IT_COMES,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._frames = frames
+        self._frames = frames if release.seconds is None else at_constant_rate(frames, release.seconds)
         self._outputs = outputs
         self._ping_seconds = ping_seconds
         self._sending = asyncio.Lock()
@@ -115,14 +145,17 @@ class EventStream(StreamingResponse):
                 await self._send_body(send, KEEPALIVE_COMMENT)
 
 
-async def collect(request: Request, stream: OutputStream) -> list[SequenceOutput]:
+async def collect(request: Request, stream: OutputStream, release: Release) -> list[SequenceOutput]:
     """All outputs of a stream; it is closed whatever happens, at once when the client goes away."""
     with stream:
-        return await unless_client_gone(request.receive, _all(stream))
+        return await unless_client_gone(request.receive, _all(stream, release))
 
 
-async def _all(stream: OutputStream) -> list[SequenceOutput]:
-    return [output async for output in stream]
+async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
+    began = asyncio.get_running_loop().time()
+    outputs = [output async for output in stream]
+    await held_back(began, release, (len(output.token_ids) for output in outputs))
+    return outputs
 
 
 def whole(payload: Mapping[str, JsonValue], status: int = 200) -> Response:

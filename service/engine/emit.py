@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -64,21 +65,24 @@ class EmitStage:
         """Outputs of all completing sequences; `remove` is called with each that ends. # logits [logits, vocab]"""
         outputs = []
         for line, sequence in enumerate(completing):
-            kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, tokens[line], self._eos_ids)
-            shown = _shown_logprobs(sequence, kept, logits, verified, line)
-            if finish is not None:
-                remove(sequence)
-            output = self.output(sequence, kept, shown, finish)
-            traced = sequence.request.speculation.trace
-            outputs.append(replace(output, tree=_step_tree(tree, verified, line, drafted[line])) if traced else output)
+            told: list[SequenceOutput] = []
+            for part in [[]] if failed[line] else _parts(sequence, tokens[line]):
+                kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, part, self._eos_ids)
+                if finish is not None:
+                    remove(sequence)
+                told.append(self.output(sequence, kept, finish))
+                if finish is not None:
+                    break
+            told = _with_logprobs(told, _shown_logprobs(sequence, _tokens_of(told), logits, verified, line))
+            if sequence.request.speculation.trace:
+                told[-1] = replace(told[-1], tree=_step_tree(tree, verified, line, drafted[line]))
+            outputs += told
         return outputs
 
-    def output(
-        self, sequence: Sequence, kept: list[int], shown: tuple[TokenLogprob, ...] | None, finish: Finish | None
-    ) -> SequenceOutput:
+    def output(self, sequence: Sequence, kept: list[int], finish: Finish | None) -> SequenceOutput:
         """What one sequence sends out; the last of them carries its totals."""
         text = sequence.text.take() if finish is None else sequence.text.finish()
-        output = SequenceOutput(sequence.request.request_id, sequence.index, tuple(kept), text, shown)
+        output = SequenceOutput(sequence.request.request_id, sequence.index, tuple(kept), text)
         if finish is None:
             sequence.sampling.extend(kept)
             return output
@@ -91,6 +95,27 @@ class EmitStage:
             timings=sequence.timings(time.monotonic()),
             cached_tokens=sequence.num_cached,
         )
+
+
+def _parts(sequence: Sequence, tokens: list[int]) -> list[list[int]]:
+    """What a step chose, in as many outputs as the request asks for."""
+    singles = max(0, min(len(tokens), sequence.request.singly - sequence.num_generated))
+    return [[token] for token in tokens[:singles]] + ([tokens[singles:]] if singles < len(tokens) else [])
+
+
+def _tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def _with_logprobs(outputs: list[SequenceOutput], shown: tuple[TokenLogprob, ...] | None) -> list[SequenceOutput]:
+    """Outputs, each with those of its tokens."""
+    if shown is None:
+        return outputs
+    ends = accumulate(len(output.token_ids) for output in outputs)
+    return [
+        replace(output, logprobs=shown[end - len(output.token_ids) : end])
+        for output, end in zip(outputs, ends, strict=True)
+    ]
 
 
 def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:

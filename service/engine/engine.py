@@ -142,7 +142,7 @@ class Engine:
         mine = [sequence for sequence in every if sequence.request.request_id == request_id]
         for sequence in mine:
             self.scheduler.remove(sequence)
-        outputs = [self._emit_stage.output(sequence, [], None, Finish("abort")) for sequence in mine]
+        outputs = [self._emit_stage.output(sequence, [], Finish("abort")) for sequence in mine]
         return outputs, list(map(finish_stats, mine, outputs))
 
     def step(self) -> StepReport:
@@ -197,8 +197,9 @@ class Engine:
         self, completing: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
     ) -> list[FinishStats]:
         """Tell whoever learns of the sequences that have come to an end of their own."""
-        finished = []
-        for sequence, row, output in zip(completing, rows, outputs, strict=True):
+        finished, last = [], {(output.request_id, output.index): output for output in outputs}
+        for sequence, row in zip(completing, rows, strict=True):
+            output = last[sequence.request.request_id, sequence.index]
             if output.finish_reason is None:
                 continue
             if self._learning is not None and output.finish_reason in ("stop", "length"):

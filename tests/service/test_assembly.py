@@ -64,7 +64,7 @@ def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly
 @pytest.mark.parametrize(("pace_seconds", "weight"), [(1e-9, 4.0), (1e9, 1.0)])
 def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_seconds: float, weight: float) -> None:
     """No answer keeps the first pace, and every one the second."""
-    wish = {"budget_pace_seconds": pace_seconds}
+    wish = {"stream_release": f"paced({pace_seconds:.9f})"}
     hurried = replace(assembly, config=assembly.config.model_copy(update=wish))
     watcher = Watcher()
     tokens = alone(greedy(12), [5, 6, 7], hurried.engine(policy=watcher)).tokens

@@ -157,8 +157,10 @@ def test_all_impossible_values_are_told_at_once() -> None:
         ("max_sequences", "0"),
         ("prefill_chunk", "0"),
         ("budget_policy", "free"),
-        ("budget_pace_seconds", "0"),
-        ("budget_pace_seconds", "inf"),
+        ("stream_release", "constant_rate"),
+        ("stream_release", "paced(0)"),
+        ("stream_release", "constant_rate(inf)"),
+        ("stream_release", "constant_rate(11)"),
         ("max_budget", "257"),
         ("port", "65536"),
         ("max_output_tokens", "0"),
@@ -174,9 +176,17 @@ def test_impossible_values_stop_the_start(name: str, value: str) -> None:
 
 
 def test_a_pace_needs_a_budget_that_can_keep_it() -> None:
-    message = refusal({"budget_pace_seconds": "0.05", "budget_policy": "fixed"})
+    message = refusal({"stream_release": "paced(0.05)", "budget_policy": "fixed"})
     assert "a fixed budget_policy keeps no pace; set it to cost" in message
-    assert load_config({"budget_pace_seconds": "0.05"}, {}).config.budget_pace_seconds == 0.05
+
+
+@pytest.mark.parametrize(
+    ("release", "pace", "rate"),
+    [("per_step", None, None), ("paced(0.05)", 0.05, None), ("constant_rate(2e-2)", 0.02, 0.02)],
+)
+def test_how_tokens_leave(release: str, pace: float | None, rate: float | None) -> None:
+    config = load_config({"stream_release": release}, {}).config
+    assert (config.pace_seconds, config.release_seconds) == (pace, rate)
 
 
 @pytest.mark.parametrize(("text", "found"), [("off", "off"), ("per_client", "per_client"), ("on", "shared")])

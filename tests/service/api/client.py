@@ -75,7 +75,7 @@ def events_of(response: httpx2.Response) -> list[Body]:
     assert response.headers["content-type"].startswith("text/event-stream")
     frames = response.text.split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+    return [json.loads(frame.partition("data: ")[2]) for frame in frames[:-2]]
 
 
 def error_of(response: httpx2.Response) -> Body:

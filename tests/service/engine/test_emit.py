@@ -1,6 +1,7 @@
 """What a sequence keeps of a step's tokens, why it ends there, and what its last output says."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,22 @@ def test_a_prediction_that_comes_true_is_counted() -> None:
     assert counts["none"] == (0, 0)
     assert sum(counts["right"]) == 40
     assert counts["right"][0] > 20
+
+
+def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
+    (text,) = random_prompts(1, 30, seed=4)
+    params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
+    whole = alone(params, text)
+    engine, outputs = tiny_engine(drafter="lookup"), list[SequenceOutput]()
+    engine.add(replace(request("one", text, params, prediction=whole.tokens), singly=20))
+    while not engine.idle:
+        outputs += engine.step().outputs
+    lengths = [len(output.token_ids) for output in outputs]
+    assert lengths[:20] == [1] * 20
+    assert max(lengths[20:]) > 1  # steps bring more
+    assert [token for output in outputs for token in output.token_ids] == whole.tokens
+    assert "".join(output.text for output in outputs) == whole.text
+    shown = [logprob for output in outputs for logprob in output.logprobs or ()]
+    assert [logprob.token_id for logprob in shown] == whole.tokens
+    assert all(len(output.logprobs or ()) == length for output, length in zip(outputs, lengths, strict=True))
+    assert [output.finish_reason for output in outputs if output.finish_reason is not None] == ["length"]
