@@ -28,6 +28,7 @@ GIB = 1024**3
 _WAITING_PER_SEQUENCE = 8
 _WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
 _DUMMY = re.compile(r"dummy\(([^()]+)\)")
+_DRAFTER = re.compile(r"[\w.-]+(?:\([^()+]*\))?(?:\+[\w.-]+(?:\([^()+]*\))?)?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _LARGEST_SHARE = 95  # percent; steps need what is left
@@ -59,6 +60,12 @@ def _model(value: str) -> str:
         raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
     if value.startswith("dummy(") and not _DUMMY.fullmatch(value):
         raise ValueError("name one shape, as in dummy(llama-3.1-8b)")
+    return value
+
+
+def _drafter(value: str) -> str:
+    if not _DRAFTER.fullmatch(value):
+        raise ValueError("name one drafter, as in lookup or early_exit(4), or two joined by +")
     return value
 
 
@@ -137,16 +144,18 @@ class ServiceConfig(BaseModel):
         "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
         "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
     )
-    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = _setting(
+    drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
         "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
-        "target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup. none: nobody.",
+        "target. draft_model: the language model in drafter_path. early_exit(N): the target's first N layers. A+B: one "
+        "tree from both. auto: lookup+specblock if there are weights, else lookup. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
         None,
-        "Folder with a trained drafter's config.json and model.safetensors. Unset: what `adaptree drafter import` put "
-        "into state_dir for the model, else the weights that come with this package, for the embedded model.",
+        "Folder with a trained drafter's config.json and model.safetensors; for draft_model the model, as in `model`. "
+        "Unset: what `adaptree drafter import` put into state_dir for the model, else the weights that come with this "
+        "package, for the embedded model.",
     )
     draft_blocks: int = _setting(
         1,
