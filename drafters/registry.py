@@ -79,8 +79,8 @@ def needs_of(name: str) -> frozenset[Need]:
 def build_drafter(name: str, parts: Parts) -> Drafter:
     """The drafter of that name. Raises ValueError for one that there is not, or where something is missing that it
     needs."""
-    built = [one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name)]
-    return MergedDrafter(*built, parts.sizes) if len(built) > 1 else built[0]
+    first, *others = (one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name))
+    return MergedDrafter(first, others[0], parts.sizes) if others else first
 
 
 def _resolved(name: str) -> list[_Named]:

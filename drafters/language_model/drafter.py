@@ -106,7 +106,7 @@ class LanguageModelDrafter(Drafter):
             picked = levels[-1].lattice.pick(self._beam)
             if not self._gates.ask(number - 1, picked.origin.survival):
                 break
-            above = nodes.count
+            above = nodes.num_rows
             logits, nodes = self._forward.deeper(picked.tokens, first + picked.start, nodes)
             first = above
             levels.append(self._level(logits, picked.origin, noise, number))

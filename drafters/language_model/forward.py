@@ -28,7 +28,7 @@ class Nodes(NamedTuple):
     ancestors: Tensor  # [batch, nodes, nodes] bool, who is on whose path, itself included
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return self.depths.shape[1]
 
 
@@ -66,7 +66,7 @@ class TreeForward:
     def deeper(self, tokens: Tensor, parents: Tensor, nodes: Nodes) -> tuple[Tensor, Nodes]:
         """Run one more node below each of these. # tokens, parents [batch, beam] int64, parents by their place among
         the rows of their tree -> logits [batch, beam, vocab]"""
-        beam, known = tokens.shape[1], nodes.count
+        beam, known = tokens.shape[1], nodes.num_rows
         above = nodes.ancestors.gather(1, parents[:, :, None].expand(-1, -1, known))
         own = torch.eye(beam, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         grown = nodes._replace(
@@ -84,7 +84,7 @@ class TreeForward:
             [line for line, span in enumerate(extends) for _ in span],
             [position for span in extends for position in span],
         )
-        table, known = self._texts, nodes.count
+        table, known = self._texts, nodes.num_rows
         place = torch.arange(known - beam, known, device=device).expand(batch, -1)
         depths = nodes.depths[:, known - beam :]
         slots = self._scratch[:batch, :known]

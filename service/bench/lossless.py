@@ -224,7 +224,7 @@ def check(
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
     grammar = assembly.grammars.compile("json_schema", _SCHEMA)
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
-    ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
+    ways: tuple[Way, ...] = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
     if assembly.drafter_name not in {way.drafter for way in ways}:
         ways += tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16))
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
