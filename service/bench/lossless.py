@@ -112,6 +112,14 @@ _CHOICES: Mapping[str, Sequence[object]] = {
 """In the order of a case's fields."""
 
 
+def ways_of(assembly: Assembly) -> tuple[Way, ...]:
+    """All ways there are for this target, the configured one among them."""
+    ways: tuple[Way, ...] = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
+    if assembly.drafter_name not in {way.drafter for way in ways}:
+        ways += tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16))
+    return ways
+
+
 def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
     """All cases, each once: first a few in which every pair of choices occurs, then the others shuffled."""
     choices = itertools.product(TEMPERATURES, EXTRAS, ways, COMPANIES, PREFILL_CHUNKS)
@@ -224,10 +232,7 @@ def check(
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
     grammar = assembly.grammars.compile("json_schema", _SCHEMA)
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
-    ways: tuple[Way, ...] = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
-    if assembly.drafter_name not in {way.drafter for way in ways}:
-        ways += tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16))
-    upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
+    upcoming = itertools.cycle(cases or ordered_cases(seed, ways_of(assembly)))
     results: list[tuple[Case, Tally]] = []
     while sum(tally.tokens_compared for _, tally in results) < num_tokens:
         case = next(upcoming)
