@@ -9,8 +9,8 @@ from itertools import product
 from rich.table import Table
 
 from benchmarks.draft_records import BlockRecord, Odds, Recorder, StepRecord, TokenPath, observed
-from drafters.registry import TRAINED, TrainedWeights
-from drafters.specblock.heads import CLASS_OF_RANK
+from drafters.ranks import CLASS_OF_RANK
+from drafters.registry import TrainedWeights, needs_of
 from drafters.specblock.model import RANK_CLASSES
 from service.assembly import Assembly
 from service.bench.commands import (
@@ -312,7 +312,7 @@ def observe_set(
 
 def judged(assembly: Assembly, steps: Sequence[StepRecord]) -> Anatomy:
     """Statistics of the configured drafter's steps: of its trained source, if it has one, down to M * K."""
-    weights = assembly.weights if assembly.drafter_name in TRAINED else None
+    weights = assembly.weights if "weights" in needs_of(assembly.drafter_name) else None
     return anatomy_of(steps, depth=alpha_depth(weights), source="specblock" if weights else None)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.coupling import TreeNoise
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, StepTimes
-from drafters.registry import MERGED, TRAINED, TrainedWeights
-from drafters.specblock.heads import Proposal, TreeNoise, propose
+from drafters.registry import TrainedWeights, needs_of
+from drafters.specblock.heads import Proposal, propose
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
@@ -242,20 +243,17 @@ def _blocks(number: int, proposal: Proposal, starts: list[list[TokenPath]]) -> l
     ]
 
 
-_SOURCES = {MERGED: ("lookup", "specblock")}
-
-
 def observed(
     assembly: Assembly, name: str, weights: TrainedWeights | None = None, *, coupled: bool = True
 ) -> tuple[Drafter, Recorder]:
     """The drafter of that name and what records it."""
     recorder = Recorder()
-    watch = BlockWatch(weights.network, weights.embed) if weights and name in TRAINED else None
+    watch = BlockWatch(weights.network, weights.embed) if weights and "weights" in needs_of(name) else None
     seen = replace(weights, network=watch, embed=watch.embed) if weights and watch else weights
     sources = []
-    for source in _SOURCES.get(name, (name,)):
-        sources.append(build.make_drafter(source, assembly.target, assembly.limits, seen))
-        recorder.listen_to_source(source, sources[-1], watch if source in TRAINED else None)
+    for source in name.split("+"):
+        sources.append(assembly.drafter(source, weights=seen))
+        recorder.listen_to_source(source, sources[-1], watch if "weights" in needs_of(source) else None)
     whole = _joined(assembly, sources)
     recorder.listen(whole)
     return (whole if coupled else without_noise(whole)), recorder

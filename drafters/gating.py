@@ -3,11 +3,15 @@ the tokens only it had right against the seconds that steps take longer with it,
 it is asked; and what it may lose against steps without it is the ledger's to say, as of all actions."""
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp, log
 
-from drafters.protocol import StepTimes
+from torch import Tensor
+
+from drafters import readback
+from drafters.protocol import DraftingSizes, StepTimes
 from drafters.readback import Observe
 from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
 
@@ -129,6 +133,38 @@ class AskGate:
         for gain, tokens in step.asked:
             share = tokens / expected if expected else equal
             gain.observe((saved * share - longer * equal) / without)
+
+
+class ForwardGates:
+    """Asks for the further forwards of a tree, one after the other, by the survival of the nodes at which each would
+    start; a device tells it one step late."""
+
+    def __init__(self, further: int, sizes: DraftingSizes) -> None:
+        """`further`: most forwards behind the first."""
+        self._gate = AskGate("blocks", sizes.ledger)
+        self._survivals = [readback.readback_of(sizes.device) for _ in range(further)]
+        self._expected = [1.0] * further  # per sequence, as last read back
+        self._outcomes = readback.readback_of(sizes.device)
+        self.begin, self.renew = self._gate.begin, self._gate.renew
+
+    def ask(self, number: int, survival: Tensor) -> bool:
+        """Whether to run this further forward, counted from 0, at nodes of such survival. # [batch, starts]"""
+        self._survivals[number].read(survival.sum()[None] / len(survival), partial(self._observe, number))
+        return self._gate.ask(self._expected[number])
+
+    def end(self, came: Tensor | None) -> None:
+        """What became of the step's trees, if there were any. # [2], accepted tokens that further forwards proposed, and
+        all tokens"""
+        observe = self._gate.end()
+        if observe is not None and came is not None:
+            self._outcomes.read(came, observe)
+
+    def took(self, times: StepTimes) -> None:
+        """What the step took."""
+        self._gate.took(times, followed=False)
+
+    def _observe(self, number: int, expected: Sequence[float]) -> None:
+        (self._expected[number],) = expected
 
 
 def _key(step: _Step) -> tuple[int, int | None]:

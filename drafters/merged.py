@@ -1,4 +1,4 @@
-"""One tree from a cheap drafter and one that costs a forward pass and is asked while that pays; and who was right.
+"""One tree from a drafter that is always asked and a costlier one that is asked while that pays; and who was right.
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
@@ -20,11 +20,13 @@ class MergedDrafter(Drafter):
     """Asks a cheap drafter and a costly one, and merges what they propose."""
 
     tap_layers: tuple[int, ...] = ()
+    reads_prompts = False
 
     def __init__(self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes) -> None:
         device, max_nodes = sizes.device, sizes.max_nodes
         self._cheap, self._costly = cheap, costly
-        self.tap_layers = costly.tap_layers
+        self.tap_layers = costly.tap_layers or cheap.tap_layers
+        self.reads_prompts = cheap.reads_prompts or costly.reads_prompts
         self._max_nodes = max_nodes
         self._gate = AskGate(costly.name, sizes.ledger)
         self._survivals, self._outcomes, self._totals = (readback.readback_of(device) for _ in range(3))
@@ -53,15 +55,15 @@ class MergedDrafter(Drafter):
 
     @property
     def version(self) -> int:
-        return self._costly.version
+        return max(self._cheap.version, self._costly.version)
 
     @property
     def wants_scores(self) -> bool:
-        return self._costly.wants_scores
+        return self._cheap.wants_scores or self._costly.wants_scores
 
     @property
     def num_blocks(self) -> int:
-        return self._costly.num_blocks
+        return self._cheap.num_blocks + self._costly.num_blocks
 
     def credits(self) -> dict[str, int]:
         return self._known_credits if self._costly.ready else {}
@@ -101,20 +103,24 @@ class MergedDrafter(Drafter):
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._proposals.forget(rows)
-        self._costly.finish(rows)
-        return self._cheap.finish(rows)
+        predicted = zip(self._cheap.finish(rows), self._costly.finish(rows), strict=True)
+        return [max(counts) for counts in predicted]
 
     def timed(self, times: StepTimes) -> None:
         self._gate.took(times, followed=self._follows)
+        self._cheap.timed(times)
         self._costly.timed(times)
 
     def renew(self) -> None:
         self._gate.renew()
         self._follows = self._costly.ready
+        self._cheap.renew()
         self._costly.renew()
 
     def rank_outcomes(self) -> RankOutcomes:
-        return self._costly.rank_outcomes()
+        """Of the one that has a rank head."""
+        outcomes = self._costly.rank_outcomes()
+        return outcomes if outcomes.predicted else self._cheap.rank_outcomes()
 
     def _run_merge(self, rows: Tensor, cheap: DraftTree, costly: DraftTree) -> DraftTree:
         both = joined_trees(cheap, costly)

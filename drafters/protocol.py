@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter. A new kind is a file that implements this, and a line in the registry."""
+"""What the engine asks of a drafter. docs/drafters.md says how to add a kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class Read:
     start: int  # absolute position of the first
     tokens: Tensor  # [count] int64, the token after each position
     slots: Tensor  # [count] int64, target slots
-    features: Tensor  # [count, taps * hidden]
+    features: Tensor  # [count, taps * hidden], of no width where nothing is tapped
     follow: bool = True  # False: a drafter that runs a network on it shall do without
 
 
@@ -139,6 +139,11 @@ class Drafter(Protocol):
         return ()
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether it is to be told of prompts as they are read."""
+        return bool(self.tap_layers)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether `commit` wants the target's logits behind root and accepted nodes."""
         return False
@@ -159,7 +164,7 @@ class Drafter(Protocol):
         """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
 
     def read(self, read: Read) -> None:
-        """Take in a piece of a prompt; called only where `tap_layers` asks for features."""
+        """Take in a piece of a prompt; called only where `reads_prompts` asks for it."""
         return
 
     def commit(self, committed: Committed) -> None:

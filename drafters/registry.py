@@ -1,20 +1,30 @@
-"""Builds a drafter by name. The only place that knows every kind."""
+"""Builds a drafter by name. The only place that knows every kind; others may be installed beside it.
 
-from collections.abc import Callable, Sequence
+A name is that of a kind, with an argument in parentheses where it takes one, or two of them joined by `+`: the costlier
+one is asked where that pays. Distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
 
 from torch import Tensor
 
+from drafters.kinds import Kind, Need, Parts
+from drafters.kinds import TrainedWeights as TrainedWeights
+from drafters.language_model.kinds import DRAFT_MODEL, EARLY_EXIT
 from drafters.lookup.drafter import LookupDrafter
 from drafters.merged import MergedDrafter
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
+from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
-from drafters.specblock.blocks import TrainedWeights as TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.tree import Candidates, DraftTree
 
 MERGED = "lookup+specblock"
-TRAINED = ("specblock", MERGED)
-"""Drafters that need weights."""
+GROUP = "adaptree.drafters"
+_NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 
 
 class NoDrafter(Drafter):
@@ -32,23 +42,82 @@ class NoDrafter(Drafter):
         """Nothing to learn."""
 
 
-_UNTRAINED: dict[str, Callable[[DraftingSizes], Drafter]] = {
-    "lookup": LookupDrafter,
-    "none": lambda _: NoDrafter(),
-    "random": RandomTreeDrafter,
-}
-_TRAINED: dict[str, Callable[[DraftingSizes, TrainedWeights], Drafter]] = {
-    "specblock": SpecBlockDrafter,
-    MERGED: lambda sizes, weights: MergedDrafter(LookupDrafter(sizes), SpecBlockDrafter(sizes, weights), sizes),
+def _specblock(parts: Parts) -> Drafter:
+    if parts.weights is None:
+        raise ValueError("drafter 'specblock' needs trained weights: set drafter_path")
+    return SpecBlockDrafter(parts.sizes, parts.weights)
+
+
+_KINDS = {
+    "lookup": Kind(lambda parts: LookupDrafter(parts.sizes)),
+    "none": Kind(lambda parts: NoDrafter()),
+    "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes)),
+    "specblock": Kind(_specblock, needs="weights"),
+    "draft_model": DRAFT_MODEL,
+    "early_exit": EARLY_EXIT,
 }
 
 
-def build_drafter(name: str, sizes: DraftingSizes, weights: TrainedWeights | None = None) -> Drafter:
-    """The drafter of that name. Raises ValueError for an unknown one, or for a trained one without weights."""
-    if name in _UNTRAINED:
-        return _UNTRAINED[name](sizes)
-    if name not in _TRAINED:
-        raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join((*_UNTRAINED, *_TRAINED))}")
-    if weights is None:
-        raise ValueError(f"drafter {name!r} needs trained weights: set drafter_path")
-    return _TRAINED[name](sizes, weights)
+class _Named(NamedTuple):
+    """One of the drafters of a name."""
+
+    kind: Kind
+    argument: str
+
+
+def kind_names() -> tuple[str, ...]:
+    """Every kind there is, those of this package first."""
+    installed = {entry.name for entry in entry_points(group=GROUP)}
+    return (*_KINDS, *sorted(installed - _KINDS.keys()))
+
+
+def needs_of(name: str) -> frozenset[Need]:
+    """What the drafter of that name needs. Raises ValueError as `build_drafter`."""
+    return frozenset(one.kind.needs for one in _resolved(name))
+
+
+def build_drafter(name: str, parts: Parts) -> Drafter:
+    """The drafter of that name. Raises ValueError for one that there is not, or where something is missing that it
+    needs."""
+    first, *others = (one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name))
+    return MergedDrafter(first, others[0], parts.sizes) if others else first
+
+
+def _resolved(name: str) -> list[_Named]:
+    """The cheaper one first: the other is asked where that pays."""
+    names = name.split("+")
+    found = [_named(part) for part in names]
+    if len(found) > 2:
+        raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
+    if len(found) == 2 and names[0] == names[1]:
+        raise ValueError(f"drafter {name!r} asks the same one twice")
+    if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
+        raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
+    return sorted(found, key=lambda one: one.kind.needs != "nothing")
+
+
+def _named(name: str) -> _Named:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"drafter {name!r} is no name of a kind, nor one with an argument, as in early_exit(4)")
+    kind, argument = match.groups(default="")
+    return _Named(_kind(kind), argument)
+
+
+def _kind(name: str) -> Kind:
+    if name in _KINDS:
+        return _KINDS[name]
+    for entry in entry_points(group=GROUP, name=name):
+        return _loaded(entry)
+    raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them joined by +")
+
+
+def _loaded(entry: EntryPoint) -> Kind:
+    """A kind that another distribution brings."""
+    try:
+        kind = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+    if not isinstance(kind, Kind):
+        raise ValueError(f"drafter {entry.name!r} ({entry.value}) is no drafters.kinds.Kind")
+    return kind

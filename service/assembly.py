@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from adaptation.config import Tuning
+from drafters.kinds import Need
+from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Drafter
-from drafters.registry import MERGED, TRAINED, TrainedWeights
+from drafters.registry import MERGED, TrainedWeights, needs_of
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
@@ -27,6 +29,7 @@ from service.engine.budget import BudgetPolicy
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
+from service.engine.draft_model import DraftModel, taken_over
 from service.engine.drafter_start import unmade_for
 from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
@@ -56,6 +59,7 @@ class Assembly:
     drafter_name: str
     drafter_folder: Path | None  # its weights come from; None: it has none, or they are made up
     weights: TrainedWeights | None  # of a drafter that was trained
+    draft_model: DraftModel | None = None  # of a drafter that is a language model of its own
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +82,7 @@ class Assembly:
         """The configured drafter, or the one of that name, or with other weights; with the ledger of its engine, if
         that has one that others enter their losses in."""
         name, limits = name or self.drafter_name, limits or self.limits
-        return build.make_drafter(name, self.target, limits, weights or self.weights, ledger)
+        return build.make_drafter(name, self.target, limits, weights or self.weights, ledger, self.draft_model)
 
     def engine(
         self,
@@ -115,15 +119,20 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     captures = device.type == "cuda" if graphs is None else graphs
+    choose_drafter(config, starts=True)  # one that cannot be is refused before anything is loaded
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
     weights = _weights(config, drafter_name, folder, loaded)
-    target = _target(config, loaded, limits, weights, captures=captures)
+    drafting = _draft_model(config, drafter_name, loaded, limits)
+    target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
-    costs = _costs(config, loaded, target, limits, drafter_name, weights) if config.budget_policy == "cost" else None
     tokenizer = ChatTokenizer(loaded.tokenizer)
-    assembly = Assembly(config, loaded, target, numerics, tokenizer, limits, costs, drafter_name, folder, weights)
+    assembly = Assembly(
+        config, loaded, target, numerics, tokenizer, limits, None, drafter_name, folder, weights, drafting
+    )
+    if config.budget_policy == "cost":
+        assembly = replace(assembly, costs=_costs(assembly))
     logger.info("%s", start_up_line(assembly))
     return assembly
 
@@ -163,15 +172,39 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
     return replace(loaded, in_8_bits=in_8_bits)
 
 
+def _draft_model(
+    config: ServiceConfig, drafter_name: str, loaded: LoadedModel, limits: EngineLimits
+) -> DraftModel | None:
+    """The language model that drafts beside the target, if one does."""
+    if "model" not in _needs(drafter_name):
+        return None
+    name = str(config.drafter_path)
+    settings = config.model_copy(update={"model": name, "drafter": "none", "drafter_path": None})
+    found = load_target(settings, loaded.model.device)
+    return taken_over(found, loaded, name=name, max_model_len=limits.max_model_len)
+
+
 def _target(
-    config: ServiceConfig, loaded: LoadedModel, limits: EngineLimits, weights: TrainedWeights | None, *, captures: bool
+    config: ServiceConfig,
+    loaded: LoadedModel,
+    limits: EngineLimits,
+    drafter_name: str,
+    weights: TrainedWeights | None,
+    drafting: DraftModel | None,
+    *,
+    captures: bool,
 ) -> Target:
     """The target with its pool; on a GPU what everything else will need there is set aside first."""
+    scratch = scratch_places(limits.max_sequences)
+    in_pool = scratch if "layers" in _needs(drafter_name) else 0
+    beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
     target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
         needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)
+        trees = in_pool * loaded.kv_shape.bytes_per_slot + scratch * beside
+        needs = (*needs, memory_planner.Need("trees of the drafting model", trees, "lower max_sequences"))
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
@@ -181,9 +214,9 @@ def _target(
         pool_bytes,
         max_model_len=limits.max_model_len,
         reserve=MAX_NODES,
-        bytes_beside=memory_planner.entry_bytes(network) if device.type == "cuda" else 0,
+        bytes_beside=beside + (memory_planner.entry_bytes(network) if device.type == "cuda" else 0),
     )
-    memory_planner.give_room(target, loaded, num_slots)
+    memory_planner.give_room(target, loaded, num_slots, in_pool)
     return target
 
 
@@ -213,27 +246,21 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
     return check(target)
 
 
-def _costs(
-    config: ServiceConfig,
-    loaded: LoadedModel,
-    target: Target,
-    limits: EngineLimits,
-    drafter_name: str,
-    weights: TrainedWeights | None,
-) -> Costs:
+def _costs(assembly: Assembly) -> Costs:
+    limits, loaded, weights, drafting = assembly.limits, assembly.loaded, assembly.weights, assembly.draft_model
     if weights is not None:
         weights = replace(weights, ready=lambda: True)  # what it costs does not depend on what it says
-
-    def drafter() -> Drafter:
-        return build.make_drafter(drafter_name, target, limits, weights)
+    drafter = f"{assembly.drafter_name} {weights.blocks if weights else 1}"
+    if drafting is not None:
+        drafter += f" {drafting.fingerprint}"
 
     with bar("measuring what a step costs", 1.0) as advance:
         return costs_at_start(
-            target,
-            drafter,
-            folder=config.state_dir / "costs",
+            assembly.target,
+            lambda: assembly.drafter(weights=weights),
+            folder=assembly.config.state_dir / "costs",
             model=f"{loaded.fingerprint} {loaded.dtype_name}",
-            drafter=f"{drafter_name} {weights.blocks if weights else 1}",
+            drafter=drafter,
             version=__version__,
             max_sequences=limits.max_sequences,
             max_model_len=limits.max_model_len,
@@ -250,7 +277,8 @@ def starts_drafter(config: ServiceConfig) -> bool:
 def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
     """How a drafter begins that learning makes, or puts to the proof."""
     folder = _folder(config)
-    proves = folder is not None and config.adaptation.enabled and config.drafter in ("auto", *TRAINED)
+    is_trained = config.drafter == "auto" or "weights" in _needs(config.drafter)
+    proves = folder is not None and config.adaptation.enabled and is_trained
     return partial(unmade_for, folder=folder) if proves or starts_drafter(config) else None
 
 
@@ -269,12 +297,23 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
         name = "specblock" if made_up else MERGED if folder or starts else "lookup"
         if name == "lookup":
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
-    if name in TRAINED and folder is None and not (made_up or starts):
+    needs = _needs(name)
+    if "model" in needs and config.drafter_path is None:
+        raise StartupError(f"drafter {name} needs a model: set drafter_path to a folder, a .gguf file or a hub id")
+    if "weights" in needs and folder is None and not (made_up or starts):
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to lookup"
         )
-    return name, folder if name in TRAINED else None
+    return name, folder if "weights" in needs else None
+
+
+def _needs(drafter: str) -> frozenset[Need]:
+    """What this drafter needs; `auto` is none. Raises StartupError for what is no drafter."""
+    try:
+        return needs_of(drafter)
+    except ValueError as error:
+        raise StartupError(f"{error}. Fix: change `drafter`.") from error
 
 
 def _weights(
@@ -289,7 +328,7 @@ def _weights(
             if folder != import_place(config):
                 raise
             raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
-    if config.is_dummy and drafter_name in TRAINED:
+    if config.is_dummy and "weights" in _needs(drafter_name):
         return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
     return None
 

@@ -30,6 +30,7 @@ _WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
 _DUMMY = re.compile(r"dummy\(([^()]+)\)")
+_DRAFTER = re.compile(r"[\w.-]+(?:\([^()+]*\))?(?:\+[\w.-]+(?:\([^()+]*\))?)?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _LARGEST_SHARE = 95  # percent; steps need what is left
@@ -69,6 +70,12 @@ def _release(value: str) -> str:
     if match is None or (match[2] is not None and not 0 < float(match[2]) <= _SLOWEST_RELEASE):
         most = f"at most {_SLOWEST_RELEASE:g} seconds per token"
         raise ValueError(f"say per_step, paced(SECONDS) or constant_rate(SECONDS), {most}, as in paced(0.05)")
+    return value
+
+
+def _drafter(value: str) -> str:
+    if not _DRAFTER.fullmatch(value):
+        raise ValueError("name one drafter, as in lookup or early_exit(4), or two joined by +")
     return value
 
 
@@ -147,16 +154,18 @@ class ServiceConfig(BaseModel):
         "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
         "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
     )
-    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = _setting(
+    drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
         "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
-        "target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup. none: nobody.",
+        "target. draft_model: the language model in drafter_path. early_exit(N): the target's first N layers. A+B: one "
+        "tree from both. auto: lookup+specblock if there are weights, else lookup. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
         None,
-        "Folder with a trained drafter's config.json and model.safetensors. Unset: what `adaptree drafter import` put "
-        "into state_dir for the model, else the weights that come with this package, for the embedded model.",
+        "Folder with a trained drafter's config.json and model.safetensors; for draft_model the model, as in `model`. "
+        "Unset: what `adaptree drafter import` put into state_dir for the model, else the weights that come with this "
+        "package, for the embedded model.",
     )
     draft_blocks: int = _setting(
         1,

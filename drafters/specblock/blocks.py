@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import MIN_SURVIVAL
+from drafters.coupling import TreeNoise
+from drafters.lattice import Lattice, Origin, Picked
 from drafters.protocol import DraftingSizes, Noise
-from drafters.specblock.calibration import RankCalibration
-from drafters.specblock.growth import POLICIES, Lattice, Origin, Picked
-from drafters.specblock.heads import TreeNoise, propose
+from drafters.ranks import RankCalibration
+from drafters.slots import taken_slots
+from drafters.specblock.growth import POLICIES
+from drafters.specblock.heads import propose
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting, taken_slots
+from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import BlockForward
 from drafters.specblock.serving import Nodes as Live

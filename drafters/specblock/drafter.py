@@ -2,13 +2,11 @@
 Legend: batch, rows = sequences of the engine's table, depth = longest accepted path."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafters import readback
-from drafters.gating import AskGate
+from drafters.gating import ForwardGates
 from drafters.protocol import (
     Committed,
     DraftContext,
@@ -33,18 +31,14 @@ class SpecBlockDrafter(Drafter):
     num_blocks = 0
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
-        config, device = weights.network.config, sizes.device
+        config = weights.network.config
         self.tap_layers = config.tap_layers
         self._recorder = weights.recorder
         self._window = config.trained_length
         self._version, self._ready = weights.version, weights.ready
         self._blocks = blocks = Blocks(sizes, weights)
         self._pool, self._state, self._calibration = blocks.pool, blocks.state, blocks.calibration
-        self._block_gate = AskGate("blocks", sizes.ledger)
-        further = range(1, weights.blocks)
-        self._survivals = [readback.readback_of(device) for _ in further]
-        self._expected = [1.0 for _ in further]  # per sequence by the starts of each further block, as last read back
-        self._outcomes = readback.readback_of(device)
+        self._gates = ForwardGates(weights.blocks - 1, sizes)
         self._backlog = Backlog(sizes.max_sequences)
         self._has_grown = False  # since the last commit
         self._useful_from = [0] * sizes.max_sequences
@@ -100,7 +94,7 @@ class SpecBlockDrafter(Drafter):
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        self._block_gate.begin(rows.shape[0])
+        self._gates.begin(len(rows))
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), noise.warm)
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
@@ -109,8 +103,7 @@ class SpecBlockDrafter(Drafter):
         self.num_blocks += len(rows)
         for number, follow in enumerate(self._blocks.follow):
             expected = grown[-1].further[0].picked.origin.survival[: len(rows)]  # [batch, starts]
-            self._survivals[number].read(expected.sum()[None] / len(rows), partial(self._observe, number))
-            if not self._block_gate.ask(self._expected[number]):
+            if not self._gates.ask(number, expected):
                 break
             grown = (*grown, follow((), (ground, grown)))
             self.num_blocks += expected.numel()
@@ -136,9 +129,7 @@ class SpecBlockDrafter(Drafter):
         else:  # a suspended drafter must be cheap
             self._unseen.append(slots.flatten())
         self._has_grown = False
-        observe = self._block_gate.end()
-        if observe is not None and came is not None:
-            self._outcomes.read(came, observe)
+        self._gates.end(came)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._calibration.forget(rows)
@@ -147,10 +138,10 @@ class SpecBlockDrafter(Drafter):
         return [0] * len(rows)
 
     def timed(self, times: StepTimes) -> None:
-        self._block_gate.took(times, followed=False)
+        self._gates.took(times)
 
     def renew(self) -> None:
-        self._block_gate.renew()
+        self._gates.renew()
         if not self.ready:  # what becomes of slots is not followed while it has nothing to say
             self._pool.forget_all()
 
@@ -162,9 +153,6 @@ class SpecBlockDrafter(Drafter):
         if self._unseen:
             self._pool.forget(torch.cat(self._unseen))
             self._unseen = []
-
-    def _observe(self, number: int, expected: Sequence[float]) -> None:
-        (self._expected[number],) = expected
 
     def _make_room(self, host: HostMetadata, most: int, device: torch.device) -> None:
         """Run what waits where so many more would not fit beside it: nobody drafted for a while."""

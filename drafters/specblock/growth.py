@@ -1,21 +1,15 @@
-"""Grows one draft tree per sequence from block forwards: nodes, their survival, and where the next blocks start.
-
-A block's first ranks form its spine; the other ranks hang beside it as leaves. Blocks after the first start at the
-nodes most likely to be reached and not yet continued. Policies say which ranks become candidates, and how likely each
-is given its parent.
-Legend: batch, starts = blocks begun at once, block = K, rank = TOP, nodes = starts * block * rank."""
+"""Policies of growth: which ranks of a block become candidates, and how likely each is given its parent.
+Legend: block = K, rank = TOP."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from drafters.specblock.heads import CLASS_OF_RANK, BlockChances
+from drafters.ranks import CLASS_OF_RANK
+from drafters.specblock.heads import BlockChances
 from drafters.specblock.model import RANK_CLASSES
-from drafters.tree import MAX_DEPTH, ROOT
 from kernels.hit_rates import CEILING
 from kernels.rank_features import TOP
 
@@ -23,66 +17,6 @@ Policy = Callable[[BlockChances], Tensor]
 """Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
 
 _UNIFORM_WIDTH = 4
-
-
-class Origin(NamedTuple):
-    """The nodes (or roots) at which one forward's blocks begin, all [batch, starts]."""
-
-    node: Tensor  # int64, number among all nodes grown so far, ROOT for the root
-    depth: Tensor  # int64, 0 for the root
-    survival: Tensor  # float32, 1 for the root
-
-    @staticmethod
-    def root(batch: int, device: torch.device) -> "Origin":
-        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        return Origin(zeros + ROOT, zeros, zeros + 1.0)
-
-
-class Picked(NamedTuple):
-    """Nodes chosen as starts of the next forward, all [batch, starts]."""
-
-    origin: Origin
-    tokens: Tensor  # int64
-    start: Tensor  # int64, which start's block the node belongs to
-    position: Tensor  # int64, which of its block's positions, 0-based
-
-
-class Lattice:
-    """The nodes of one forward's blocks."""
-
-    def __init__(self, origin: Origin, tokens: Tensor, conditional: Tensor, first_number: int) -> None:
-        """tokens, conditional [batch, starts, block, rank]; numbers of nodes count up from `first_number`."""
-        self.origin = origin
-        self.tokens = tokens
-        spine = conditional[..., 0].cumprod(-1) * origin.survival[..., None]  # [batch, starts, block]
-        above = torch.cat([origin.survival[..., None], spine[..., :-1]], dim=-1)
-        block = torch.arange(tokens.shape[2], device=tokens.device)
-        self.depths = origin.depth[..., None] + 1 + block  # [batch, starts, block]
-        fits = (self.depths <= MAX_DEPTH)[..., None]
-        self.survival = above[..., None] * conditional * fits  # [batch, starts, block, rank]
-        self._continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
-        self._numbers = torch.arange(tokens[0].numel(), device=tokens.device) + first_number
-
-    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, parents by number, depths and survival of all nodes; survival 0 = absent. # four [batch, nodes]"""
-        wide = self.tokens.shape
-        spine = self._numbers.view(wide[1:])[..., 0].expand(wide[:3])  # [batch, starts, block]
-        parents = torch.cat([self.origin.node[..., None], spine[..., :-1]], dim=-1)
-        depths = self.depths.clamp(max=MAX_DEPTH)
-        by_node = (self.tokens, parents[..., None].expand(wide), depths[..., None].expand(wide), self.survival)
-        tokens, parents, depths, survival = (value.flatten(1) for value in by_node)
-        return tokens, parents, depths, survival
-
-    def pick(self, number: int) -> Picked:
-        """The nodes most worth another block: likely to be reached, and not continued by this one."""
-        gain = self.survival.clone()
-        gain[..., 0] *= 1.0 - self._continued
-        best = gain.flatten(1).topk(min(number, len(self._numbers)), dim=1).indices  # [batch, starts]
-        block, ranks = self.tokens.shape[2:]
-        position = best // ranks  # among those of all starts
-        tokens, depths, survival = (value.flatten(1) for value in (self.tokens, self.depths, self.survival))
-        origin = Origin(self._numbers[best], depths.gather(1, position), survival.gather(1, best))
-        return Picked(origin, tokens.gather(1, best), start=position // block, position=position % block)
 
 
 def best_first(chances: BlockChances) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
+from drafters.slots import HeldSlots, taken_slots
 from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH
 from kernels.tree_attention import NULL_SLOT
@@ -22,8 +23,7 @@ ROOM = 2 * WAITING
 
 class EntryPool:
     """Keys and values of committed entries, and behind them of a step's trees. # [layers, 2, slots * entries + lines *
-    live, kv_heads, head_dim]
-    A slot can come with a text that another sequence has left: what this drafter never ran there must not be read."""
+    live, kv_heads, head_dim]"""
 
     def __init__(self, network: ServingNetwork, num_slots: int, *, lines: int = 0, live: int = 0) -> None:
         """There is room for `live` entries of each of so many lines of a batch."""
@@ -34,22 +34,8 @@ class EntryPool:
         # As of a target: on a CPU attention computes in fp32.
         dtype = torch.float32 if network.device.type == "cpu" else network.dtype
         self.storage = torch.zeros(shape, dtype=dtype, device=network.device)
-        self._held = torch.zeros(num_slots, dtype=torch.bool, device=network.device)
-
-    def forget(self, slots: Tensor) -> None:
-        """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
-        self._held.index_fill_(0, slots.flatten(), False)
-
-    def forget_all(self) -> None:
-        self._held.zero_()
-
-    def hold(self, slots: Tensor) -> None:
-        """Their entries are run in the forward that follows at once. # [...] int64"""
-        self._held.index_fill_(0, slots.flatten(), True)
-
-    def holds(self, slots: Tensor) -> Tensor:
-        """Whose entries can be read. # [...] int64 -> [...] bool"""
-        return self._held[slots]
+        held = HeldSlots(num_slots, network.device)
+        self.forget, self.forget_all, self.hold, self.holds = held.forget, held.forget_all, held.hold, held.holds
 
     def places(self, slots: Tensor) -> Tensor:
         """Where the entries of some slots lie. # [...] -> [..., entries] int64"""
@@ -68,11 +54,6 @@ class Waiting:
     tokens: Tensor  # [batch, count] int64, the token after each position
     positions: Tensor  # [batch, count] int64, below 0 for padding
     slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
-
-
-def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:
-    """Those that hold a position, NULL_SLOT for the others. # slots [batch, count], counts [batch] -> like slots"""
-    return slots.where(torch.arange(slots.shape[1], device=slots.device) < counts[:, None], NULL_SLOT)
 
 
 class EntryState:

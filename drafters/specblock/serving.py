@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.specblock.growth import Picked
+from drafters.lattice import Picked
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState, Waiting

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafters.random_tree import RandomTreeDrafter
+from drafters.registry import needs_of
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.driver import Answer, generate
@@ -45,7 +46,7 @@ _STOP_LENGTH = 3  # characters, so that it mostly spans tokens
 class Way(NamedTuple):
     """Who drafts, and how many nodes a step verifies."""
 
-    drafter: Literal["lookup", "lookup+specblock", "specblock", "random", "none"]
+    drafter: str
     nodes: int | None  # None = by cost
 
     def __str__(self) -> str:
@@ -109,6 +110,14 @@ _CHOICES: Mapping[str, Sequence[object]] = {
     "prompt chunks": PREFILL_CHUNKS,
 }
 """In the order of a case's fields."""
+
+
+def ways_of(assembly: Assembly) -> tuple[Way, ...]:
+    """All ways there are for this target, the configured one among them."""
+    ways: tuple[Way, ...] = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
+    if assembly.drafter_name not in {way.drafter for way in ways}:
+        ways += tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16))
+    return ways
 
 
 def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
@@ -223,8 +232,7 @@ def check(
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
     grammar = assembly.grammars.compile("json_schema", _SCHEMA)
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
-    ways = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
-    upcoming = itertools.cycle(cases or ordered_cases(seed, ways))
+    upcoming = itertools.cycle(cases or ordered_cases(seed, ways_of(assembly)))
     results: list[tuple[Case, Tally]] = []
     while sum(tally.tokens_compared for _, tally in results) < num_tokens:
         case = next(upcoming)
@@ -315,12 +323,15 @@ class _Bench:
         """One that decodes in the case's way; scarce slots hold any one sequence with a full tree, but not all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
+        has_own_room = "layers" in needs_of(
+            case.way.drafter
+        )  # in the target's pool, for trees of so many as configured
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
             max_budget=configured.max_budget if nodes is None else nodes,
-            max_sequences=max(configured.max_sequences, NUM_COMPANIONS + 1),
+            max_sequences=max(configured.max_sequences, 0 if has_own_room else NUM_COMPANIONS + 1),
             num_slots=too_few if case.company == "short of slots" else None,
         )
         policy = None if nodes is None else FixedBudget(nodes)
@@ -381,7 +392,8 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
 def _table(result: LosslessResult) -> Table:
     """One line per choice: every case counts once in each section."""
     table = Table("", "choice", "cases", "tokens compared", "accepted", "preemptions", "mismatched")
-    for place, (title, values) in enumerate(_CHOICES.items()):
+    for place, (title, choices) in enumerate(_CHOICES.items()):
+        values = list(dict.fromkeys([*choices, *(case[place] for case, _ in result.cases)]))
         for value in values:
             mine = [tally for case, tally in result.cases if case[place] == value]
             total = _sum(mine)

@@ -2,14 +2,17 @@
 
 import torch
 
+from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.registry import TrainedWeights, build_drafter
 from drafters.regret import RegretLedger
 from kernels.cpu import library
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.costs.model import Costs
+from service.engine.draft_model import DraftModel
 from service.engine.engine import EngineLimits
 from service.engine.target import Target
+from service.errors import StartupError
 
 
 def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | None = None) -> DraftingSizes:
@@ -32,9 +35,19 @@ def make_drafter(
     limits: EngineLimits,
     weights: TrainedWeights | None = None,
     ledger: RegretLedger | None = None,
+    draft_model: DraftModel | None = None,
 ) -> Drafter:
-    """The drafter of that name, sized for the engine."""
-    return build_drafter(name, drafting_sizes(target, limits, ledger), weights)
+    """The drafter of that name, sized for the engine. Raises StartupError."""
+    parts = Parts(
+        sizes=drafting_sizes(target, limits, ledger),
+        weights=weights,
+        draft_model=None if draft_model is None else draft_model.model.with_pool,
+        first_layers=target.first_layers,
+    )
+    try:
+        return build_drafter(name, parts)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
 
 
 def make_policy(costs: Costs | None, limits: EngineLimits, ledger: RegretLedger) -> BudgetPolicy:

@@ -63,9 +63,12 @@ def committed_of(
     )
 
 
-def reads(items: Items[Scheduled], rows: ForwardRows, features: Tensor, *, follow: bool = True) -> Iterator[Read]:
+def reads(
+    items: Items[Scheduled], rows: ForwardRows, features: Tensor | None, *, follow: bool = True
+) -> Iterator[Read]:
     """What the step read of prompts, sequence by sequence; a text's newest token belongs to `commit`."""
     first = 0
+    features = rows.slots.new_empty(rows.num_extend_rows, 0) if features is None else features
     for item in items:
         count = item.num_rows - item.completes
         part = slice(first, first + count)

@@ -5,6 +5,7 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,13 @@ class Decoder:
                 outputs[last] = (hidden + delta)[:, : self._tapped]
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
+
+    def first(self, count: int) -> "Decoder":
+        """The first layers alone, with the model's own norm and head behind them; they tap nothing."""
+        first = copy(self)
+        first._layers, first._taps = self._layers[:count], ()
+        first._runs, first._planned_for = {}, None
+        return first
 
     def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
         """The layers up to each tapped one and those behind, by the number of their last."""

@@ -209,7 +209,7 @@ class Engine:
 
     def _teach(self, batch: Batch, rows: ForwardRows, features: Tensor | None, committed: Committed) -> None:
         """Hand the drafter what became permanent."""
-        if features is not None and self.drafter.tap_layers:
+        if self.drafter.reads_prompts:
             for read in reads(batch.items, rows, features, follow=committed.follow):
                 self.drafter.read(read)
         self.drafter.commit(committed)

@@ -29,13 +29,16 @@ class KVShape:
 class KVPool:
     """Storage of every layer's keys and values. # [layers, 2, places, kv_heads, head_dim]
 
-    Behind the slots lies one more place, which nobody reads: rows that only fill up a shape write there.
+    Behind the slots lies one more place, which nobody reads: rows that only fill up a shape write there. Behind it is
+    what a drafter that runs these layers needs for its trees.
     """
 
-    def __init__(self, shape: KVShape, num_slots: int, device: torch.device) -> None:
+    def __init__(self, shape: KVShape, num_slots: int, device: torch.device, *, scratch: int = 0) -> None:
+        """`scratch`: places of a drafter's."""
         self.num_slots = num_slots
         self.shape = shape
-        size = (shape.num_layers, 2, num_slots + 1, shape.kv_heads, shape.head_dim)
+        size = (shape.num_layers, 2, num_slots + 1 + scratch, shape.kv_heads, shape.head_dim)
+        self.scratch = torch.arange(num_slots + 1, num_slots + 1 + scratch, device=device)  # [scratch] int64
         self.storage = torch.zeros(size, dtype=shape.dtype, device=device)
         self._users: dict[range, object] = {}
         self._layers = self.storage.unbind()

@@ -4,6 +4,7 @@ A standard decoder runs as our own list of ops (`decoder.py`); of another the mo
 attention (`modules.py`)."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 from kernels import ops
 from kernels.graph_runner import Capture
 from kernels.tree_attention import AttentionRows
-from service.engine.decoder import layers_of
+from service.engine.decoder import Decoder, layers_of
 from service.engine.kv_pool import KVPool, SlotTable
 from service.engine.rows import ForwardRows
 from service.engine.sampler import EAGER_SAMPLER, Sampler
+from service.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,32 @@ class Target:
     def run_by(self, forward: Forward, capture: Capture) -> None:
         """Let forwards go a captured way from now on, which calls `compute`."""
         self._forward, self.capture = forward, capture
+
+    @property
+    def scratch(self) -> Tensor:
+        """Places of its pool for the trees of a drafter that runs it. # [places] int64"""
+        return self.pool.scratch
+
+    def first_layers(self, count: int) -> "Target":
+        """The model's first layers, its norm and its head, on the same keys and values. Raises StartupError where it
+        has not so many, or where they are not known one by one."""
+        most = self.pool.shape.num_layers - 1
+        if not 1 <= count <= most:
+            raise StartupError(f"early_exit({count}): the model has {most + 1} layers; say how many, from 1 to {most}")
+        if not isinstance(self._layers, Decoder):
+            raise StartupError(
+                "early_exit needs a model of standard layers, and this one runs as its own modules: "
+                "set drafter to draft_model or lookup"
+            )
+        first = copy(self)
+        first._layers = self._layers.first(count)
+        return first
+
+    def with_pool(self, num_slots: int, scratch: int) -> "Target":
+        """The same model on keys and values of its own. Raises StartupError."""
+        other = copy(self)
+        other.pool = KVPool(self.pool.shape, num_slots, self.device, scratch=scratch)
+        return other
 
     def compute(
         self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor

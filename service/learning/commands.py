@@ -110,12 +110,13 @@ def _import(
 ) -> None:
     """Check a drafter folder, and copy it to where the configured model finds it.
 
-    The next start takes it where drafter is not lookup or none, and drafter_path is unset.
+    The next start takes it where drafter is auto or asks for weights, and drafter_path is unset.
 
     Refused are folders that are damaged, or hold weights that are not finite or of another shape than they should be.
 
     adaptree drafter import learnt --model Qwen/Qwen3-0.6B
     """
+    from drafters.registry import needs_of
     from service.learning.moving import import_drafter
     from service.logging import say
 
@@ -123,7 +124,7 @@ def _import(
     say(f"imported for {loaded.config.model_source}: the next start serves with it; without it again: delete {place}")
     if loaded.config.drafter_path is not None:
         say(f"as configured the next start does not: drafter_path is {loaded.config.drafter_path}; unset it")
-    elif loaded.config.drafter in ("lookup", "none"):
+    elif loaded.config.drafter != "auto" and "weights" not in needs_of(loaded.config.drafter):
         say(f"as configured the next start does not: drafter is {loaded.config.drafter}; set it to auto")
 
 

@@ -25,6 +25,7 @@ class Chain:
         self.name = name
         self.version = 3
         self.tap_layers = taps
+        self.reads_prompts = bool(taps)
         self.heard: list[str] = []
         survival = torch.full((1, len(tokens)), odds).cumprod(1)
         tree = DraftTree.of(torch.tensor([tokens]), torch.arange(len(tokens))[None] - 1)
@@ -100,7 +101,7 @@ def test_equal_paths_become_one_node_with_the_larger_survival() -> None:
 def test_it_speaks_for_both() -> None:
     both = merged(Chain("lookup", [1], 0.5), Chain("net", [2], 0.5, taps=(1, 2)))
     assert (both.name, both.version, both.tap_layers) == ("lookup+net", 3, (1, 2))
-    assert (both.num_blocks, both.rank_outcomes()) == (5, RankOutcomes({"net": 2.0}, {"net": 1.0}))
+    assert (both.num_blocks, both.rank_outcomes()) == (10, RankOutcomes({"net": 2.0}, {"net": 1.0}))
     assert both.finish([1]) == [len("lookup")]  # predictions are the cheap one's business
 
 

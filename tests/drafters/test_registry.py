@@ -1,26 +1,113 @@
+"""Drafters by name: kinds, arguments, two in one tree, and kinds that other distributions bring."""
+
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes, Noise
-from drafters.registry import NoDrafter, build_drafter
+from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
+_OTHERS = """
+from drafters.kinds import Kind
+from drafters.random_tree import RandomTreeDrafter
+
+
+class Named(RandomTreeDrafter):
+    def __init__(self, parts):
+        super().__init__(parts.sizes)
+        self.name = f"echo({parts.argument})"
+
+
+KIND = Kind(Named)
+NOTHING = 3
+"""
 
 
 def build(name: str) -> Drafter:
-    return build_drafter(name, SIZES)
+    return build_drafter(name, Parts(sizes=SIZES))
 
 
-@pytest.mark.parametrize("name", ["lookup", "none", "random"])
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with kinds of its own, as an installer would leave it behind."""
+    (tmp_path / "echoing_drafters.py").write_text(_OTHERS)
+    told = tmp_path / "echoing_drafters-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: echoing-drafters\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text(
+        "[adaptree.drafters]\n"
+        "echo = echoing_drafters:KIND\n"
+        "lookup = echoing_drafters:KIND\n"
+        "wrong = echoing_drafters:NOTHING\n"
+        "gone = echoing_drafters:MISSING\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "echoing_drafters", raising=False)
+
+
+@pytest.mark.parametrize("name", ["lookup", "none", "random", "lookup+random"])
 def test_a_drafter_answers_to_its_name(name: str) -> None:
     drafter = build(name)
     assert drafter.name == name
     assert drafter.tap_layers == ()
+    assert not drafter.reads_prompts
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown drafter 'eagle': choose one of lookup, none, random"):
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("eagle", "unknown drafter 'eagle': choose one of lookup, none, random, specblock"),
+        ("lookup+eagle(2)", "unknown drafter 'eagle': choose one of"),
+        ("lookup+none+random", "joins 3 drafters: one tree has at most two"),
+        ("lookup+lookup", "asks the same one twice"),
+        ("specblock+draft_model", "both need something"),
+        ("lookup+", "'' is no name of a kind"),
+        ("early_exit(2", "is no name of a kind, nor one with an argument"),
+        ("specblock", "needs trained weights: set drafter_path"),
+        ("draft_model", "set drafter_path"),
+    ],
+)
+def test_a_name_that_cannot_be_says_why(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        build(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("lookup", {"nothing"}),
+        ("specblock+lookup", {"nothing", "weights"}),
+        ("early_exit(4)+specblock", {"layers", "weights"}),
+        ("draft_model", {"model"}),
+    ],
+)
+def test_a_kind_says_what_it_needs(name: str, needs: set[str]) -> None:
+    assert needs_of(name) == needs
+
+
+@pytest.mark.usefixtures("installed")
+def test_other_distributions_bring_kinds() -> None:
+    assert kind_names()[-3:] == ("echo", "gone", "wrong")
+    assert build("echo(7)").name == "echo(7)"
+    assert build("lookup+echo").name == "lookup+echo()"
+    with pytest.raises(ValueError, match=r"one of .*early_exit, echo, gone, wrong, or two of them joined by"):
         build("eagle")
+
+
+@pytest.mark.usefixtures("installed")
+def test_nobody_takes_the_place_of_a_kind_of_ours() -> None:
+    assert build("lookup").name == "lookup"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("name", "complaint"), [("wrong", "is no drafters.kinds.Kind"), ("gone", "cannot be loaded")])
+def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=rf"drafter '{name}' \(echoing_drafters:\w+\) {complaint}"):
+        build(name)
 
 
 def test_without_a_drafter_the_tree_is_empty() -> None:

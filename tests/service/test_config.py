@@ -129,15 +129,15 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
         f"port = 70000, from file {file}, is impossible: input should be less than or equal to 65535. "
         f"Fix: change `port` in {file}; it takes at least 0 and at most 65535."
     )
-    assert refusal(environ={"ADAPTREE_DRAFTER": "magic"}) == (
-        "drafter = 'magic', from environment ADAPTREE_DRAFTER, is impossible: input should be 'auto', "
-        "'lookup+specblock', 'specblock', 'lookup' or 'none'. "
-        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of auto, lookup+specblock, specblock, lookup, none."
+    assert refusal(environ={"ADAPTREE_LOAD_DTYPE": "int4"}) == (
+        "load_dtype = 'int4', from environment ADAPTREE_LOAD_DTYPE, is impossible: input should be 'auto', 'float32', "
+        "'bfloat16', 'float16' or 'int8'. "
+        "Fix: change or drop ADAPTREE_LOAD_DTYPE; it takes one of auto, float32, bfloat16, float16, int8."
     )
 
 
 def test_all_impossible_values_are_told_at_once() -> None:
-    lines = refusal({"port": "x", "max_budget": "257"}, {"ADAPTREE_DRAFTER": "magic"}).splitlines()
+    lines = refusal({"port": "x", "max_budget": "257"}, {"ADAPTREE_DRAFTER": "magic!"}).splitlines()
     assert [line.split(" = ")[0] for line in lines] == ["drafter", "max_budget", "port"]
 
 
@@ -173,6 +173,16 @@ def test_all_impossible_values_are_told_at_once() -> None:
 )
 def test_impossible_values_stop_the_start(name: str, value: str) -> None:
     assert f"change or drop --{name.replace('_', '-')}" in refusal({name: value})
+
+
+@pytest.mark.parametrize("name", ["", "lookup+", "lookup+specblock+none", "early_exit(2", "early_exit(2)(3)", "a b"])
+def test_a_drafter_is_one_name_or_two(name: str) -> None:
+    assert "name one drafter, as in lookup or early_exit(4), or two joined by +" in refusal({"drafter": name})
+
+
+@pytest.mark.parametrize("name", ["auto", "early_exit(4)", "lookup+early_exit(4)", "lookup+draft_model", "my-own.kind"])
+def test_names_of_drafters_may_be_of_kinds_that_are_installed(name: str) -> None:
+    assert load_config({"drafter": name}, {}).config.drafter == name
 
 
 def test_a_pace_needs_a_budget_that_can_keep_it() -> None:

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaptation.records import Event
-from drafters.specblock.heads import CLASS_NAMES
+from drafters.ranks import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
 from service.config import ServiceConfig
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats

@@ -224,7 +224,7 @@ def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) 
     device = target.device
     text = torch.randint(target.vocab_size, (_DRAFT_TOKENS,), generator=torch.Generator().manual_seed(0))
     drafter.start([DraftContext(row, text.tolist()) for row in range(max(batches))])
-    if drafter.tap_layers:
+    if drafter.reads_prompts:
         text_config = target.model.config.get_text_config()
         width = text_config.hidden_size // copies_of(text_config) * len(drafter.tap_layers)
         features = torch.zeros(_DRAFT_TOKENS - 1, width, dtype=target.model.dtype, device=device)

@@ -2,9 +2,11 @@
 
 import torch
 
+from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
+from drafters.ranks import CLASS_OF_RANK
 from drafters.specblock.growth import POLICIES, best_first
-from drafters.specblock.heads import CLASS_OF_RANK, BlockChances, TreeNoise, propose, rank_class, rank_features
+from drafters.specblock.heads import BlockChances, propose, rank_class, rank_features
 from kernels import ops
 from kernels.rank_features import TOP
 from tests.drafters.specblock.parts import DRAFT_VOCAB, serving, tiny_drafter

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
-from drafters.specblock.growth import Origin, Picked
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward, Nodes

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafters.specblock.growth import Lattice, Origin
+from drafters.lattice import Lattice, Origin
 from drafters.tree import MAX_DEPTH, ROOT
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from drafters.protocol import DraftingSizes
-from drafters.specblock.calibration import RankCalibration
-from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
+from drafters.ranks import CLASS_NAMES, CLASS_OF_RANK, RankCalibration
 from drafters.tree import DraftTree
 from kernels.rank_features import TOP
 

@@ -1,4 +1,4 @@
-"""How far the rank head can be trusted, learned from every committed token."""
+"""Ranks of drafted tokens, and how far what is predicted of them can be trusted, learned from every committed token."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,17 @@ from torch import Tensor
 from drafters.calibration import HitTable
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import DraftingSizes, RankOutcomes
-from drafters.specblock.heads import CLASS_NAMES, CLASS_OF_RANK
 from drafters.tree import ROOT, Candidates
 from kernels import ops
 from kernels.hit_rates import CEILING
 
-_PRIOR = 30.0  # predicted hits that the trust in the rank head weighs
+CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
+"""Class of ranks 1..10; the last class, beyond, is 3."""
+
+CLASS_NAMES = ("1", "2-4", "5-10")
+"""Ranks of the classes that hold candidates."""
+
+_PRIOR = 30.0  # predicted hits that the trust in a prediction weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
@@ -19,8 +24,8 @@ _FIELDS = "tokens", "parents", "depths", "predicted", "buckets"  # of a node
 
 
 class RankCalibration:
-    """Corrects what the rank head predicts, per bucket of first or later block, position in it and class of the rank. A
-    node's fate is known once the text goes on past its parent, whether or not it was verified."""
+    """Corrects what a drafter predicts of its ranks, per bucket of first or later block, position in it and class
+    of the rank. A node's fate is known once the text goes on past its parent, whether or not it was verified."""
 
     def __init__(self, block_size: int, sizes: DraftingSizes) -> None:
         even = torch.full((2 * block_size * _CLASSES,), _PRIOR, device=sizes.device)

@@ -1,0 +1,38 @@
+"""Coupled drafting: at T > 0 tokens are ranked by log q / T + g, with the noise g of the very position that the target
+will sample with, so that a drafter close to the target proposes the token that the noise will select.
+Legend: batch, starts, block as in drafters/lattice.py; draft_vocab = tokens that can be drafted."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Noise
+from kernels import ops
+
+
+class TreeNoise(NamedTuple):
+    """The sampling noise of the next positions of each sequence, restricted to tokens that can be drafted."""
+
+    temperatures: Tensor  # [batch] float32
+    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 where the temperature is; of depth 0 where nobody samples
+
+    @staticmethod
+    def of(noise: Noise, depth: int, d2t: Tensor) -> "TreeNoise":
+        """The noise of so many positions behind the roots."""
+        if not noise.warm:
+            return TreeNoise(noise.temperatures, noise.temperatures.new_zeros(len(noise.temperatures), 0, len(d2t)))
+        positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
+        seeds = noise.seeds[:, None].expand_as(positions)
+        gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t).view(*positions.shape, -1)
+        return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
+
+    def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
+        [batch, starts, block]"""
+        known = self.gumbel.shape[1]
+        if not known:
+            return logits
+        lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
+        scores = logits.float() / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None, None, None]
+        return scores + self.gumbel[lines, (depths - 1).clamp(max=known - 1)]
