@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from drafters.kinds import KINDS
 from drafters.lookup.drafter import LookupDrafter
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
@@ -13,8 +14,8 @@ from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.tree import Candidates, DraftTree
 
 MERGED = "lookup+specblock"
-TRAINED = ("specblock", MERGED)
-"""Drafters that need weights."""
+TRAINED = tuple(f"{beside}{kind}" for kind in KINDS for beside in ("", "lookup+"))
+"""Drafters that need weights, whose files say of which kind they are."""
 
 
 class NoDrafter(Drafter):
@@ -32,14 +33,17 @@ class NoDrafter(Drafter):
         """Nothing to learn."""
 
 
+def _merged(sizes: DraftingSizes, weights: TrainedWeights) -> Drafter:
+    return MergedDrafter(LookupDrafter(sizes), SpecBlockDrafter(sizes, weights), sizes)
+
+
 _UNTRAINED: dict[str, Callable[[DraftingSizes], Drafter]] = {
     "lookup": LookupDrafter,
     "none": lambda _: NoDrafter(),
     "random": RandomTreeDrafter,
 }
 _TRAINED: dict[str, Callable[[DraftingSizes, TrainedWeights], Drafter]] = {
-    "specblock": SpecBlockDrafter,
-    MERGED: lambda sizes, weights: MergedDrafter(LookupDrafter(sizes), SpecBlockDrafter(sizes, weights), sizes),
+    name: _merged if "+" in name else SpecBlockDrafter for name in TRAINED
 }
 
 

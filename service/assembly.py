@@ -14,7 +14,7 @@ import torch
 
 from adaptation.config import Tuning
 from drafters.protocol import Drafter
-from drafters.registry import MERGED, TRAINED, TrainedWeights
+from drafters.registry import TRAINED, TrainedWeights
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
@@ -28,7 +28,7 @@ from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.drafter_start import unmade_for
-from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
+from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, kind_in, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -266,13 +266,17 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     folder = None if made_up else _folder(config)
     name: str = config.drafter
     if name == "auto":
-        name = "specblock" if made_up else MERGED if folder or starts else "lookup"
+        name = "specblock" if made_up else f"lookup+{kind_in(folder)}" if folder or starts else "lookup"
         if name == "lookup":
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
     if name in TRAINED and folder is None and not (made_up or starts):
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to lookup"
+        )
+    if name in TRAINED and folder is not None and (kind := kind_in(folder)) != name.removeprefix("lookup+"):
+        raise StartupError(
+            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or lookup+{kind}"
         )
     return name, folder if name in TRAINED else None
 

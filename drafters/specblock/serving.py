@@ -147,7 +147,7 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = shape.rotary(positions.flatten(), network.dtype)
-        return RowPlaces(cos, sin, slots.flatten(), plan)
+        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # of one row each it is a view
 
 
 @lru_cache(maxsize=256)

@@ -71,12 +71,12 @@ def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> Sp
 
 
 def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target, as those made for its fine-tunes have."""
+    """Whether a drafter has the shapes of this target, as those made for its fine-tunes have, and layers to copy."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    return same and max(config.tap_layers) < text.num_hidden_layers
+    return same and config.num_layers > 0 and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()
