@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise, StepTimes
-from drafters.registry import MERGED, TRAINED, TrainedWeights
+from drafters.registry import TRAINED, TrainedWeights
 from drafters.specblock.heads import Proposal, TreeNoise, propose
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
@@ -242,9 +242,6 @@ def _blocks(number: int, proposal: Proposal, starts: list[list[TokenPath]]) -> l
     ]
 
 
-_SOURCES = {MERGED: ("lookup", "specblock")}
-
-
 def observed(
     assembly: Assembly, name: str, weights: TrainedWeights | None = None, *, coupled: bool = True
 ) -> tuple[Drafter, Recorder]:
@@ -253,7 +250,7 @@ def observed(
     watch = BlockWatch(weights.network, weights.embed) if weights and name in TRAINED else None
     seen = replace(weights, network=watch, embed=watch.embed) if weights and watch else weights
     sources = []
-    for source in _SOURCES.get(name, (name,)):
+    for source in name.split("+"):
         sources.append(build.make_drafter(source, assembly.target, assembly.limits, seen))
         recorder.listen_to_source(source, sources[-1], watch if source in TRAINED else None)
     whole = _joined(assembly, sources)

@@ -13,7 +13,6 @@ from drafters.specblock.blocks import TrainedWeights as TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.tree import Candidates, DraftTree
 
-MERGED = "lookup+specblock"
 TRAINED = tuple(f"{beside}{kind}" for kind in KINDS for beside in ("", "lookup+"))
 """Drafters that need weights, whose files say of which kind they are."""
 

@@ -294,7 +294,8 @@ def _weights(
                 raise
             raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
     if config.is_dummy and drafter_name in TRAINED:
-        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
+        kind = drafter_name.removeprefix("lookup+")
+        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks, kind=kind)
     return None
 
 

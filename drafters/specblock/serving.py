@@ -52,6 +52,8 @@ class BlockForward:
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
+        if not self._network.config.num_layers:  # nothing is kept of them
+            return
         (batch, count), entries = waiting.tokens.shape, self._pool.entries
         layout = _layout(batch, count * entries, entries, 0, 0, 0, waiting.tokens.device)
         end = self._state.known(rows) - 1

@@ -112,11 +112,12 @@ class InputSums:
             self._sum_up()
 
     @torch.no_grad()
-    def solve(self, layer: InputLayer, generator: torch.Generator) -> None:
+    def solve(self, layer: InputLayer | ResidualHeads, generator: torch.Generator) -> None:
         """Set all of an input layer. The condition is the part of the prediction that comes from the taps, in units of
         each output's deviation; the fusion takes that back and adds what the token says. Its norm divides by a size
         that hardly varies: it is taken to be the mean one. The constant enters through the position queries, which
         `generator` starts close together."""
+        assert isinstance(layer, InputLayer), "residual heads are not solved"
         self._sum_up()
         hidden, gram = self._hidden, self._products[:, : self.known]
         solution = self._solution()  # [known, hidden]

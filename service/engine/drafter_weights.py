@@ -121,14 +121,14 @@ def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
     return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
-def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> TrainedWeights:
+def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int, kind: str = "specblock") -> TrainedWeights:
     """A random drafter network in the size that would be trained for this target."""
-    return _serving(dummy_network(model), table, blocks)
+    return _serving(dummy_network(model, kind), table, blocks)
 
 
-def dummy_network(model: PreTrainedModel) -> SpecBlock:
+def dummy_network(model: PreTrainedModel, kind: str = "specblock") -> SpecBlock:
     """The same for the same target, as it is trained."""
-    config = drafter_config(model, _MOST_DRAFT_TOKENS)
+    config = drafter_config(model, _MOST_DRAFT_TOKENS, kind)
     with seeded(model.device):
         network = SpecBlock(config)
     return network.to(dtype=model.dtype).eval().requires_grad_(False)

@@ -75,7 +75,7 @@ class FitPlan:
     def shape(self) -> dict[str, Any]:
         """As `Kind.shape`, with what was asked for."""
         asked = {} if self.options.layers is None else {"num_layers": self.options.layers}
-        left_out = {name: False for name in ("shift", "broadcast") if name in self.options.without}
+        left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
         return {**KINDS[self.options.kind].shape, **asked, **left_out}
 
     def describe(self) -> dict[str, Any]:

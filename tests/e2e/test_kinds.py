@@ -21,8 +21,8 @@ from tests.taught import speech, taught_model
 
 torch.set_num_threads(1)
 OTHERS = tuple(kind for kind in KINDS if kind != "specblock")
-STEPS, PROMPT, TOKENS = 40, 12, 32
-FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "800", "--warm-up", "4", "--learning-rate", "0.003"]
+STEPS, PROMPT, TOKENS = 30, 12, 32
+FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
 
 
 def train(*arguments: object) -> None:
@@ -50,7 +50,7 @@ def features(target: Path, quiet: None) -> Path:
     folder = target / "features"
     lines = [
         {"id": f"said-{number}", "task": "t", "temperature": 0.0, "prompt": text[:PROMPT], "response": text[PROMPT:]}
-        for number, text in enumerate(speech(96, 48, torch.Generator().manual_seed(2)).tolist())
+        for number, text in enumerate(speech(64, 48, torch.Generator().manual_seed(2)).tolist())
     ]
     (target / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     train("features", "--responses", target / "r.jsonl", "--out", folder, "--target", target, "--threads", 1)
@@ -80,8 +80,9 @@ def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> 
     described = json.loads((trained(kind) / "config.json").read_text())
     assert described["drafter"]["kind"] == kind
     before, after = described["facts"]["scores_at_start"], described["facts"]["scores"]
-    assert after["loss"] < 0.8 * before["loss"]
-    assert after["tree_tau"] > 1.5
+    assert after["loss"] < before["loss"]
+    assert after["tree_tau"] > 1.25
+    assert after["chain_tau"] > (2.0 if kind == "eagle3" else 1.0), "it goes on behind its own states"
     assert len(after["alpha"]) == KINDS[kind].trained_blocks * KINDS[kind].shape["block_size"]
 
 
