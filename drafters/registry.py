@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from drafters.kinds import KINDS
 from drafters.lookup.drafter import LookupDrafter
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.blocks import TrainedWeights as TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
 
-TRAINED = tuple(f"{beside}{kind}" for kind in KINDS for beside in ("", "lookup+"))
+TRAINED = tuple(f"{beside}{kind}" for kind in TRAINED_KINDS for beside in ("", "lookup+"))
 """Drafters that need weights, whose files say of which kind they are."""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Kind(NamedTuple):
+class TrainedKind(NamedTuple):
     """Numbers of a kind; more than one block in a row is drafted, and trained, behind the drafter's own states."""
 
     trained_blocks: int  # in a row, that it is trained through
@@ -12,4 +12,4 @@ class Kind(NamedTuple):
     shape: Mapping[str, Any]  # what it sets in `SpecBlockConfig`; entries of a block and layers always
 
 
-SPECBLOCK = Kind(trained_blocks=2, least_blocks=1, shape={"block_size": 4, "num_layers": 2})
+SPECBLOCK = TrainedKind(trained_blocks=2, least_blocks=1, shape={"block_size": 4, "num_layers": 2})

@@ -20,9 +20,9 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.kinds import KINDS
 from drafters.medusa.model import ResidualHeads
 from drafters.specblock.condition import condition_of
+from drafters.trained_kinds import TRAINED_KINDS
 from kernels.rank_features import NUM_FEATURES
 
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
@@ -75,15 +75,15 @@ class SpecBlockConfig:
     broadcast: bool = True  # False: ablation, only a block's first position sees the condition
     coupled: bool = True  # rank head trained on scores with the sampling noise
     trained_length: int = 512  # longest context seen in training, tokens
-    kind: str = "specblock"  # of `KINDS`
+    kind: str = "specblock"  # of `TRAINED_KINDS`
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"drafter config: kind {self.kind!r} is none of {', '.join(KINDS)}")
+        if self.kind not in TRAINED_KINDS:
+            raise ValueError(f"drafter config: kind {self.kind!r} is none of {', '.join(TRAINED_KINDS)}")
         for name in ("draft_vocab_size", "block_size", "rank_hidden", "trained_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
-        if self.num_layers < 0 or (self.num_layers > 0) is not (KINDS[self.kind].shape["num_layers"] > 0):
+        if self.num_layers < 0 or (self.num_layers > 0) is not (TRAINED_KINDS[self.kind].shape["num_layers"] > 0):
             raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
@@ -112,7 +112,7 @@ class SpecBlockConfig:
     @property
     def trained_blocks(self) -> int:
         """Blocks in a row that it is trained through."""
-        return KINDS[self.kind].trained_blocks
+        return TRAINED_KINDS[self.kind].trained_blocks
 
     @property
     def reach(self) -> int:

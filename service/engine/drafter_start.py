@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from drafters.kinds import KINDS
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import STANDARD, InputLayer, SpecBlock, SpecBlockConfig, layers_for
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from service.engine.dummy import seeded
 from service.engine.modules import decoder_layers, default_tap_layers
@@ -28,7 +28,7 @@ def drafter_config(
     known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
     size = min(text.vocab_size, draft_tokens)
     # A token and a condition that only a block's first entry sees are learnt from faster: docs/bootstrap.md.
-    shape = {**KINDS[kind].shape, "broadcast": False}
+    shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
     return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
 
 

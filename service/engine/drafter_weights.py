@@ -13,12 +13,12 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 import drafters
-from drafters.kinds import KINDS
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from drafters.trained_kinds import TRAINED_KINDS
 from service.config import ServiceConfig
 from service.engine.drafter_start import drafter_config
 from service.engine.dummy import seeded
@@ -108,7 +108,7 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
 
 def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
     network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(network, embed_with(table), blocks=max(blocks, KINDS[model.config.kind].least_blocks))
+    return TrainedWeights(network, embed_with(table), blocks=max(blocks, TRAINED_KINDS[model.config.kind].least_blocks))
 
 
 def embed_with(table: Tensor) -> Embed:

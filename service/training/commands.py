@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from drafters.kinds import KINDS
+from drafters.trained_kinds import TRAINED_KINDS
 from service.config import ServiceConfig
 from service.config_sources import load_config
 from service.errors import StartupError
@@ -47,7 +47,7 @@ class FitOptions:
     that is unknown."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
-    kind: Annotated[str, typer.Option(metavar="KIND", help=f"What to train: {', '.join(KINDS)}.")] = "specblock"
+    kind: Annotated[str, typer.Option(metavar="KIND", help=f"What to train: {', '.join(TRAINED_KINDS)}.")] = "specblock"
     layers: Annotated[
         int | None,
         typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
@@ -70,8 +70,8 @@ class FitOptions:
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(KINDS)}")
+        if self.kind not in TRAINED_KINDS:
+            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(TRAINED_KINDS)}")
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:
             raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from adaptation.trainer import bf16_is_faster
-from drafters.kinds import KINDS
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitSettings,
@@ -73,10 +73,10 @@ class FitPlan:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As `Kind.shape`, with what was asked for."""
+        """As `TrainedKind.shape`, with what was asked for."""
         asked = {} if self.options.layers is None else {"num_layers": self.options.layers}
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
-        return {**KINDS[self.options.kind].shape, **asked, **left_out}
+        return {**TRAINED_KINDS[self.options.kind].shape, **asked, **left_out}
 
     def describe(self) -> dict[str, Any]:
         """Everything that shapes the weights but the length of the run, as plain values."""

@@ -15,9 +15,9 @@ from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import untrained_rows
-from drafters.kinds import KINDS
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import HEADS, SpecBlock
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary
@@ -30,7 +30,7 @@ TOKEN = int(vocabulary()[0][5])
 
 
 def of_kind(kind: str) -> SpecBlock:
-    model = tiny_drafter(kind=kind, **KINDS[kind].shape)
+    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
     model.set_vocabulary(vocabulary()[0])
     return model
 
@@ -47,7 +47,7 @@ def trainer(
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
         relative=False,
-        blocks=KINDS[kind].trained_blocks,
+        blocks=TRAINED_KINDS[kind].trained_blocks,
         learning_rate=rate or 0.01,
         anchor_weight=anchor_weight,
         autocast=autocast,
@@ -66,7 +66,7 @@ def anchor_loss(report: UpdateReport, step: int) -> float:
     return report.losses[step]["anchor"]
 
 
-@pytest.mark.parametrize(("kind", "autocast"), [("specblock", True), *((kind, False) for kind in KINDS)])
+@pytest.mark.parametrize(("kind", "autocast"), [("specblock", True), *((kind, False) for kind in TRAINED_KINDS)])
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, kind: str, autocast: bool) -> None:
     trained, _ = trainer(steps=12, autocast=autocast, kind=kind)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from drafters.kinds import KINDS
 from drafters.specblock import checkpoint
+from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.errors import StartupError
@@ -20,7 +20,7 @@ from tests.service.learning_parts import learning, requests, texts
 from tests.taught import speech, taught_model
 
 torch.set_num_threads(1)
-OTHERS = tuple(kind for kind in KINDS if kind != "specblock")
+OTHERS = tuple(kind for kind in TRAINED_KINDS if kind != "specblock")
 STEPS, PROMPT, TOKENS = 30, 12, 32
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
 
@@ -83,7 +83,7 @@ def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> 
     assert after["loss"] < before["loss"]
     assert after["tree_tau"] > 1.25
     assert after["chain_tau"] > (2.0 if kind == "eagle3" else 1.0), "it goes on behind its own states"
-    assert len(after["alpha"]) == KINDS[kind].trained_blocks * KINDS[kind].shape["block_size"]
+    assert len(after["alpha"]) == TRAINED_KINDS[kind].trained_blocks * TRAINED_KINDS[kind].shape["block_size"]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -100,7 +100,7 @@ def test_it_serves_and_changes_no_token(target: Path, trained: Any, kind: str, t
         assert engine.drafter.name == name
         assert engine.drafter.num_blocks > 0
     assert assembly.weights is not None
-    assert assembly.weights.blocks == KINDS[kind].least_blocks
+    assert assembly.weights.blocks == TRAINED_KINDS[kind].least_blocks
 
 
 @pytest.mark.parametrize("kind", OTHERS)

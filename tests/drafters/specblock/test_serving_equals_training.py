@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.kinds import KINDS
 from drafters.protocol import DraftingSizes
 from drafters.specblock.growth import Origin, Picked
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward, Nodes
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
@@ -75,7 +75,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
-    *({"kind": kind, **KINDS[kind].shape} for kind in ("parallel", "eagle3", "medusa")),
+    *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in ("parallel", "eagle3", "medusa")),
 ]
 DEPTH = 4
 

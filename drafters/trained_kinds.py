@@ -3,6 +3,11 @@
 from drafters.eagle3.kind import EAGLE3
 from drafters.medusa.kind import MEDUSA
 from drafters.parallel.kind import PARALLEL
-from drafters.specblock.kind import SPECBLOCK, Kind
+from drafters.specblock.kind import SPECBLOCK, TrainedKind
 
-KINDS: dict[str, Kind] = {"specblock": SPECBLOCK, "parallel": PARALLEL, "eagle3": EAGLE3, "medusa": MEDUSA}
+TRAINED_KINDS: dict[str, TrainedKind] = {
+    "specblock": SPECBLOCK,
+    "parallel": PARALLEL,
+    "eagle3": EAGLE3,
+    "medusa": MEDUSA,
+}
