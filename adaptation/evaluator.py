@@ -136,7 +136,7 @@ class OfflineEvaluator:
 
     @torch.no_grad()
     def _drift(self, model: SpecBlock) -> float:
-        reach, device = 2 * model.config.block_size, model.d2t.device
+        reach, device = model.config.reach, model.d2t.device
         batches = (Batch.of([text], reach, device) for text in self._drift_texts)
         return float(torch.stack([self._divergence(model, batch) for batch in batches]).mean())
 

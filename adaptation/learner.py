@@ -488,7 +488,7 @@ def _rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, 
         learning_rate=config.learning_rate if drafter.made else _MADE_STEP,
         relative=not drafter.made,
         anchor_weight=config.anchor_weight,
-        blocks=2 if drafter.made else drafter.blocks,  # of one that was trained before, as it was trained
+        blocks=drafter.config.trained_blocks if drafter.made else drafter.blocks,  # of one that was trained, as it was
         autocast=autocast,
         tuning=tuning,
     )

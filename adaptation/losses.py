@@ -42,16 +42,12 @@ class TextDivergence:
         starts = self._starts(batch)
         head = self._rows(model.d2t)
         with torch.no_grad():
-            known = TrainingForward(self._anchor, self._embed).first(batch, starts)
-            valid = self._valid(model, head, batch, starts, known.states)
-            labelled = batch.label_index[:, 2 : 2 + known.stream.shape[1]] >= 0
-            states = torch.cat([known.stream[labelled], known.states[valid]])
-            anchor_logits = linear(states, head)
-        own = TrainingForward(model, self._embed).first(batch, starts)
-        return anchor_divergence(
-            model.lm_head(torch.cat([own.stream[labelled], own.states[valid]])),
-            anchor_logits,
-        )
+            known, blocks = TrainingForward(self._anchor, self._embed).first(batch, starts)
+            valid = self._valid(model, head, batch, starts, blocks.states)
+            labelled = batch.label_index[:, 2 : 2 + known.shape[1]] >= 0
+            anchor_logits = linear(torch.cat([known[labelled], blocks.states[valid]]), head)
+        own, blocks = TrainingForward(model, self._embed).first(batch, starts)
+        return anchor_divergence(model.lm_head(torch.cat([own[labelled], blocks.states[valid]])), anchor_logits)
 
     def _starts(self, batch: Batch) -> Tensor:
         """Positions spread evenly over each text's labelled ones. # -> [batch, anchors] int64"""

@@ -346,7 +346,7 @@ class Trainer:
         return torch.autocast(self._model.d2t.device.type, dtype=torch.bfloat16, enabled=self.rules.autocast)
 
     def _batch(self, examples: list[Example]) -> Batch:
-        return Batch.of(examples, 2 * self._model.config.block_size, self._model.d2t.device)
+        return Batch.of(examples, self._model.config.reach, self._model.d2t.device)
 
     def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> dict[str, float]:
         """# -> what the step saw before it changed anything"""

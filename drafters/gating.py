@@ -153,8 +153,8 @@ class ForwardGates:
         return self._gate.ask(self._expected[number])
 
     def end(self, came: Tensor | None) -> None:
-        """What became of the step's trees, if there were any. # [2], accepted tokens that further forwards proposed, and
-        all tokens"""
+        """What became of the step's trees, if there were any. # [2], accepted tokens that further forwards proposed,
+        and all tokens"""
         observe = self._gate.end()
         if observe is not None and came is not None:
             self._outcomes.read(came, observe)

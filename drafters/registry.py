@@ -7,6 +7,7 @@ one is asked where that pays. Distributions add kinds by entry points of the gro
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
@@ -20,9 +21,9 @@ from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
 
-MERGED = "lookup+specblock"
 GROUP = "adaptree.drafters"
 _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 
@@ -42,9 +43,9 @@ class NoDrafter(Drafter):
         """Nothing to learn."""
 
 
-def _specblock(parts: Parts) -> Drafter:
+def _trained(kind: str, parts: Parts) -> Drafter:
     if parts.weights is None:
-        raise ValueError("drafter 'specblock' needs trained weights: set drafter_path")
+        raise ValueError(f"drafter {kind!r} needs trained weights: set drafter_path")
     return SpecBlockDrafter(parts.sizes, parts.weights)
 
 
@@ -52,7 +53,7 @@ _KINDS = {
     "lookup": Kind(lambda parts: LookupDrafter(parts.sizes)),
     "none": Kind(lambda parts: NoDrafter()),
     "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes)),
-    "specblock": Kind(_specblock, needs="weights"),
+    **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
     "draft_model": DRAFT_MODEL,
     "early_exit": EARLY_EXIT,
 }
@@ -74,6 +75,11 @@ def kind_names() -> tuple[str, ...]:
 def needs_of(name: str) -> frozenset[Need]:
     """What the drafter of that name needs. Raises ValueError as `build_drafter`."""
     return frozenset(one.kind.needs for one in _resolved(name))
+
+
+def trained_kind_of(name: str) -> str | None:
+    """Which of the drafters of that name is served from a folder of this package's form, if one is."""
+    return next((part for part in name.split("+") if part in TRAINED_KINDS), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:

@@ -16,7 +16,7 @@ from adaptation.config import Tuning
 from drafters.kinds import Need
 from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Drafter
-from drafters.registry import MERGED, TrainedWeights, needs_of
+from drafters.registry import TrainedWeights, needs_of, trained_kind_of
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
@@ -31,7 +31,7 @@ from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.draft_model import DraftModel, taken_over
 from service.engine.drafter_start import unmade_for
-from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, shipped_folder
+from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, kind_in, shipped_folder
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -294,7 +294,7 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     folder = None if made_up else _folder(config)
     name: str = config.drafter
     if name == "auto":
-        name = "specblock" if made_up else MERGED if folder or starts else "lookup"
+        name = "specblock" if made_up else f"lookup+{kind_in(folder)}" if folder or starts else "lookup"
         if name == "lookup":
             logger.info("no trained drafter for %s: drafting by lookup", config.model)
     needs = _needs(name)
@@ -304,6 +304,11 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to lookup"
+        )
+    wanted = trained_kind_of(name)
+    if wanted is not None and folder is not None and (kind := kind_in(folder)) != wanted:
+        raise StartupError(
+            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or lookup+{kind}"
         )
     return name, folder if "weights" in needs else None
 
@@ -328,8 +333,9 @@ def _weights(
             if folder != import_place(config):
                 raise
             raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
-    if config.is_dummy and "weights" in _needs(drafter_name):
-        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks)
+    kind = trained_kind_of(drafter_name)
+    if config.is_dummy and kind is not None:
+        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks, kind=kind)
     return None
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def save_weights(
         "format": _FORMAT,
         "architecture": ARCHITECTURE,
         "target_identity": target_identity,
-        "drafter": asdict(config),
+        "drafter": config.described(),
         "facts": dict(facts),
         "weights_sha256": weights_sha256(folder),
     }

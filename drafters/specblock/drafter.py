@@ -24,7 +24,7 @@ from drafters.tree import Candidates
 
 
 class SpecBlockDrafter(Drafter):
-    """Drafts blocks of dependent positions from the target's own features."""
+    """Drafts blocks of positions from the target's own features, whatever kind its weights are of."""
 
     name = "specblock"
     tap_layers: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class SpecBlockDrafter(Drafter):
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
         config = weights.network.config
-        self.tap_layers = config.tap_layers
+        self.name, self.tap_layers = config.kind, config.tap_layers
         self._recorder = weights.recorder
         self._window = config.trained_length
         self._version, self._ready = weights.version, weights.ready

@@ -20,6 +20,9 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.medusa.model import ResidualHeads
+from drafters.specblock.condition import condition_of
+from drafters.trained_kinds import TRAINED_KINDS
 from kernels.rank_features import NUM_FEATURES
 
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
@@ -62,7 +65,7 @@ class SpecBlockConfig:
     target: Mapping[str, Any]  # of `layers_for`
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
     draft_vocab_size: int  # tokens the drafter can propose
-    num_layers: int = 2
+    num_layers: int = 2  # 0: residual heads alone, one for each entry of a block
     block_size: int = 4  # K, positions per forward
     rank_hidden: int = 256
     prefix_entries: PrefixEntries = "first"  # which of a committed position's K entries later ones attend to
@@ -72,11 +75,16 @@ class SpecBlockConfig:
     broadcast: bool = True  # False: ablation, only a block's first position sees the condition
     coupled: bool = True  # rank head trained on scores with the sampling noise
     trained_length: int = 512  # longest context seen in training, tokens
+    kind: str = "specblock"  # of `TRAINED_KINDS`
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "trained_length"):
+        if self.kind not in TRAINED_KINDS:
+            raise ValueError(f"drafter config: kind {self.kind!r} is none of {', '.join(TRAINED_KINDS)}")
+        for name in ("draft_vocab_size", "block_size", "rank_hidden", "trained_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
+        if self.num_layers < 0 or (self.num_layers > 0) is not (TRAINED_KINDS[self.kind].shape["num_layers"] > 0):
+            raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
         kind = self.target.get("model_type")
@@ -101,8 +109,23 @@ class SpecBlockConfig:
         """Entries of a committed position that later positions attend to."""
         return self.block_size if self.prefix_entries == "all" else 1
 
+    @property
+    def trained_blocks(self) -> int:
+        """Blocks in a row that it is trained through."""
+        return TRAINED_KINDS[self.kind].trained_blocks
+
+    @property
+    def reach(self) -> int:
+        """Entries of those, one behind the other."""
+        return self.trained_blocks * self.block_size
+
+    def described(self) -> dict[str, Any]:
+        """As plain values; a SpecBlock's as they were before there were other kinds, for digests are taken of them."""
+        values = asdict(self)
+        return {name: value for name, value in values.items() if name != "kind" or value != "specblock"}
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return json.dumps(self.described(), indent=2, sort_keys=True)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> "SpecBlockConfig":
@@ -186,12 +209,7 @@ class InputLayer(nn.Module):
 
     def condition(self, features: Tensor) -> Tensor:
         """c of tapped target features. # [..., taps * hidden] -> [..., hidden]"""
-        features = features.to(self.token_norm.weight.dtype)
-        if self.feature_norms:
-            taps = features.chunk(len(self.feature_norms), dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.feature_norms, taps, strict=True)], dim=-1)
-        projected: Tensor = self.condition_proj(features)
-        return projected
+        return condition_of(features, self.feature_norms, self.condition_proj)
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """h0 of some entries of each anchor. # context, embedded [..., hidden] -> [..., entries, hidden]"""
@@ -283,6 +301,16 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
 
 
+def _heads(config: SpecBlockConfig, shape: LayerShape) -> ResidualHeads:
+    return ResidualHeads(
+        hidden=config.hidden_size,
+        taps=len(config.tap_layers),
+        heads=config.block_size,
+        epsilon=shape.epsilon,
+        normalise=config.normalise_features,
+    )
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Halves against halves. # x [batch, rows, heads, dim], cos and sin [batch, rows, dim]"""
     first, second = x.chunk(2, dim=-1)
@@ -300,7 +328,7 @@ class SpecBlock(nn.Module):
         super().__init__()
         self.config = config
         shape, hidden = LayerShape.of(config), config.hidden_size
-        self.input_layer = InputLayer(config, shape.epsilon)
+        self.input_layer = InputLayer(config, shape.epsilon) if config.num_layers else _heads(config, shape)
         self.decoder = Decoder(shape, config.num_layers)
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
@@ -321,7 +349,7 @@ class SpecBlock(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.input_layer.token_norm.weight.dtype
+        return self.decoder.norm.weight.dtype
 
     def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
         """States after the output norm: what the heads read, and the context of blocks that start at an entry.

@@ -4,74 +4,59 @@ Legend: rows = of all sequences of a forward, hidden, taps, block = K, draft_voc
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from drafters.medusa.network import ServedHeads
 from drafters.specblock.checkpoint import VOCABULARY
+from drafters.specblock.hand import Hand
 from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
 from kernels import ops
-from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.decoder_layer import RowPlaces
 from kernels.layers import RunLayers
-from kernels.linear import Product
-from kernels.ops import Ops
 
 
-@dataclass(slots=True)
-class _Hand:
-    """Hands weights to ops; `kept` are the tensors that ops then read, in order, as copies, if they are to be
-    overwritten later."""
+class _FusedInput:
+    """The input of drafters with layers: condition, token and position query, as of `InputLayer.blocks`."""
 
-    weights: Mapping[str, Tensor]
-    table: Ops
-    keeps: bool
-    kept: list[Tensor] = field(default_factory=list)
+    def __init__(self, config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> None:
+        hidden, weights = config.hidden_size, hand.weights
+        self._ops, self._epsilon, self._broadcast = hand.table, shape.epsilon, config.broadcast
+        self._condition_norm = hand.vector("input_layer.condition_norm.weight")
+        self._token_norm = hand.vector("input_layer.token_norm.weight")
+        fuse = weights["input_layer.fuse.weight"]
+        self._known = hand.product(fuse[:, : 2 * hidden].contiguous())
+        queries = torch.rms_norm(weights["input_layer.position_queries"], (hidden,), None, shape.epsilon)
+        queries = queries * weights["input_layer.query_norm.weight"]
+        # What the position queries add to an entry is the same in every block.
+        asked = linear(queries.float(), fuse[:, 2 * hidden :].float())
+        self._asked = hand.tensor(asked.to(fuse.dtype))  # [block, hidden]
 
-    def tensor(self, value: Tensor) -> Tensor:
-        value = value.detach()
-        if self.keeps:
-            value = value.clone()
-            self.kept.append(value)
-        return value
-
-    def vector(self, name: str) -> Tensor:
-        return self.tensor(self.weights[name])
-
-    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        return self.table.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
-
-    def layer(self, number: int, shape: LayerShape, window: int) -> DecoderLayer:
-        prefix = f"decoder.layers.{number}."
-        own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
-        return DecoderLayer.of(
-            {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
-            Ops(**{**vars(self.table), "plan_linear": self.product}),
-            query_heads=shape.query_heads,
-            epsilon=shape.epsilon,
-            scale=shape.head_dim**-0.5,
-            window=window,
-        )
+    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
+        """# [rows, hidden] -> [rows, block, hidden]"""
+        known = [
+            self._ops.add_rms_norm(context.contiguous(), None, self._condition_norm, self._epsilon),
+            self._ops.add_rms_norm(embedded.to(context.dtype).contiguous(), None, self._token_norm, self._epsilon),
+        ]
+        seen = self._known(torch.cat(known, dim=-1))[:, None]
+        if self._broadcast:
+            return seen + self._asked
+        blocks = self._asked.expand(len(seen), -1, -1).clone()
+        blocks[:, :1] += seen
+        return blocks
 
 
 class _Planned:
     """One version of the weights, ready for the ops of their device."""
 
-    def __init__(self, config: SpecBlockConfig, shape: LayerShape, hand: _Hand) -> None:
-        hidden, weights = config.hidden_size, hand.weights
+    def __init__(self, config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> None:
+        weights = hand.weights
         gains = [weights[f"input_layer.feature_norms.{tap}.weight"] for tap in _taps(config)]
         self.gains = hand.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
         self.condition = hand.product(weights["input_layer.condition_proj.weight"])
-        self.condition_norm = hand.vector("input_layer.condition_norm.weight")
-        self.token_norm = hand.vector("input_layer.token_norm.weight")
-        fuse = weights["input_layer.fuse.weight"]
-        self.known = hand.product(fuse[:, : 2 * hidden].contiguous())
-        queries = torch.rms_norm(weights["input_layer.position_queries"], (hidden,), None, shape.epsilon)
-        queries = queries * weights["input_layer.query_norm.weight"]
-        # What the position queries add to an entry is the same in every block.
-        asked = linear(queries.float(), fuse[:, 2 * hidden :].float())
-        self.asked = hand.tensor(asked.to(fuse.dtype))  # [block, hidden]
+        self.blocks = _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
         window = config.trained_length * config.entries
         self.layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
         self._runs: list[RunLayers] = []
@@ -137,7 +122,7 @@ class ServingNetwork:
         return write
 
     def _plan(self, weights: Mapping[str, Tensor]) -> tuple[_Planned, list[Tensor]]:
-        hand = _Hand(weights, self.ops, self._in_place)
+        hand = Hand(weights, self.ops, self._in_place)
         return _Planned(self.config, self.shape, hand), hand.kept
 
     def _set_vocabulary(self, d2t: Tensor) -> None:
@@ -156,29 +141,21 @@ class ServingNetwork:
 
     def blocks(self, context: Tensor, embedded: Tensor) -> Tensor:
         """h0 of the entries of blocks. # context, embedded [rows, hidden] -> [rows, block, hidden]"""
-        planned, epsilon = self._planned, self.shape.epsilon
-        known = [
-            self.ops.add_rms_norm(context.contiguous(), None, planned.condition_norm, epsilon),
-            self.ops.add_rms_norm(embedded.to(self.dtype).contiguous(), None, planned.token_norm, epsilon),
-        ]
-        seen = planned.known(torch.cat(known, dim=-1))[:, None]
-        if self.config.broadcast:
-            return seen + planned.asked
-        blocks = planned.asked.expand(len(seen), -1, -1).clone()
-        blocks[:, :1] += seen
-        return blocks
+        return self._planned.blocks(context, embedded)
 
     def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """States after the output norm; keys and values go to the pool. # hidden [rows, hidden], overwritten; previous
         [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> [rows, hidden]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
-        delta = self._planned.runs(pool)[-1](hidden, delta, places)
+        for run in self._planned.runs(pool)[-1:]:
+            delta = run(hidden, delta, places)
         return self.ops.add_rms_norm(hidden, delta, self._planned.norm, self.shape.epsilon)
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """As `states`, without what would come of it."""
         hidden, delta = self._before_last(hidden, previous, places, pool)
-        self._planned.layers[-1].store(hidden, delta, places, pool[-1])
+        for layer in self._planned.layers[-1:]:
+            layer.store(hidden, delta, places, pool[-1])
 
     def _before_last(
         self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor

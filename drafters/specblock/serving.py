@@ -52,6 +52,8 @@ class BlockForward:
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
+        if not self._network.config.num_layers:  # nothing is kept of them
+            return
         (batch, count), entries = waiting.tokens.shape, self._pool.entries
         layout = _layout(batch, count * entries, entries, 0, 0, 0, waiting.tokens.device)
         end = self._state.known(rows) - 1
@@ -147,7 +149,7 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = shape.rotary(positions.flatten(), network.dtype)
-        return RowPlaces(cos, sin, slots.flatten(), plan)
+        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # of one row each it is a view
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,5 @@
-"""The forwards of one training step: the committed stream with first blocks at some anchors, then one block more.
+"""The forwards of one training step: the committed stream with first blocks at some anchors, then blocks behind those,
+on the drafter's own states, as many in a row as are asked for.
 The stream holds the entries later positions may attend to, `entries` for each position: causal. A block's rows attend
 to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section 3.3).
 Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = sequences'
@@ -15,29 +16,31 @@ from drafters.training.corpus import Batch
 
 
 class MaskedAttention:
-    """Rows see what a mask says of the forward before and of their own; keeps keys and values for the next forward."""
+    """Rows see what a mask says of all forwards before and of their own; keeps keys and values for the next forward."""
 
     def __init__(self, seen: Tensor, before: "MaskedAttention | None" = None) -> None:
         self._seen = seen  # [batch, rows, rows before + rows] bool
         self._before = before
-        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values, both [batch, kv_heads, rows, head_dim]
+        # Keys and values of all forwards so far, both [batch, kv_heads, rows before + rows, head_dim].
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `Attend`."""
         query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
-        self._layers.append((key, value))
         if self._before is not None:
             keys, values = self._before._layers[layer]
             key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        self._layers.append((key, value))
         return scaled_dot_product_attention(query, key, value, attn_mask=self._seen[:, None], enable_gqa=True)
 
 
 @dataclass(frozen=True, slots=True)
-class FirstBlocks:
-    """The stream and the anchors' blocks after the first forward."""
+class Blocks:
+    """The newest block of each anchor's path."""
 
-    stream: Tensor  # [batch, length - 1, hidden], states of the first entry of every position
+    anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions further
     states: Tensor  # [batch, anchors, block, hidden]
+    seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
     attention: MaskedAttention
 
 
@@ -51,8 +54,9 @@ class TrainingForward:
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
-    def first(self, batch: Batch, anchors: Tensor) -> FirstBlocks:
-        """The stream of all positions and, for `anchors` [batch, anchors], the rest of their blocks."""
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
+        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors].
+        # -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
@@ -67,46 +71,41 @@ class TrainingForward:
         row, last = torch.arange(len(entry), device=device), anchor * entries + entries - 1
         ends = torch.where(row < num_stream, row, last)  # of what a row sees of the stream
         inside = pad(_causal_blocks(number, self._own, device), (0, 0, num_stream, 0))
-        attention = MaskedAttention(torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2))
+        seen = torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2)
+        attention = MaskedAttention(seen)
         rows = BlockRows(
             inputs=torch.cat([stream, rest], dim=1),
             positions=anchor + 1 + entry,
             previous=torch.where(entry == entries, last, row - (entry > 0).long()),
         )
         states: Tensor = self._model(rows, attention)
-        by_position = states[:, :num_stream].unflatten(1, (-1, entries))
-        rest_states = states[:, num_stream:].unflatten(1, (anchors.shape[1], self._own))
-        first_states = _at(by_position.flatten(2), anchors).unflatten(2, (entries, -1))
-        return FirstBlocks(by_position[:, :, 0], torch.cat([first_states, rest_states], dim=2), attention)
+        held = anchors[:, :, None] * entries + torch.arange(entries, device=device)
+        own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
+        of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
+        states_of, seen_of = (_at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
+        return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention)
 
-    def next(self, batch: Batch, anchors: Tensor, cuts: Tensor, first: FirstBlocks) -> Tensor:
-        """Blocks that start at entry `cuts` (1..K) of the anchors' first blocks, on the true token there.
-        anchors, cuts [batch, anchors] -> states [batch, anchors, block, hidden]"""
-        context = torch.take_along_dim(first.states, (cuts - 1)[:, :, None, None], dim=2)[:, :, 0]
-        start = anchors + 1 + cuts  # position of the token the new block stands on
+    def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
+        """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
+        # cuts [batch, anchors]"""
+        place, (size, number) = (cuts - 1)[:, :, None, None], cuts.shape
+        context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.states, before.seen))
+        anchors = before.anchors + cuts
+        start = anchors + 1  # position of the token the new block stands on
         tokens = batch.tokens.gather(1, start.clamp(max=batch.tokens.shape[1] - 1))
         inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
-        ahead = torch.arange(self._size, device=anchors.device)
-        numbers = torch.arange(anchors.shape[1] * self._size, device=anchors.device)
-        num_stream = (batch.tokens.shape[1] - 1) * self._entries
-        in_stream = torch.minimum(cuts, torch.tensor(self._entries))  # entries on the path that the stream holds
-        last = anchors * self._entries + in_stream - 1
-        own = torch.arange(self._own, device=anchors.device)
-        in_block = (own < (cuts - self._entries)[:, :, None]).flatten(1)  # [batch, anchors * own], on the path
-        same = _blocks(anchors.shape[1], anchors.device, self._size, self._own)
-        seen = [
-            _up_to(num_stream, last.repeat_interleave(self._size, dim=1)),
-            same & in_block[:, None],
-            _causal_blocks(anchors.shape[1], self._size, anchors.device).expand(anchors.shape[0], -1, -1),
-        ]
-        attention = MaskedAttention(torch.cat(seen, dim=2), first.attention)
+        own = _causal_blocks(number, self._size, cuts.device).expand(size, -1, -1)
+        seen = torch.cat([path.repeat_interleave(self._size, dim=1), own], dim=2)
+        attention = MaskedAttention(seen, before.attention)
+        row = torch.arange(number * self._size, device=cuts.device)
         rows = BlockRows(
             inputs=inputs.flatten(1, 2),
-            positions=(start[:, :, None] + ahead).flatten(1),
-            previous=(numbers - (numbers % self._size > 0).long()).expand(anchors.shape[0], -1),
+            positions=(start[:, :, None] + torch.arange(self._size, device=cuts.device)).flatten(1),
+            previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         states: Tensor = self._model(rows, attention)
-        return states.view(*anchors.shape, self._size, -1)
+        by_block = (number, self._size)
+        return Blocks(anchors, states.unflatten(1, by_block), seen.unflatten(1, by_block), attention)
 
 
 def _up_to(num_stream: int, last: Tensor) -> Tensor:
@@ -114,15 +113,10 @@ def _up_to(num_stream: int, last: Tensor) -> Tensor:
     return torch.arange(num_stream, device=last.device) <= last[:, :, None]
 
 
-def _blocks(number: int, device: torch.device, rows: int, columns: int) -> Tensor:
-    """Whether a row and a column are of the same block. # -> [number * rows, number * columns] bool"""
-    blocks = torch.arange(number, device=device)
-    return blocks.repeat_interleave(rows)[:, None] == blocks.repeat_interleave(columns)
-
-
 def _causal_blocks(number: int, size: int, device: torch.device) -> Tensor:
     """Rows see those of their own block up to themselves. # -> [number * size, number * size] bool"""
-    return _blocks(number, device, size, size).tril()
+    blocks = torch.arange(number, device=device).repeat_interleave(size)
+    return (blocks[:, None] == blocks).tril()
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

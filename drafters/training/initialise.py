@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.medusa.model import ResidualHeads
 from drafters.specblock.model import Embed, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example, TrainingError
 
@@ -49,6 +50,10 @@ def initialise(
 ) -> dict[str, Any]:
     """Set all weights but the rank head's, of a model that knows its vocabulary; how well. Raises TrainingError."""
     copy_end(model, target)
+    top = max(model.config.tap_layers)
+    if isinstance(model.input_layer, ResidualHeads):
+        model.input_layer.start_from(model.config.tap_layers.index(top))
+        return {"exact": top == len(target.layers) - 1}  # else a layer's output near by stands for the last one's
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
         if sums.positions >= positions:
@@ -63,7 +68,7 @@ def initialise(
     received_from = len(target.layers) - 1 - model.config.num_layers
     return {
         "explained": explained(model, embed, apart),
-        "exact": max(model.config.tap_layers) == received_from,  # else it is predicted from a layer near by
+        "exact": top == received_from,  # else it is predicted from a layer near by
         "positions": sums.positions,
     }
 
@@ -107,11 +112,12 @@ class InputSums:
             self._sum_up()
 
     @torch.no_grad()
-    def solve(self, layer: InputLayer, generator: torch.Generator) -> None:
+    def solve(self, layer: InputLayer | ResidualHeads, generator: torch.Generator) -> None:
         """Set all of an input layer. The condition is the part of the prediction that comes from the taps, in units of
         each output's deviation; the fusion takes that back and adds what the token says. Its norm divides by a size
         that hardly varies: it is taken to be the mean one. The constant enters through the position queries, which
         `generator` starts close together."""
+        assert isinstance(layer, InputLayer), "residual heads are not solved"
         self._sum_up()
         hidden, gram = self._hidden, self._products[:, : self.known]
         solution = self._solution()  # [known, hidden]
@@ -199,7 +205,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         raise TrainingError(
             f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
         )
-    for layer, source in zip(own, target.layers[-len(own) :], strict=True):
+    for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
         if target.standard:
             layer.load_state_dict(source.state_dict())
         else:  # what they add is learned

@@ -1,4 +1,4 @@
-"""The training objective of a SpecBlock drafter (SpecBlock section 3.3).
+"""The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
 Cross-entropy of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
 valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
@@ -22,8 +22,10 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    anchor_share: float = 0.125  # part of a sequence's labelled positions that are anchors of whole blocks
-    blocks: int = 2  # of a tree that are trained; 1: what a drafter says behind its own states is not
+    anchored_rows: float = 0.875  # entries behind anchors for each labelled position: how many positions are anchors
+    blocks: int | None = (
+        None  # of a tree that are trained, at most; 1: what a drafter says behind its own states is not
+    )
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
@@ -35,9 +37,9 @@ class StepScores:
 
     draft_loss: Tensor
     rank_loss: Tensor
-    hits: Tensor  # [2 * block], the target's likeliest token ranked first
-    covered: Tensor  # [2 * block], ranked first to fourth
-    seen: Tensor  # [2 * block], entries with a label and a valid prefix
+    hits: Tensor  # [reach], the target's likeliest token ranked first
+    covered: Tensor  # [reach], ranked first to fourth
+    seen: Tensor  # [reach], entries with a label and a valid prefix
 
 
 class _Entries(NamedTuple):
@@ -56,7 +58,8 @@ class Objective:
         self._model = model
         self._forward = TrainingForward(model, embed)
         self._settings = settings
-        self._size = model.config.block_size
+        self._size, self._reach, trained = model.config.block_size, model.config.reach, model.config.trained_blocks
+        self._blocks = min(settings.blocks or trained, trained)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
         """`generator` draws anchors, cuts, temperatures and noise."""
@@ -73,27 +76,29 @@ class Objective:
 
     def _entries(self, batch: Batch, generator: torch.Generator) -> _Entries:
         anchors = self._draw_anchors(batch, generator)
-        first = self._forward.first(batch, anchors)
-        positions = torch.arange(first.stream.shape[1], device=anchors.device)
-        stream = self._labelled(first.stream, (positions + 2).expand(first.stream.shape[:2]), batch, place=0)
+        stream, grown = self._forward.first(batch, anchors)
+        positions = torch.arange(stream.shape[1], device=anchors.device)
+        found = [self._labelled(stream, (positions + 2).expand(stream.shape[:2]), batch, place=0)]
         ahead = torch.arange(self._size, device=anchors.device)
-        predicted = anchors[:, :, None] + 2 + ahead
-        reached = self._reached(first.states, predicted, batch)  # [batch, anchors, block + 1]
-        rest = predicted.masked_fill(~reached[:, :, :-1], -1)[:, :, 1:]
-        own = self._labelled(first.states[:, :, 1:], rest, batch, place=ahead[1:])
-        if self._settings.blocks == 1:
-            return _Entries(*map(torch.cat, zip(stream, own, strict=True)))
-        cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
-        states = self._forward.next(batch, anchors, cuts, first)
-        predicted = (anchors + cuts)[:, :, None] + 2 + ahead
-        onward = self._reached(states, predicted, batch)[:, :, :-1] & reached.gather(2, cuts[:, :, None])
-        crossed = self._labelled(states, predicted.masked_fill(~onward, -1), batch, place=cuts[:, :, None] + ahead)
-        return _Entries(*map(torch.cat, zip(stream, own, crossed, strict=True)))
+        place = torch.zeros_like(anchors)[:, :, None] + ahead
+        valid = torch.ones_like(place, dtype=torch.bool)  # of what a block starts at
+        for number in range(self._blocks):
+            if number:
+                cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
+                grown = self._forward.next(batch, grown, cuts)
+                place, valid = place + cuts[:, :, None], valid.gather(2, cuts[:, :, None])
+            predicted = grown.anchors[:, :, None] + 2 + ahead
+            valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
+            taught = predicted.masked_fill(~valid[:, :, :-1], -1)
+            own = slice(0 if number else 1, None)  # the stream holds first entries
+            found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
+        return _Entries(*map(torch.cat, zip(*found, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
-        number = max(1, int(labelled.sum() * self._settings.anchor_share / labelled.shape[0]))
+        share = self._settings.anchored_rows / max(1, self._reach - 1)
+        number = max(1, int(labelled.sum() * share / labelled.shape[0]))
         keys = torch.rand(labelled.shape, generator=generator).to(labelled.device)
         return keys.masked_fill(~labelled, -1.0).topk(min(number, labelled.shape[1]), dim=1).indices
 
@@ -144,7 +149,7 @@ class Objective:
         return cross_entropy(classes, rank_class(ids, wanted))
 
     def _count(self, place: Tensor, mask: Tensor) -> Tensor:
-        return torch.bincount(place[mask], minlength=2 * self._size).cpu()
+        return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
 def _draft_loss(entries: _Entries, batch: Batch, t2d: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from drafters.training.forward import TrainingForward
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 
+_LEAST_POSITIONS = 4
+"""Of a path that is replayed without a tree, where a drafter is trained through so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
@@ -76,12 +79,9 @@ def _anchors(example: Example, every: int) -> Tensor:
 @torch.no_grad()
 def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
     """Tokens that a block's likeliest paths have right. # -> [anchors] int64"""
-    device, size = model.d2t.device, model.config.block_size
-    batch = Batch.of([example], 2 * size, device)
-    anchors = _anchors(example, every).to(device)[None]
-    states = TrainingForward(model, embed).first(batch, anchors).states[0]  # [anchors, block, hidden]
-    logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, block, draft vocab]
-    wanted = _behind(batch, example, anchors[0], size)
+    anchors = _anchors(example, every).to(model.d2t.device)
+    states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
+    logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
     said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
     accepted: Tensor = (said > _border(logprobs, nodes)[:, None]).sum(1)
@@ -119,16 +119,11 @@ def _border(logprobs: Tensor, nodes: int) -> Tensor:
 
 @torch.no_grad()
 def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
-    """Two blocks in a row, the likeliest token of each position, the second block behind the whole first one."""
-    device, size = model.d2t.device, model.config.block_size
-    batch = Batch.of([example], 2 * size, device)
-    anchors = torch.arange(example.prompt - 1, example.length - 1, device=device)[None]
-    forward = TrainingForward(model, embed)
-    first = forward.first(batch, anchors)
-    second = forward.next(batch, anchors, torch.full_like(anchors, size), first)
-    states = torch.cat([first.states, second], dim=2)[0]  # [anchors, 2 * block, hidden]
+    """As many blocks in a row as it is trained through, the likeliest token of each position, each block behind the
+    whole one before."""
+    anchors = torch.arange(example.prompt - 1, example.length - 1, device=model.d2t.device)
+    states, wanted = _along(model, embed, example, anchors, model.config.trained_blocks)
     drafted = model.d2t[model.lm_head(states).argmax(-1)]
-    wanted = _behind(batch, example, anchors[0], 2 * size)
     accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
     tokens = steps = 0
     while (left := len(accepted) - 1 - tokens) > 0:
@@ -137,15 +132,26 @@ def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
     return Replayed(tokens, steps)
 
 
-def _behind(batch: Batch, example: Example, anchors: Tensor, count: int) -> Tensor:
-    """The tokens that blocks of so many entries should name; -1 behind the text. # anchors [n] -> [n, count]"""
-    ahead = anchors[:, None] + 2 + torch.arange(count, device=anchors.device)
-    return batch.tokens[0][ahead.clamp(max=example.length - 1)].masked_fill(ahead >= example.length, -1)
+def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """States of so many blocks in a row, at most those it is trained through, on the text itself, and the tokens they
+    should name, -1 behind the text. # anchors [n] -> [n, positions, hidden], [n, positions]"""
+    config, forward = model.config, TrainingForward(model, embed)
+    batch = Batch.of([example], config.reach, anchors.device)
+    _, grown = forward.first(batch, anchors[None])
+    states = [grown.states]
+    for _ in range(1, min(blocks, config.trained_blocks)):
+        grown = forward.next(batch, grown, torch.full_like(grown.anchors, config.block_size))
+        states.append(grown.states)
+    along = torch.cat(states, dim=2)[0]
+    ahead = anchors[:, None] + 2 + torch.arange(along.shape[1], device=anchors.device)
+    wanted = batch.tokens[0][ahead.clamp(max=example.length - 1)].masked_fill(ahead >= example.length, -1)
+    return along, wanted
 
 
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
     """A network as it serves."""
-    weights = TrainedWeights(ServingNetwork(model.config, weights_of(model)), embed)
+    network = ServingNetwork(model.config, weights_of(model))
+    weights = TrainedWeights(network, embed, blocks=model.config.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
 
 

@@ -14,7 +14,7 @@ from drafters.training.replay import Replayed, replay_chain, replay_trees, servi
 
 TREE_NODES = 16
 _SEED = 1
-_ANCHOR_SHARE = 0.3
+_ANCHORED_ROWS = 2.1
 _TEXTS = 24
 _TEXT_TOKENS = 64
 
@@ -35,9 +35,9 @@ class Scores:
 @torch.no_grad()
 def examine(model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_tokens: int, autocast: bool) -> Scores:
     """Score a drafter on texts that it is not trained on."""
-    device, reach = model.d2t.device, 2 * model.config.block_size
+    device, reach = model.d2t.device, model.config.reach
     replayed = _to_replay(texts)
-    objective = Objective(model, embed, ObjectiveSettings(anchor_share=_ANCHOR_SHARE))
+    objective = Objective(model, embed, ObjectiveSettings(anchored_rows=_ANCHORED_ROWS))
     drawn = torch.Generator().manual_seed(_SEED)
     losses, counts, groups = torch.zeros(2), torch.zeros(3, reach), 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from drafters.specblock.model import STANDARD, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.model import STANDARD, InputLayer, SpecBlock, SpecBlockConfig, layers_for
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from service.engine.dummy import seeded
 from service.engine.modules import decoder_layers, default_tap_layers
@@ -19,13 +20,16 @@ logger = logging.getLogger(__name__)
 _DRAFT_TOKENS = 8192  # as `train drafter`
 
 
-def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) -> SpecBlockConfig:
+def drafter_config(
+    model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS, kind: str = "specblock"
+) -> SpecBlockConfig:
     """Shapes of a drafter for this target. Raises ValueError where it cannot have one."""
     text = model.config.get_text_config()
     known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
     size = min(text.vocab_size, draft_tokens)
     # A token and a condition that only a block's first entry sees are learnt from faster: docs/bootstrap.md.
-    return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, broadcast=False)
+    shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
+    return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
@@ -71,12 +75,12 @@ def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> Sp
 
 
 def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target, as those made for its fine-tunes have."""
+    """Whether a drafter has the shapes of this target, as those made for its fine-tunes have, and layers to copy."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    return same and max(config.tap_layers) < text.num_hidden_layers
+    return same and config.num_layers > 0 and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()
@@ -85,6 +89,7 @@ def unmade_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock
     with seeded(model.device):
         network = SpecBlock(config)
         network.set_vocabulary(torch.arange(config.draft_vocab_size))
+        assert isinstance(network.input_layer, InputLayer), "residual heads are not made from traffic"
         for part in (network.input_layer.condition_proj.weight, network.input_layer.fuse.weight):
             part.zero_()
         for part in network.rank_head[-1].parameters():

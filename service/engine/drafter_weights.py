@@ -18,6 +18,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from drafters.trained_kinds import TRAINED_KINDS
 from service.config import ServiceConfig
 from service.engine.drafter_start import drafter_config
 from service.engine.dummy import seeded
@@ -36,6 +37,15 @@ def shipped_folder(model_name: str) -> Path | None:
         return None
     folder = Path(drafters.__file__).parent / "shipped" / model_name
     return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
+
+
+def kind_in(folder: Path | None) -> str:
+    """Of the drafter that a folder holds. What cannot be read or is yet to be made passes for the usual one: whoever
+    loads it says what is wrong."""
+    try:
+        return "specblock" if folder is None else checkpoint.read_config(folder).kind
+    except DrafterError:
+        return "specblock"
 
 
 def imported_folder(config: ServiceConfig) -> Path | None:
@@ -72,8 +82,9 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
         first = weights_of(model := load_network(folder, loaded))
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    logger.info("loaded drafter %s: %d blocks of %d positions", folder, blocks, model.config.block_size)
     weights = _serving(model, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
+    shape = model.config.kind, weights.blocks, model.config.block_size
+    logger.info("loaded drafter %s: %s, %d blocks of %d positions", folder, *shape)
     return Replaceable(weights, first)
 
 
@@ -97,7 +108,7 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
 
 def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
     network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(network, embed_with(table), blocks=blocks)
+    return TrainedWeights(network, embed_with(table), blocks=max(blocks, TRAINED_KINDS[model.config.kind].least_blocks))
 
 
 def embed_with(table: Tensor) -> Embed:
@@ -110,14 +121,14 @@ def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
     return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
-def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int) -> TrainedWeights:
+def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int, kind: str = "specblock") -> TrainedWeights:
     """A random drafter network in the size that would be trained for this target."""
-    return _serving(dummy_network(model), table, blocks)
+    return _serving(dummy_network(model, kind), table, blocks)
 
 
-def dummy_network(model: PreTrainedModel) -> SpecBlock:
+def dummy_network(model: PreTrainedModel, kind: str = "specblock") -> SpecBlock:
     """The same for the same target, as it is trained."""
-    config = drafter_config(model, _MOST_DRAFT_TOKENS)
+    config = drafter_config(model, _MOST_DRAFT_TOKENS, kind)
     with seeded(model.device):
         network = SpecBlock(config)
     return network.to(dtype=model.dtype).eval().requires_grad_(False)

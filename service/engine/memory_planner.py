@@ -10,6 +10,7 @@ import torch
 
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.specblock.network import ServingNetwork
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
 from service.config import GIB
@@ -176,7 +177,7 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
     """Keys and values of the blocks begun at once; in fp32 their scores and the noise behind the roots."""
     config = network.config
-    entries = config.block_size * _SCORED_BLOCKS
+    entries = config.block_size * TRAINED_KINDS[config.kind].least_blocks * _SCORED_BLOCKS
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
 
 

@@ -134,6 +134,7 @@ def _folder_table(told: Mapping[str, Any]) -> Table:
     head = "stored" if told["stores_head"] else "the target's own"
     rows: dict[str, object] = {
         "architecture": told["architecture"],
+        "kind": shape.get("kind", "specblock"),
         "target identity": told["target_identity"],
         **{name: shape[name] for name in _SHAPES},
         **{f"layers.{name}": shape["target"].get(name) for name in _TARGET_SHAPES},

@@ -106,7 +106,7 @@ def described(folder: Path) -> dict[str, Any]:
         "drafter": json.loads(config.to_json()),
         "parameters": sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != VOCABULARY),
         "stores_head": "lm_head.weight" in weights,
-        "dtype": str(weights["input_layer.fuse.weight"].dtype).removeprefix("torch."),
+        "dtype": str(weights["decoder.norm.weight"].dtype).removeprefix("torch."),
         "tensors": {name: list(shape) for name, shape in shapes.items()},
         "bytes": (folder / WEIGHTS_FILE).stat().st_size,
         "weights_sha256": checkpoint.weights_sha256(folder),
@@ -262,7 +262,7 @@ def _card(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> str:
     scores = ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: no gate was asked"
     deployed = f"SHA-256 {origin.origin_sha256}" if origin.origin_sha256 else "none: it was made from traffic"
     size = (folder / WEIGHTS_FILE).stat().st_size
-    return f"""# A SpecBlock drafter for {facts["target"]}, learnt while serving
+    return f"""# A drafter of kind {config.kind} for {facts["target"]}, learnt while serving
 
 Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
 It was learnt from what a server's clients asked: pass it on as you would pass on their texts.

@@ -2,7 +2,7 @@
 target nor the drafter that was deployed."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def write_origin(folder: Path, origin: Origin) -> None:
     """Raises NotStored, and then the file is as it was."""
     told: dict[str, Any] = {
         "target_identity": origin.target_identity,
-        "drafter": asdict(origin.config),
+        "drafter": origin.config.described(),
         "model": origin.model,
         "origin_sha256": origin.origin_sha256,
     }

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from drafters.trained_kinds import TRAINED_KINDS
 from service.config import ServiceConfig
 from service.config_sources import load_config
 from service.errors import StartupError
@@ -42,10 +43,15 @@ _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """Options of every command that trains; each field is one. Raises StartupError for an unknown part to leave out."""
+    """Options of every command that trains; each field is one. Raises StartupError for a kind or a part to leave out
+    that is unknown."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly.")] = 2
+    kind: Annotated[str, typer.Option(metavar="KIND", help=f"What to train: {', '.join(TRAINED_KINDS)}.")] = "specblock"
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
+    ] = None
     prefix_entries: Annotated[
         Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
     ] = "first"
@@ -64,6 +70,8 @@ class FitOptions:
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
 
     def __post_init__(self) -> None:
+        if self.kind not in TRAINED_KINDS:
+            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(TRAINED_KINDS)}")
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:
             raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitSettings,
@@ -45,8 +46,6 @@ STATE_FILE = "fit.pt"
 _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
-_BLOCK_SIZE = 4
-_ANCHOR_SHARE = 0.125
 _MAX_LENGTH = 512
 
 
@@ -72,6 +71,13 @@ class FitPlan:
             seed=options.seed,
         )
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """As `TrainedKind.shape`, with what was asked for."""
+        asked = {} if self.options.layers is None else {"num_layers": self.options.layers}
+        left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
+        return {**TRAINED_KINDS[self.options.kind].shape, **asked, **left_out}
+
     def describe(self) -> dict[str, Any]:
         """Everything that shapes the weights but the length of the run, as plain values."""
         options, settings = self.options, self.settings
@@ -80,10 +86,10 @@ class FitPlan:
             **asdict(settings),
             "betas": list(settings.betas),
             "draft_vocab_size": options.draft_vocab,
-            "num_layers": options.layers,
-            "block_size": _BLOCK_SIZE,
+            "kind": options.kind,
+            **self.shape,
             "prefix_entries": options.prefix_entries,
-            "anchor_share": _ANCHOR_SHARE,
+            "anchored_rows": ObjectiveSettings().anchored_rows,
             "without": sorted(self.options.without),
             "max_length": _MAX_LENGTH,
             "start_from": None if start_from is None else sha256_of(start_from / checkpoint.WEIGHTS_FILE),
@@ -131,7 +137,6 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
     objective = ObjectiveSettings(
-        anchor_share=_ANCHOR_SHARE,
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
     )
@@ -140,7 +145,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         Objective(start.model, start.embed, objective),
         start.optimizer,
         settings=settings,
-        reach=2 * _BLOCK_SIZE,
+        reach=start.model.config.reach,
         ranks=ranks,
         position=start.position,
     )
@@ -240,18 +245,19 @@ def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
 
 def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
     torch.manual_seed(plan.settings.seed)  # the rank head starts from random weights
-    config = SpecBlockConfig(
-        target=target,
-        tap_layers=taps,
-        draft_vocab_size=d2t.shape[0],
-        num_layers=plan.options.layers,
-        block_size=_BLOCK_SIZE,
-        prefix_entries=plan.options.prefix_entries,
-        shift="shift" not in plan.options.without,
-        broadcast="broadcast" not in plan.options.without,
-        coupled="coupling" not in plan.options.without,
-        trained_length=_MAX_LENGTH,
-    )
+    try:
+        config = SpecBlockConfig(
+            target=target,
+            tap_layers=taps,
+            draft_vocab_size=d2t.shape[0],
+            prefix_entries=plan.options.prefix_entries,
+            coupled="coupling" not in plan.options.without,
+            trained_length=_MAX_LENGTH,
+            kind=plan.options.kind,
+            **plan.shape,
+        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
     model = SpecBlock(config)
     model.set_vocabulary(d2t)
     return model

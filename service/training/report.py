@@ -109,7 +109,7 @@ def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
     covered = [point.scores.covered[0] or 0.0 for point in points]
     shares.plot(tokens, covered, linestyle="--", label="place 1, ranks 1-4")
     shares.set_title("alpha: likeliest token is the target's")
-    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain of two blocks")
+    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain")
     taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
     taus.set_title("tau, replayed")
     for axes in (losses, shares, taus):
@@ -164,7 +164,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     shape += f", blocks of {training['block_size']}"
     processes = "1 process" if machine["processes"] == 1 else f"{machine['processes']} processes"
     without = ", ".join(training["without"]) or "nothing"
-    card = f"""# A SpecBlock drafter for {facts["target"]}
+    card = f"""# A drafter of kind {training["kind"]} for {facts["target"]}
 
 Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
 

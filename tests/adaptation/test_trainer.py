@@ -17,9 +17,11 @@ from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faste
 from adaptation.vocabulary import untrained_rows
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import HEADS, SpecBlock
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary
+from tests.drafters.specblock.parts import tiny_drafter
 
 torch.set_num_threads(1)
 
@@ -27,19 +29,31 @@ torch.set_num_threads(1)
 TOKEN = int(vocabulary()[0][5])
 
 
+def of_kind(kind: str) -> SpecBlock:
+    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    model.set_vocabulary(vocabulary()[0])
+    return model
+
+
 def trainer(
-    *, rate: float | None = None, anchor_weight: float = 0.01, autocast: bool = False, steps: int = 4, **tuned: Any
+    *,
+    rate: float | None = None,
+    anchor_weight: float = 0.01,
+    autocast: bool = False,
+    steps: int = 4,
+    kind: str = "specblock",
+    **tuned: Any,
 ) -> tuple[Trainer, SpecBlock]:
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
         relative=False,
-        blocks=2,
+        blocks=TRAINED_KINDS[kind].trained_blocks,
         learning_rate=rate or 0.01,
         anchor_weight=anchor_weight,
         autocast=autocast,
         tuning=Tuning(**{**numbers, **tuned}),
     )
-    model = drafter()
+    model = drafter() if kind == "specblock" else of_kind(kind)
     anchor = copy.deepcopy(model)
     return Trainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
 
@@ -52,10 +66,10 @@ def anchor_loss(report: UpdateReport, step: int) -> float:
     return report.losses[step]["anchor"]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "autocast"), [("specblock", True), *((kind, False) for kind in TRAINED_KINDS)])
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, autocast: bool) -> None:
-    trained, _ = trainer(steps=12, autocast=autocast)
+def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, kind: str, autocast: bool) -> None:
+    trained, _ = trainer(steps=12, autocast=autocast, kind=kind)
     report = trained.update(arm, samples(4, token=TOKEN))
     assert report.outcome == "applied"
     assert report.seconds > 0

@@ -50,8 +50,8 @@ def says(model: SpecBlock) -> Tensor:
     text = example_of(feedback(3))
     assert text is not None
     batch = Batch.of([text], 8, "cpu")
-    first = TrainingForward(model, EMBED).first(batch, torch.tensor([[4, 6]]))
-    return model.lm_head(torch.cat([first.stream.flatten(0, 1), first.states.flatten(0, 2)]))  # type: ignore[no-any-return]
+    stream, first = TrainingForward(model, EMBED).first(batch, torch.tensor([[4, 6]]))
+    return model.lm_head(torch.cat([stream.flatten(0, 1), first.states.flatten(0, 2)]))  # type: ignore[no-any-return]
 
 
 def test_a_publish_makes_serving_say_what_the_training_copy_says(tmp_path: Path) -> None:

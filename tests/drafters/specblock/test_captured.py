@@ -10,6 +10,7 @@ from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, Rea
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.recording import BlockRecorder
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from tests.drafters.specblock.parts import serving, target_config, tiny_drafter, tiny_embedding
@@ -24,9 +25,9 @@ TOLERANCE = 1e-5
 class Texts:
     """Texts with made-up features, told to a drafter position by position."""
 
-    def __init__(self, capture: Capture | None, blocks: int) -> None:
+    def __init__(self, capture: Capture | None, kind: str, blocks: int) -> None:
         target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
-        model = tiny_drafter(block_size=4, trained_length=192)
+        model = tiny_drafter(trained_length=192, kind=kind, **TRAINED_KINDS[kind].shape)
         generator = torch.Generator().manual_seed(5)
         width = len(model.config.tap_layers) * model.config.hidden_size
         self.tokens = torch.randint(VOCAB_SIZE, (TEXTS, LENGTH + 1), generator=generator)
@@ -36,7 +37,7 @@ class Texts:
         tables = FeedbackRecorder(
             max_sequences=TEXTS, window_tokens=8, width=width, hidden=hidden, top=2, dtype=torch.float32, device="cpu"
         )
-        self.said = BlockRecorder(tables, model.t2d, block_size=4, wanted=lambda: False)
+        self.said = BlockRecorder(tables, model.t2d, block_size=model.config.block_size, wanted=lambda: False)
         sizes = DraftingSizes(
             max_sequences=TEXTS, max_length=LENGTH, max_nodes=24, num_slots=TEXTS * LENGTH + 1, capture=capture
         )
@@ -92,8 +93,8 @@ def _kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_the_same_trees(blocks: int) -> None:
+@pytest.mark.parametrize(("kind", "blocks"), [("specblock", 1), ("specblock", 3), ("eagle3", 3), ("medusa", 1)])
+def test_the_same_trees(kind: str, blocks: int) -> None:
     calls = 0
 
     def counted(compute: Callable[[], None]) -> Callable[[], None]:
@@ -106,7 +107,7 @@ def test_the_same_trees(blocks: int) -> None:
 
         return call
 
-    eager, captured = Texts(None, blocks), Texts(counted, blocks)
+    eager, captured = Texts(None, kind, blocks), Texts(counted, kind, blocks)
     expected, found = eager.story(), captured.story()
     assert calls >= len(found)
     for one, other in zip(expected, found, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, TargetParts
 from drafters.specblock.model import STANDARD, SpecBlock, layers_for
+from drafters.trained_kinds import TRAINED_KINDS
 from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, stock_tiny
 
@@ -65,6 +66,20 @@ def test_what_is_saved_comes_back_rounded_to_bf16(tmp_path: Path) -> None:
     assert back.t2d.equal(model.t2d)
     for (name, before), (_, after) in zip(model.named_parameters(), back.named_parameters(), strict=True):
         assert before.bfloat16().float().equal(after), name
+
+
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
+def test_a_file_says_its_kind_unless_it_is_the_first_one(tmp_path: Path, kind: str) -> None:
+    """Of a SpecBlock's description digests were taken before there were others."""
+    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    checkpoint.save(tmp_path, model, target_identity="abc", facts={}, own_head=True)
+    back = load(tmp_path)
+    assert back.config.to_json() == model.config.to_json()
+    assert all(
+        torch.equal(value.bfloat16().float(), back.state_dict()[name]) for name, value in model.state_dict().items()
+    )
+    said = json.loads((tmp_path / checkpoint.CONFIG_FILE).read_text())["drafter"].get("kind")
+    assert said == (None if kind == "specblock" else kind)
 
 
 def test_names_are_the_published_ones(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.network import ServingNetwork
+from drafters.trained_kinds import TRAINED_KINDS
 from kernels import ops
 from tests.drafters.specblock.parts import computed, serves, tiny_drafter
 
@@ -18,9 +19,11 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_other_weights_serve_once_they_are_written(family: str, in_place: bool) -> None:
-    first, second = (weights_of(tiny_drafter(family, seed)) for seed in (0, 1))
-    network = ServingNetwork(tiny_drafter(family).config, first, in_place=in_place)
+@pytest.mark.parametrize("kind", ["specblock", "medusa"])
+def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
+    models = [tiny_drafter(family, seed, kind=kind, **TRAINED_KINDS[kind].shape) for seed in (0, 1)]
+    first, second = map(weights_of, models)
+    network = ServingNetwork(models[0].config, first, in_place=in_place)
     assert serves(network, first)
     write = network.prepare(second)
     assert serves(network, first)

@@ -11,6 +11,7 @@ from drafters.protocol import DraftingSizes
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward, Nodes
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
@@ -74,13 +75,15 @@ VARIANTS: list[dict[str, Any]] = [
     {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
+    *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in ("parallel", "eagle3", "medusa")),
 ]
+DEPTH = 4
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
-    model = tiny_drafter(family, block_size=BLOCK, **changes)
+    model = tiny_drafter(family, **({"block_size": BLOCK} | changes))
     text = Text(model)
     feed = Serving(model, text)
     feed.commit([5, 7])
@@ -92,19 +95,22 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
 
     anchors = (feed.end - 1)[:, None]
     training = TrainingForward(model, text.embed)
-    expected = training.first(text.batch(), anchors)
+    _, expected = training.first(text.batch(), anchors)
     assert_near(states, expected.states)
 
-    cuts = torch.tensor([[2], [4]])
-    start = anchors + 1 + cuts
-    picked = Picked(
-        origin=Origin(cuts, cuts, torch.ones(2, 1)),
-        tokens=text.tokens.gather(1, start),
-        start=torch.zeros(2, 1, dtype=torch.int64),
-        position=cuts - 1,
-    )
-    later, _ = feed.forward.next(states, picked, nodes, feed.end)
-    assert_near(later, training.next(text.batch(), anchors, cuts, expected))
+    depths = torch.zeros(2, 1, dtype=torch.int64)
+    for further in range(1, DEPTH):
+        cuts = torch.tensor([[2 * further], [4]]).clamp(max=model.config.block_size)
+        depths = depths + cuts
+        picked = Picked(
+            origin=Origin(depths, depths, torch.ones(2, 1)),
+            tokens=text.tokens.gather(1, (anchors + 1 + depths).clamp(max=LENGTH - 1)),
+            start=torch.zeros(2, 1, dtype=torch.int64),
+            position=cuts - 1,
+        )
+        states, nodes = feed.forward.next(states, picked, nodes, feed.end)
+        expected = training.next(text.batch(), expected, cuts)
+        assert_near(states, expected.states)
 
 
 def test_a_text_that_has_only_begun() -> None:
@@ -114,7 +120,7 @@ def test_a_text_that_has_only_begun() -> None:
     feed = Serving(model, text)
     feed.commit([1, 2])
     states, _ = feed.first()
-    expected = TrainingForward(model, text.embed).first(text.batch(), (feed.end - 1)[:, None])
+    _, expected = TrainingForward(model, text.embed).first(text.batch(), (feed.end - 1)[:, None])
     assert_near(states, expected.states)
 
 

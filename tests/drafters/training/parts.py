@@ -2,7 +2,7 @@
 
 import torch
 
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import InputLayer, SpecBlock
 from drafters.training.corpus import TOP, Example, Shard
 from tests.drafters.specblock.parts import tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
@@ -51,6 +51,7 @@ def trainable_drafter(seed: int = 0) -> SpecBlock:
 def always_says(model: SpecBlock, token: int) -> SpecBlock:
     """The same drafter, made to propose one token everywhere and to be sure of it. `token` is a target id."""
     layer, hidden = model.input_layer, model.config.hidden_size
+    assert isinstance(layer, InputLayer)
     with torch.no_grad():
         # All entries begin as the same query, which every layer passes through.
         layer.position_queries.copy_(layer.position_queries[:1].expand_as(layer.position_queries))

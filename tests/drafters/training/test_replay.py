@@ -84,7 +84,8 @@ def test_blocks_are_trees_of_their_likeliest_paths(nodes: int) -> None:
     tokens = model.d2t[torch.randint(6, (24,), generator=torch.Generator().manual_seed(3))]
     text = Example(tokens, base.features, base.prompt, base.top_ids, base.top_logprobs)
     anchors = torch.arange(text.prompt - 1, text.length - 1)[None]
-    states = TrainingForward(model, EMBED).first(Batch.of([text], 2 * BLOCK, torch.device("cpu")), anchors).states[0]
+    _, blocks = TrainingForward(model, EMBED).first(Batch.of([text], 2 * BLOCK, torch.device("cpu")), anchors)
+    states = blocks.states[0]
     emitted = 0
     for anchor, chances in zip(anchors[0].tolist(), model.lm_head(states).detach().double().softmax(-1), strict=True):
         tree = best_first(chances, nodes)

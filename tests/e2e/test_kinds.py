@@ -1,0 +1,153 @@
+"""Every other kind of trained drafter: taught what a target says, it is found by its folder, serves beside lookup and
+alone, never changes a token, and goes on learning."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from drafters.specblock import checkpoint
+from drafters.trained_kinds import TRAINED_KINDS
+from service.assembly import Assembly, assemble
+from service.cli import app
+from service.errors import StartupError
+from tests.service.bench.parts import settings_for
+from tests.service.learning_parts import learning, requests, texts
+from tests.taught import speech, taught_model
+
+torch.set_num_threads(1)
+OTHERS = tuple(kind for kind in TRAINED_KINDS if kind != "specblock")
+STEPS, PROMPT, TOKENS = 30, 12, 32
+FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
+
+
+def train(*arguments: object) -> None:
+    result = CliRunner(env={"TERM": "dumb"}).invoke(app, ["train", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught_model("llama", tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def quiet(target: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADAPTREE_STATE_DIR", str(target / "state"))
+        patch.setenv("ADAPTREE_LOAD_DTYPE", "float32")
+        patch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def features(target: Path, quiet: None) -> Path:
+    """Of texts in the language that the target was taught."""
+    folder = target / "features"
+    lines = [
+        {"id": f"said-{number}", "task": "t", "temperature": 0.0, "prompt": text[:PROMPT], "response": text[PROMPT:]}
+        for number, text in enumerate(speech(64, 48, torch.Generator().manual_seed(2)).tolist())
+    ]
+    (target / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train("features", "--responses", target / "r.jsonl", "--out", folder, "--target", target, "--threads", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a trained drafter of a kind."""
+
+    @cache
+    def of_kind(kind: str) -> Path:
+        out = tmp_path_factory.mktemp(kind)
+        train("fit", "--kind", kind, "--features", features, "--out", out, "--target", target, "--steps", STEPS, *FIT)
+        return out
+
+    return of_kind
+
+
+def assembled(target: Path, folder: Path, drafter: str = "auto", **changes: object) -> Assembly:
+    chosen = {"drafter": drafter, "drafter_path": folder, "budget_policy": "fixed", **changes}
+    return assemble(settings_for(target).model_copy(update=chosen))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> None:
+    described = json.loads((trained(kind) / "config.json").read_text())
+    assert described["drafter"]["kind"] == kind
+    before, after = described["facts"]["scores_at_start"], described["facts"]["scores"]
+    assert after["loss"] < before["loss"]
+    assert after["tree_tau"] > 1.25
+    assert after["chain_tau"] > (2.0 if kind == "eagle3" else 1.0), "it goes on behind its own states"
+    assert len(after["alpha"]) == TRAINED_KINDS[kind].trained_blocks * TRAINED_KINDS[kind].shape["block_size"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_it_serves_and_changes_no_token(target: Path, trained: Any, kind: str, temperature: float) -> None:
+    assembly = assembled(target, trained(kind))
+    assert assembly.drafter_name == f"lookup+{kind}"
+    prompts = speech(6, PROMPT, torch.Generator().manual_seed(3)).tolist()
+    asked = requests(prompts, temperature=temperature, tokens=TOKENS)
+    plain = texts(assembly.engine(assembly.drafter("none")), asked)
+    for name in (f"lookup+{kind}", kind):
+        engine = assembly.engine(assembly.drafter(name))
+        assert texts(engine, asked) == plain
+        assert engine.drafter.name == name
+        assert engine.drafter.num_blocks > 0
+    assert assembly.weights is not None
+    assert assembly.weights.blocks == TRAINED_KINDS[kind].least_blocks
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_path: Path) -> None:
+    assembly = assembled(target, trained(kind))
+    prompts = speech(16, PROMPT, torch.Generator().manual_seed(4)).tolist()
+    asked = requests(prompts, temperature=0.9, tokens=TOKENS)
+    plain = texts(assembly.engine(assembly.drafter("none")), asked)
+    with learning(assembly, tmp_path) as adaptive:
+        assert texts(adaptive.engine, asked) == plain
+        assert adaptive.worker.settle(60.0)
+        status = adaptive.status()
+    assert status.failures == {}
+    assert sum(status.updates.values()) > 0
+
+
+def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
+    assert checkpoint.read_config(trained("parallel")).kind == "parallel"
+    with pytest.raises(StartupError, match=r"holds one of kind parallel: set drafter to auto, parallel or"):
+        assembled(target, trained("parallel"), "lookup+specblock")
+
+
+def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path: Path) -> None:
+    common = [
+        "train",
+        "fit",
+        "--features",
+        str(features),
+        "--out",
+        str(tmp_path),
+        "--target",
+        str(target),
+        "--steps",
+        "1",
+    ]
+    for options, said in (
+        (["--kind", "medusas"], "--kind medusas: choose one of specblock"),
+        (["--kind", "medusa", "--layers", "1"], "num_layers must not be 1 in one of kind medusa"),
+    ):
+        result = CliRunner().invoke(app, [*common, *FIT, *options])
+        assert isinstance(result.exception, StartupError)
+        assert said in str(result.exception)
+
+
+def test_a_kind_of_another_version_is_refused(trained: Any, tmp_path: Path) -> None:
+    described = json.loads((trained("parallel") / "config.json").read_text())
+    described["drafter"]["kind"] = "later"
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(checkpoint.DrafterError, match="kind 'later' is none of specblock, parallel"):
+        checkpoint.read_config(tmp_path)
