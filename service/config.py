@@ -137,10 +137,14 @@ class ServiceConfig(BaseModel):
         "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
         "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
     )
-    drafter: Literal["auto", "lookup+specblock", "specblock", "lookup", "none"] = _setting(
+    drafter: Literal[
+        "auto", "lookup+specblock", "switch(lookup,specblock)", "specblock", "lookup", "lookahead", "none"
+    ] = _setting(
         "auto",
-        "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
-        "target. lookup+specblock: one tree from both. auto: both if there are weights, else lookup. none: nobody.",
+        "Who drafts. lookup: continuations seen earlier in the same text. lookahead: these, and what the target said "
+        "behind tokens that were rejected. specblock: a small network trained for the target. lookup+specblock: one "
+        "tree from both; switch(lookup,specblock): one of them in each step. auto: one tree from both if there are "
+        "weights, else lookup. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(

@@ -131,8 +131,9 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
     )
     assert refusal(environ={"ADAPTREE_DRAFTER": "magic"}) == (
         "drafter = 'magic', from environment ADAPTREE_DRAFTER, is impossible: input should be 'auto', "
-        "'lookup+specblock', 'specblock', 'lookup' or 'none'. "
-        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of auto, lookup+specblock, specblock, lookup, none."
+        "'lookup+specblock', 'switch(lookup,specblock)', 'specblock', 'lookup', 'lookahead' or 'none'. "
+        "Fix: change or drop ADAPTREE_DRAFTER; it takes one of auto, lookup+specblock, switch(lookup,specblock), "
+        "specblock, lookup, lookahead, none."
     )
 
 
