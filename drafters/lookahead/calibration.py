@@ -1,24 +1,21 @@
-"""How often what the pool and the guesses say comes true, by evidence: how long the context is, how much of what was
-seen behind it agrees, how often and how lately, whether the guess for the position agrees, how deep the node.
-Legend: batch, contexts, orders, ways as in pool.py."""
+"""How often what n-grams and guesses say comes true, by evidence: how long the context is, how much of what was seen
+behind it agrees, how often and how lately, whether the guess for the position agrees, how deep the node."""
 
 import torch
 from torch import Tensor
 
 from drafters.calibration import HitTable
-from drafters.lookahead.pool import NOTHING, ORDERS, Successors
+from kernels.ngrams import ORDERS, NgramEvidence
 
 LEVELS = 8
 """Depth of a tree."""
-
-_GUESS = len(ORDERS) ** 2
-"""The kind of a guess that nothing else says; the others are the order of a context and the longest that is known."""
 
 _SHARE_EDGES = (0.3, 0.6, 0.95)  # of what was seen behind the context
 _COUNT_EDGES = (0.99, 1.99)
 _DEPTH_EDGES = (0.5, 2.5)  # nodes above
 
 # Log-odds of the prior, summed over the kinds of evidence.
+assert len(ORDERS) == 3, "kinds are by order and longest known order, and the last is a guess that nothing else says"
 _KIND_LOGITS = (0.5, 0.0, 0.0, -1.0, 0.0, 0.0, -1.5, -1.0, -0.5, -1.5)
 _SHARE_LOGITS = (-1.0, -0.5, 0.0, 0.5)
 _COUNT_LOGITS = (-0.5, 0.0, 0.5)
@@ -63,32 +60,19 @@ class LookaheadCalibration(HitTable):
         logits = _prior_logits()
         tried = torch.full_like(logits, _PRIOR_WEIGHT)
         super().__init__((logits.sigmoid() * tried).to(device), tried.to(device), decay=_DECAY, limits=_LIMITS)
-        self._share_edges = torch.tensor(_SHARE_EDGES, device=device)
-        self._count_edges = torch.tensor(_COUNT_EDGES, device=device)
-        self._orders = torch.arange(len(ORDERS), device=device)[:, None] * len(ORDERS)
-        depths = torch.bucketize(torch.arange(float(LEVELS)), torch.tensor(_DEPTH_EDGES))
-        self._of_depth: list[int] = (depths * _DEPTH).tolist()  # planned transfer: at the start
-
-    def buckets(self, found: Successors, guesses: Tensor, stable: Tensor, temperatures: Tensor, above: int) -> Tensor:
-        """Of all successors by order and way, then of each context's guess. # guesses [batch, contexts] int64, NOTHING
-        where there is none; stable like them, guessed before as well; temperatures [batch]; `above`: nodes above
-        -> [batch, contexts, orders * ways + 1] int64"""
-        total = found.counts.sum(3, keepdim=True)  # [batch, contexts, orders, 1]
-        longest = (total > 0).view(torch.uint8).argmax(2, keepdim=True)  # [batch, contexts, 1, 1]
-        buckets = (longest + self._orders) * _KIND
-        buckets = buckets + torch.bucketize(found.counts / total, self._share_edges) * _SHARE
-        buckets.add_(torch.bucketize(found.counts, self._count_edges), alpha=_COUNT)
-        buckets.add_(found.times == found.times.amax(3, keepdim=True), alpha=_LATEST)
-        buckets.add_(found.tokens == guesses[:, :, None, None], alpha=_AGREES)
-        guessed = _GUESS * _KIND + stable * _LATEST
-        both = torch.cat([buckets.flatten(2), guessed[:, :, None]], dim=2)
-        return both + ((temperatures > 0) * _SAMPLED + self._of_depth[above])[:, None, None]
-
-
-def is_repeated(tokens: Tensor) -> Tensor:
-    """Whether a token stands before among its siblings, or is none. # tokens, result [batch, contexts, siblings]"""
-    same = tokens[..., :, None] == tokens[..., None, :]
-    return same.tril_(-1).any(3) | (tokens == NOTHING)
+        of_depth = torch.bucketize(torch.arange(float(LEVELS)), torch.tensor(_DEPTH_EDGES)) * _DEPTH
+        self.evidence = NgramEvidence(
+            rates=self.rates,
+            share_edges=torch.tensor(_SHARE_EDGES, device=device),
+            count_edges=torch.tensor(_COUNT_EDGES, device=device),
+            of_depth=of_depth.to(device),
+            sampled=_SAMPLED,
+            kind=_KIND,
+            share=_SHARE,
+            count=_COUNT,
+            latest=_LATEST,
+            agrees=_AGREES,
+        )
 
 
 def _prior_logits() -> Tensor:

@@ -1,50 +1,41 @@
 """The lookahead drafter (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding")
 in the form of a tree: the target's choice behind every node it verified, rejected or not, is an n-gram for the pool and
 a guess for a position. Legend: rows = sequences of the engine's table, batch = some of them; nodes as in
-drafters/tree.py; context as in pool.py."""
+drafters/tree.py; context as in kernels/ngrams.py."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.calibration import MIN_SURVIVAL
-from drafters.lookahead.calibration import ABSENT, LEVELS, LookaheadCalibration, is_repeated
+from drafters.lookahead.calibration import ABSENT, LEVELS, LookaheadCalibration
 from drafters.lookahead.guesses import Guesses
-from drafters.lookahead.pool import CONTEXT, NOTHING, REMEMBERED, NgramPool, contexts_of
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import by_batch
+from kernels.ngrams import BUCKETS, CONTEXT, NOTHING, ORDERS, WAYS, Ahead, Ngrams, Spoken
 
 _BEAM = 8
 """Nodes of a level, all of which are continued."""
 _HYPOTHETICAL = 0.25
 """What an n-gram behind a rejected node weighs beside one of the text."""
-
-
-class _Level(NamedTuple):
-    """Nodes of one depth, the likeliest first; all [batch, beam], survival 0 = absent."""
-
-    tokens: Tensor
-    parents: Tensor  # int64, among the level above
-    survival: Tensor
-    buckets: Tensor
-    contexts: Tensor  # [batch, beam, context], behind each
+_REMEMBERED = BUCKETS * WAYS // len(ORDERS)
+"""Tokens of a text whose n-grams fit."""
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts from a pool of n-grams of each sequence, and from guesses for the positions ahead."""
+    """Drafts from n-grams of each sequence, and from guesses for the positions ahead."""
 
     name = "lookahead"
 
     def __init__(self, sizes: DraftingSizes) -> None:
         device, most, capture = sizes.device, sizes.max_sequences, sizes.capture
         self._max_nodes = min(sizes.max_nodes, LEVELS * _BEAM)
-        self._pool = NgramPool(most, device)
+        self._ngrams = Ngrams.empty(most + 1, device)
         self._guesses = Guesses(most, LEVELS, device)
         self._calibration = LookaheadCalibration(device)
         self._tails = torch.full((most + 1, CONTEXT), NOTHING, device=device)  # the last tokens of each text
@@ -65,13 +56,8 @@ class LookaheadDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self._forget([context.row for context in contexts])
-        device = self._tails.device
         for context in contexts:
-            text = torch.tensor(context.tokens[-REMEMBERED:], dtype=torch.int64).to(device)
-            row, behind = torch.tensor([context.row], device=device), contexts_of(text)
-            self._tails[context.row] = behind[-1].flip(0)
-            times = torch.arange(len(text) - 1, device=device) + (len(context.tokens) - len(text))
-            self._pool.add(row, behind[None, :-1], text[None, 1:], torch.ones_like(times[None]).float(), times[None])
+            self._read(context.row, context.tokens[-_REMEMBERED:])
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_proposed = True
@@ -87,45 +73,30 @@ class LookaheadDrafter(Drafter):
         self._forget(list(rows))
         return [0] * len(rows)
 
+    def _read(self, row: int, tokens: Sequence[int]) -> None:
+        """Take in a text, as a chain below its first token."""
+        text = torch.tensor([tokens], dtype=torch.int64).to(self._tails.device)
+        first = pad(text[:, :1], (CONTEXT - 1, 0), value=NOTHING)
+        below = torch.arange(ROOT, text.shape[1] - 2, device=text.device)[None]
+        spoken = Spoken(first, text[:, 1:], below, pad(text[:, 1:], (0, 1), value=NOTHING))
+        rows = torch.full((1,), row, device=text.device)
+        self._ops.add_ngrams(self._ngrams, rows, spoken, torch.ones_like(text).float(), torch.zeros_like(rows))
+        self._tails[row] = torch.cat([first, text[:, 1:]], dim=1)[0, -CONTEXT:]
+
     def _forget(self, rows: list[int]) -> None:
-        self._pool.forget(rows)
+        for row in rows:
+            self._ngrams.forget(row)
         self._guesses.forget(rows)
         self._proposals.forget(rows)
 
     def _run_propose(self, rows: Tensor, temperatures: Tensor) -> DraftTree:
-        guesses, stable = self._guesses.of(rows)
-        tokens = self._tails[rows].flip(1)[:, None]  # [batch, 1, context]
-        root = tokens[:, :, 0]
-        level = _Level(root, root, torch.ones_like(root, dtype=torch.float32), root, tokens)
-        levels = []
-        for depth in range(LEVELS):
-            ahead = guesses[:, depth : depth + 1], stable[:, depth : depth + 1]
-            level = self._continued(rows, level, *ahead, temperatures, depth)
-            levels.append(level)
-        raw, buckets = _joined(levels)
+        ahead = Ahead(self._tails[rows], *self._guesses.of(rows), temperatures)
+        evidence = self._calibration.evidence
+        raw, buckets = self._ops.grow_ngrams(self._ngrams, rows, ahead, evidence, _BEAM, MIN_SURVIVAL)
         tree, chosen = self._ops.likeliest_nodes(raw, self._max_nodes)
         kept = {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths}
         self._proposals.keep(rows, buckets=buckets.gather(1, chosen), **kept)
         return tree
-
-    def _continued(
-        self, rows: Tensor, level: _Level, guess: Tensor, stable: Tensor, temperatures: Tensor, depth: int
-    ) -> _Level:
-        """The likeliest children of all nodes of a level; the guess for their position is one of the likeliest node.
-        # guess, stable [batch, 1]"""
-        found = self._pool.find(rows, level.contexts)
-        others = level.tokens.shape[1] - 1
-        guesses, stable = pad(guess, (0, others), value=NOTHING), pad(stable, (0, others))
-        tokens = torch.cat([found.tokens.flatten(2), guesses[:, :, None]], dim=2)  # [batch, beam, children]
-        buckets = self._calibration.buckets(found, guesses, stable, temperatures, depth)
-        survival = self._calibration.rates[buckets] * level.survival[:, :, None]
-        survival = survival.masked_fill_(is_repeated(tokens) | (survival < MIN_SURVIVAL), 0.0)
-        best = survival.flatten(1).topk(_BEAM)
-        parents = best.indices // tokens.shape[2]
-        token, bucket = (values.flatten(1).gather(1, best.indices) for values in (tokens, buckets))
-        above = level.contexts.gather(1, parents[:, :, None].expand(-1, -1, CONTEXT))
-        contexts = torch.cat([token[:, :, None], above[:, :, :-1]], dim=2)
-        return _Level(token, parents, best.values, bucket, contexts)
 
     def _run_take_in(
         self,
@@ -141,8 +112,8 @@ class LookaheadDrafter(Drafter):
         tails = self._tails[rows]
         is_text = torch.zeros_like(choices, dtype=torch.bool).scatter_(1, pad(path + 1, (1, 0)), True)
         weights = torch.where(is_text, 1.0, _HYPOTHETICAL)
-        times = (positions + counts)[:, None].expand_as(choices)
-        self._pool.add(rows, _contexts(tails, tree), choices, weights, times)
+        spoken = Spoken(tails, tree.tokens, tree.parents, choices)
+        self._ops.add_ngrams(self._ngrams, rows, spoken, weights, positions + counts)
         longer = torch.cat([tails, tokens], dim=1)
         newest = counts[:, None] + torch.arange(CONTEXT, device=rows.device)
         self._tails.index_copy_(0, rows, longer.gather(1, newest))
@@ -153,31 +124,6 @@ class LookaheadDrafter(Drafter):
         tried, came_true = self._ops.fates(*proposed, committed, counts)
         self._calibration.observe(buckets, came_true, tried)
         self._proposals.forget(rows)
-
-
-def _joined(levels: Sequence[_Level]) -> tuple[DraftTree, Tensor]:
-    """A raw tree of all levels, and the bucket of each node. # -> tree, [batch, levels * beam]"""
-    values = zip(*(level[:4] for level in levels), strict=True)
-    tokens, parents, survival, buckets = (torch.cat(of_levels, dim=1) for of_levels in values)
-    places = torch.arange(LEVELS * _BEAM, device=tokens.device)
-    depths = (places // _BEAM + 1).expand_as(tokens)
-    above = (places // _BEAM - 1) * _BEAM
-    parents = torch.where(depths == 1, ROOT, parents + above)
-    return DraftTree(tokens, parents, depths, survival, depths[:, 0]), buckets
-
-
-def _contexts(tails: Tensor, tree: DraftTree) -> Tensor:
-    """The context behind root and nodes. # tails [batch, context], the newest last -> [batch, nodes + 1, context]"""
-    batch, device = tails.shape[0], tails.device
-    tokens = torch.cat([tails, tree.tokens], dim=1)
-    before = torch.arange(-1, CONTEXT - 1, device=device).clamp(min=0).expand(batch, -1)
-    before = torch.cat([before, tree.parents + CONTEXT], dim=1)  # below the root: behind the tail's last token
-    place = torch.arange(CONTEXT - 1, CONTEXT + tree.width, device=device).expand(batch, -1)
-    path = []
-    for _ in range(CONTEXT):
-        path.append(tokens.gather(1, place))
-        place = before.gather(1, place)
-    return torch.stack(path, dim=2)
 
 
 def _nothing(nobody: Tensor, width: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[DraftTree, Tensor, Tensor]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.lookahead.pool import NOTHING
 from drafters.tree import DraftTree
+from kernels.ngrams import NOTHING
 
 
 class Guesses:

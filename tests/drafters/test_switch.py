@@ -122,19 +122,36 @@ def test_traffic_that_changes_is_noticed() -> None:
     assert sum(run(switch, (1, 0), (1.0, 1.2), steps=200)[-50:]) <= 5
 
 
-def test_the_ledger_bounds_what_the_second_may_lose() -> None:
+def test_what_the_second_loses_is_charged_to_the_ledger() -> None:
+    ledger = RegretLedger(share=0.0)
+    asked = run(SwitchDrafter(*parts(), replace(SIZES, ledger=ledger)), (1, 0), (1.0, 3.0), steps=50)
+    assert sum(asked) > 0
+    # A step saves half a step's tokens and takes three, where one of the first saves a whole one and takes one.
+    assert ledger.balances["switch to net"] == pytest.approx(CAP_STEPS - 2.5 * sum(asked), rel=0.01)
+
+
+def test_the_second_does_without_where_nothing_may_be_lost() -> None:
     ledger = RegretLedger(share=0.0)
     switch = SwitchDrafter(*parts(), replace(SIZES, ledger=ledger))
-    lost = 0
-    for _ in range(100):
-        asked = run(switch, (1, 0), (1.0, 3.0), steps=20)
-        lost += 3 * sum(asked)
-        switch.renew()  # as if everything were unknown again
-    assert lost <= 2 * CAP_STEPS + 40
+    run(switch, (1, 9), (1.0, 1.0), steps=3)
+    ledger.open("switch to net", CAP_STEPS, balance=0.5)
+    assert sum(run(switch, (1, 9), (1.0, 1.0), steps=50)) == 0
     switch.start([DraftContext(1, [1])])
     switch.commit(committed(0))
     assert switch._both[1].heard[-1] == ("commit", None, False), "a text is not followed for nothing"
-    assert not sum(run(switch, (1, 9), (1.0, 1.0), steps=50))
+    ledger.open("switch to net", CAP_STEPS)
+    assert sum(run(switch, (1, 9), (1.0, 1.0), steps=50)) == 0, "of this text it knows nothing"
+    switch.start([DraftContext(1, [1])])
+    assert sum(run(switch, (1, 9), (1.0, 1.0), steps=50)) > 40
+
+
+def test_prompts_that_it_reads_for_nothing_are_charged_too() -> None:
+    ledger = RegretLedger(share=0.0)
+    switch = SwitchDrafter(*parts(), replace(SIZES, ledger=ledger))
+    run(switch, (1, 1), (1.0, 1.0), steps=9)
+    before = ledger.balances["switch to net"]
+    switch.timed(StepTimes(9.0, 2.0, reads_prompts=True))
+    assert ledger.balances["switch to net"] == before - 2.0
 
 
 def test_tokens_are_credited_to_who_was_asked() -> None:
