@@ -124,8 +124,8 @@ def grow_ngrams(
         contexts = torch.cat([token[:, :, None], above[:, :, :-1]], dim=2)
         parents = parents + (depth - 1) * beam if depth else torch.full_like(parents, ROOT)
         levels.append((token, parents, torch.full_like(parents, depth + 1), survival, bucket))
-    *tree, buckets = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
-    return DraftTree(*tree, tree[0][:, 0]), buckets
+    tokens, parents, depths, survival, buckets = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
+    return DraftTree(tokens, parents, depths, survival, torch.zeros_like(rows)), buckets
 
 
 def _children(

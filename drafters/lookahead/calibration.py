@@ -14,15 +14,16 @@ _SHARE_EDGES = (0.3, 0.6, 0.95)  # of what was seen behind the context
 _COUNT_EDGES = (0.99, 1.99)
 _DEPTH_EDGES = (0.5, 2.5)  # nodes above
 
-# Log-odds of the prior, summed over the kinds of evidence.
-assert len(ORDERS) == 3, "kinds are by order and longest known order, and the last is a guess that nothing else says"
-_KIND_LOGITS = (0.5, 0.0, 0.0, -1.0, 0.0, 0.0, -1.5, -1.0, -0.5, -1.5)
-_SHARE_LOGITS = (-1.0, -0.5, 0.0, 0.5)
-_COUNT_LOGITS = (-0.5, 0.0, 0.5)
-_LATEST_LOGITS = (-0.3, 0.3)
-_AGREES_LOGITS = (0.0, 1.0)
-_DEPTH_LOGITS = (-0.3, 0.0, 0.2)
-_SAMPLED_LOGITS = (0.0, -0.6)
+assert len(ORDERS) == 3, "kinds are by own order and longest known one; the last is a guess that nothing else says"
+# Log-odds of the prior, summed over the kinds of evidence. Fitted by logistic regression on 6,000 labels: greedy and
+# sampled answers of SmolLM2-135M-Instruct to 24 prompts of three tasks (log loss 0.36, 0.51 for a constant).
+_KIND_LOGITS = (1.70, 0.0, 0.0, -0.64, 0.75, 0.0, -1.49, -0.54, -0.16, 0.09)
+_SHARE_LOGITS = (-0.40, -0.49, -0.02, 0.61)
+_COUNT_LOGITS = (-0.52, -0.05, 0.27)
+_LATEST_LOGITS = (-0.68, 0.38)
+_AGREES_LOGITS = (-1.02, 0.72)
+_DEPTH_LOGITS = (-0.06, -0.19, -0.04)
+_SAMPLED_LOGITS = (-0.03, -0.27)
 
 # Outermost first.
 _ALL_LOGITS = (

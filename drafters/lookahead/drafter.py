@@ -120,8 +120,8 @@ class LookaheadDrafter(Drafter):
         return ()
 
     def _learn(self, rows: Tensor, committed: Tensor, counts: Tensor) -> None:
-        *proposed, buckets = self._proposals.of(rows, "tokens", "parents", "depths", "buckets")
-        tried, came_true = self._ops.fates(*proposed, committed, counts)
+        tokens, parents, depths, buckets = self._proposals.of(rows, "tokens", "parents", "depths", "buckets")
+        tried, came_true = self._ops.fates(tokens, parents, depths, committed, counts)
         self._calibration.observe(buckets, came_true, tried)
         self._proposals.forget(rows)
 

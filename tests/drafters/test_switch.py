@@ -72,16 +72,20 @@ def run(
     switch: SwitchDrafter, accepted: tuple[int, int], seconds: tuple[float, float], steps: int, batch: int = 1
 ) -> list[int]:
     """Steps in which either has so many tokens right and takes so long; who was asked in each."""
-    first, second = switch._both
+    first, second = heard_by(switch)
     asked = []
     for _ in range(steps):
-        before = second.heard.count("grow")
+        before = second.count("grow")
         switch.grow(torch.arange(batch), NOISE)
-        asked.append(second.heard.count("grow") - before)
+        asked.append(second.count("grow") - before)
         switch.commit(committed(accepted[asked[-1]], batch))
         switch.timed(StepTimes(seconds[asked[-1]], 0.0, reads_prompts=False))
-    assert first.heard.count("grow") + second.heard.count("grow") >= steps
+    assert first.count("grow") + second.count("grow") >= steps
     return asked
+
+
+def heard_by(switch: SwitchDrafter) -> list[list[object]]:
+    return [one.heard for one in switch._both if isinstance(one, Part)]
 
 
 def parts(**changes: object) -> tuple[Part, Part]:
@@ -138,7 +142,7 @@ def test_the_second_does_without_where_nothing_may_be_lost() -> None:
     assert sum(run(switch, (1, 9), (1.0, 1.0), steps=50)) == 0
     switch.start([DraftContext(1, [1])])
     switch.commit(committed(0))
-    assert switch._both[1].heard[-1] == ("commit", None, False), "a text is not followed for nothing"
+    assert heard_by(switch)[1][-1] == ("commit", None, False), "a text is not followed for nothing"
     ledger.open("switch to net", CAP_STEPS)
     assert sum(run(switch, (1, 9), (1.0, 1.0), steps=50)) == 0, "of this text it knows nothing"
     switch.start([DraftContext(1, [1])])

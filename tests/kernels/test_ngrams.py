@@ -32,8 +32,8 @@ def evidence() -> NgramEvidence:
     """Any rates, different in almost all buckets."""
     generator = torch.Generator().manual_seed(1)
     edges = torch.tensor([0.3, 0.6]), torch.tensor([0.5, 1.5])
-    sizes = {"sampled": 1080, "kind": 108, "share": 36, "count": 12, "latest": 6, "agrees": 3}
-    return NgramEvidence(torch.rand(2160, generator=generator) * 0.97, *edges, torch.tensor([0, 1, 2, 2]), **sizes)
+    rates, of_depth = torch.rand(2160, generator=generator) * 0.97, torch.tensor([0, 1, 2, 2])
+    return NgramEvidence(rates, *edges, of_depth, sampled=1080, kind=108, share=36, count=12, latest=6, agrees=3)
 
 
 def chain(text: list[int]) -> Spoken:
@@ -66,9 +66,9 @@ def words(tree: DraftTree) -> list[list[int]]:
     return [[int(tree.tokens[0, at]) for at in path_to(tree, 0, node)] for node in range(int(tree.num_nodes[0]))]
 
 
-@pytest.fixture(params=WAYS_TO_COMPUTE.values(), ids=WAYS_TO_COMPUTE)
+@pytest.fixture(params=list(WAYS_TO_COMPUTE))
 def computed(request: pytest.FixtureRequest) -> Ops:
-    return request.param  # type: ignore[no-any-return]
+    return WAYS_TO_COMPUTE[request.param]
 
 
 def test_what_followed_a_context_is_found_by_any_order(computed: Ops) -> None:
@@ -120,7 +120,7 @@ def test_guesses_hang_below_the_likeliest_path_and_are_continued(computed: Ops) 
 
 
 @given(text=st.lists(st.integers(0, 60), min_size=2, max_size=300))
-@pytest.mark.parametrize("name", WAYS_TO_COMPUTE)
+@pytest.mark.parametrize("name", list(WAYS_TO_COMPUTE))
 def test_a_context_has_few_successors_and_none_that_never_followed(name: str, text: list[int]) -> None:
     computed, known = WAYS_TO_COMPUTE[name], Ngrams.empty(ROWS, "cpu")
     add(computed, known, text)

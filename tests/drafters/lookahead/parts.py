@@ -50,7 +50,8 @@ def verify(drafts: LookaheadDrafter, texts: dict[int, list[int]], target: Target
 
 def walk(tree: DraftTree, line: int, said: Sequence[int]) -> list[int]:
     """Nodes on the way that the target goes."""
-    path, node = [], ROOT
+    path: list[int] = []
+    node = ROOT
     while True:
         found = [
             child

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 LAUNCHES = {
     "none": (5, 3),
     "lookup": (16, 9),
-    "lookahead": (16, 9),
+    "lookahead": (18, 9),
     "specblock": (21, 11),
     "lookup+specblock": (30, 15),
 }
