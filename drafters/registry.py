@@ -1,7 +1,8 @@
 """Builds a drafter by name. The only place that knows every kind; others may be installed beside it.
 
-A name is that of a kind, with an argument in parentheses where it takes one, or two of them joined by `+`: the costlier
-one is asked where that pays. Distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
+A name is that of a kind, with an argument in parentheses where it takes one; or two of them joined by `+`, one tree for
+which the costlier one is asked where that pays; or `switch(A,B)`, one of two in each step. Distributions add kinds by
+entry points of the group `adaptree.drafters`, each a `Kind`.
 """
 
 import re
@@ -16,16 +17,19 @@ from torch import Tensor
 from drafters.kinds import Kind, Need, Parts
 from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.kinds import DRAFT_MODEL, EARLY_EXIT
+from drafters.lookahead.drafter import LookaheadDrafter
 from drafters.lookup.drafter import LookupDrafter
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.switch import SwitchDrafter
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
 
 GROUP = "adaptree.drafters"
 _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
+_SWITCH = re.compile(r"switch\((.+),(.+)\)")
 
 
 class NoDrafter(Drafter):
@@ -51,6 +55,7 @@ def _trained(kind: str, parts: Parts) -> Drafter:
 
 _KINDS = {
     "lookup": Kind(lambda parts: LookupDrafter(parts.sizes)),
+    "lookahead": Kind(lambda parts: LookaheadDrafter(parts.sizes)),
     "none": Kind(lambda parts: NoDrafter()),
     "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes)),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
@@ -79,19 +84,28 @@ def needs_of(name: str) -> frozenset[Need]:
 
 def trained_kind_of(name: str) -> str | None:
     """Which of the drafters of that name is served from a folder of this package's form, if one is."""
-    return next((part for part in name.split("+") if part in TRAINED_KINDS), None)
+    return next((part for part in sources_of(name) if part in TRAINED_KINDS), None)
+
+
+def sources_of(name: str) -> tuple[str, ...]:
+    """The drafters of that name, to whom tokens are credited."""
+    two = _SWITCH.fullmatch(name)
+    return tuple(name.split("+")) if two is None else two.groups()
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
     """The drafter of that name. Raises ValueError for one that there is not, or where something is missing that it
     needs."""
     first, *others = (one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name))
-    return MergedDrafter(first, others[0], parts.sizes) if others else first
+    if not others:
+        return first
+    joined = SwitchDrafter if _SWITCH.fullmatch(name) else MergedDrafter
+    return joined(first, others[0], parts.sizes)
 
 
 def _resolved(name: str) -> list[_Named]:
     """The cheaper one first: the other is asked where that pays."""
-    names = name.split("+")
+    names = sources_of(name)
     found = [_named(part) for part in names]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
@@ -115,7 +129,9 @@ def _kind(name: str) -> Kind:
         return _KINDS[name]
     for entry in entry_points(group=GROUP, name=name):
         return _loaded(entry)
-    raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them joined by +")
+    raise ValueError(
+        f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them as A+B or switch(A,B)"
+    )
 
 
 def _loaded(entry: EntryPoint) -> Kind:

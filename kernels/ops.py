@@ -22,6 +22,7 @@ from kernels.hit_rates import correct_survival, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import plan_linear, plan_linear_int8
 from kernels.lookup import find_matches, merge_copies
+from kernels.ngrams import add_ngrams, grow_ngrams
 from kernels.rank_features import rank_features
 from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
@@ -48,6 +49,8 @@ class Ops:
     draft_objective = staticmethod(draft_objective)
     find_matches = staticmethod(find_matches)
     merge_copies = staticmethod(merge_copies)
+    add_ngrams = staticmethod(add_ngrams)
+    grow_ngrams = staticmethod(grow_ngrams)
     merge_trees = staticmethod(merge_trees)
     likeliest_nodes = staticmethod(likeliest_nodes)
     select_nodes = staticmethod(select_nodes)

@@ -30,7 +30,8 @@ _WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
 _DUMMY = re.compile(r"dummy\(([^()]+)\)")
-_DRAFTER = re.compile(r"[\w.-]+(?:\([^()+]*\))?(?:\+[\w.-]+(?:\([^()+]*\))?)?")
+_KIND = r"[\w.-]+(?:\([^()+]*\))?"
+_DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?|switch\({_KIND},{_KIND}\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _LARGEST_SHARE = 95  # percent; steps need what is left
@@ -75,7 +76,7 @@ def _release(value: str) -> str:
 
 def _drafter(value: str) -> str:
     if not _DRAFTER.fullmatch(value):
-        raise ValueError("name one drafter, as in lookup or early_exit(4), or two joined by +")
+        raise ValueError("name one drafter, as in lookup or early_exit(4), or two as A+B or switch(A,B)")
     return value
 
 
@@ -156,9 +157,10 @@ class ServiceConfig(BaseModel):
     )
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
-        "Who drafts. lookup: continuations seen earlier in the same text. specblock: a small network trained for the "
-        "target. draft_model: the language model in drafter_path. early_exit(N): the target's first N layers. A+B: one "
-        "tree from both. auto: lookup+specblock if there are weights, else lookup. none: nobody.",
+        "Who drafts. lookup: continuations seen earlier in the same text. lookahead: these, and what the target said "
+        "behind rejected tokens. specblock: a small network trained for the target. draft_model: the language model in "
+        "drafter_path. early_exit(N): the target's first N layers. A+B: one tree from both; switch(A,B): one of them a "
+        "step. auto: lookup+specblock if there are weights, else lookup. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(

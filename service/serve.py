@@ -10,6 +10,7 @@ import anyio
 import uvicorn
 
 from adaptation.records import Event
+from drafters.registry import sources_of
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
@@ -77,7 +78,7 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     return Metrics(
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
-        sources=tuple(choose_drafter(config, starts=starts_drafter(config))[0].split("+")),
+        sources=sources_of(choose_drafter(config, starts=starts_drafter(config))[0]),
         model=config.public_model_name,
         key_names=tuple(key.name for key in config.api_keys if key.name is not None),
     )

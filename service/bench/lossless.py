@@ -94,7 +94,15 @@ _NOTE: JsonValue = {
 _SCHEMA: JsonValue = {"type": "array", "items": _NOTE, "minItems": 1, "maxItems": 3}
 """What answers must be with `grammar`."""
 
-WAYS = (Way("lookup", None), Way("lookup", 16), Way("random", 16), Way("random", 48), Way("none", 0))
+WAYS = (
+    Way("lookup", None),
+    Way("lookup", 16),
+    Way("lookahead", 16),
+    Way("switch(lookup,lookahead)", 16),
+    Way("random", 16),
+    Way("random", 48),
+    Way("none", 0),
+)
 TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
 """Further ways where there is a trained drafter."""
 

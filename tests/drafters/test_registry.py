@@ -8,7 +8,7 @@ import torch
 
 from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes, Noise
-from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of
+from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, sources_of
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 _OTHERS = """
@@ -49,7 +49,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "echoing_drafters", raising=False)
 
 
-@pytest.mark.parametrize("name", ["lookup", "none", "random", "lookup+random"])
+@pytest.mark.parametrize("name", ["lookup", "none", "random", "lookahead", "lookup+random", "switch(lookup,lookahead)"])
 def test_a_drafter_answers_to_its_name(name: str) -> None:
     drafter = build(name)
     assert drafter.name == name
@@ -60,7 +60,7 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("eagle", "unknown drafter 'eagle': choose one of lookup, none, random, specblock"),
+        ("eagle", "unknown drafter 'eagle': choose one of lookup, lookahead, none, random, specblock"),
         ("lookup+eagle(2)", "unknown drafter 'eagle': choose one of"),
         ("lookup+none+random", "joins 3 drafters: one tree has at most two"),
         ("lookup+lookup", "asks the same one twice"),
@@ -94,7 +94,7 @@ def test_other_distributions_bring_kinds() -> None:
     assert kind_names()[-3:] == ("echo", "gone", "wrong")
     assert build("echo(7)").name == "echo(7)"
     assert build("lookup+echo").name == "lookup+echo()"
-    with pytest.raises(ValueError, match=r"one of .*early_exit, echo, gone, wrong, or two of them joined by"):
+    with pytest.raises(ValueError, match=r"one of .*early_exit, echo, gone, wrong, or two of them as A"):
         build("eagle")
 
 
@@ -108,6 +108,17 @@ def test_nobody_takes_the_place_of_a_kind_of_ours() -> None:
 def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=rf"drafter '{name}' \(echoing_drafters:\w+\) {complaint}"):
         build(name)
+
+
+@pytest.mark.parametrize("name", ["switch(lookup)", "switch(lookup,eagle)", "switch(,lookup)"])
+def test_a_switch_between_unknown_ones_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown drafter"):
+        build(name)
+
+
+def test_tokens_are_credited_to_parts() -> None:
+    assert sources_of("lookahead") == ("lookahead",)
+    assert sources_of("lookup+specblock") == sources_of("switch(lookup,specblock)") == ("lookup", "specblock")
 
 
 def test_without_a_drafter_the_tree_is_empty() -> None:

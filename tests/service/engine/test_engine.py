@@ -65,7 +65,7 @@ def plain(requests: Sequence[GenerationRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 12])
-@pytest.mark.parametrize("drafter", ["none", "lookup", "random"])
+@pytest.mark.parametrize("drafter", ["none", "lookup", "lookahead", "switch(lookup,lookahead)", "random"])
 def test_company_drafter_and_budget_change_no_token(
     requests: list[GenerationRequest], drafter: str, budget: int
 ) -> None:
@@ -90,7 +90,7 @@ def long_requests() -> list[GenerationRequest]:
     return with_answers([request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))])
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "random"])
+@pytest.mark.parametrize("drafter", ["none", "lookup", "lookahead", "switch(lookup,lookahead)", "random"])
 def test_preemption_changes_no_token(long_requests: list[GenerationRequest], drafter: str) -> None:
     """Slots for the longest sequence and little more: the others come and go."""
     results = {(one.request_id, 0): Generated() for one in long_requests}

@@ -89,7 +89,7 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
-UPLOADS = {"none": 0, "random": 0, "lookup": 0}
+UPLOADS = {"none": 0, "random": 0, "lookup": 0, "lookahead": 0, "switch(lookup,lookahead)": 0}
 """Of a step by drafter, each of which is a wait on a device."""
 
 

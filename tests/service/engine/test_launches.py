@@ -17,7 +17,13 @@ from tests.service.engine.test_host_reads import ON_THE_HOST, TOKENS
 
 torch.set_num_threads(1)
 
-LAUNCHES = {"none": (5, 3), "lookup": (16, 9), "specblock": (21, 11), "lookup+specblock": (30, 15)}
+LAUNCHES = {
+    "none": (5, 3),
+    "lookup": (16, 9),
+    "lookahead": (18, 9),
+    "specblock": (21, 11),
+    "lookup+specblock": (30, 15),
+}
 """By drafter, outside of graphs, and graphs replayed; the default one is the last. Lookup alone is right here to the
 last node: otherwise slots are freed by one more."""
 

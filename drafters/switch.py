@@ -1,0 +1,232 @@
+"""One of two drafters, chosen anew in every step by what steps with it have gained.
+Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from drafters import readback
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
+from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.tree import Candidates
+
+FIRST, SECOND = 0, 1
+
+_MEMORY = 128.0  # steps, of the pace
+_TRIAL_STEPS = CAP_STEPS / 2  # that must be covered for the second to follow a text
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step: who drafted, what it took, and what came of it, in whichever order that becomes known."""
+
+    batch: int
+    kind: int | None = None  # None: nobody was asked
+    seconds: float | None = None
+    emitted: float | None = None  # tokens per sequence
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Means over recent steps of one size of batch."""
+
+    seconds: float  # of a step
+    emitted: float  # tokens per sequence
+
+    def observe(self, seconds: float, emitted: float) -> None:
+        self.seconds += (seconds - self.seconds) / _MEMORY
+        self.emitted += (emitted - self.emitted) / _MEMORY
+
+    def gain(self, seconds: float, emitted: float) -> float:
+        """Steps that such a one gains: what its tokens would have taken at this pace, less what it took."""
+        return emitted / self.emitted - seconds / self.seconds
+
+
+class Choice:
+    """Who drafts. Of two kinds of steps the one that makes more tokens per second is the one with the larger mean of
+    n * p - s, n its tokens, s its seconds and p the seconds per token of what is done at present. Each kind has a
+    posterior of it; the one that may be better is asked, and what is not asked becomes uncertain again
+    (drafters/regret.py). What asking the second may lose against the first is the ledger's to say."""
+
+    def __init__(self, account: str, ledger: RegretLedger) -> None:
+        self._account, self._ledger = account, ledger
+        self._gains = PosteriorsBySize()  # in steps, by kind
+        self._paces: dict[int, _Pace] = {}  # by size of batch
+        self._step = _Step(1)
+
+    @property
+    def affords_text(self) -> bool:
+        """Whether enough may be lost for the second to follow a text from its beginning."""
+        return self._covers(_TRIAL_STEPS)
+
+    def choose(self, batch: int, *, second: bool) -> int:
+        """FIRST or SECOND, for so many sequences; `second`: whether that can answer."""
+        gains = self._posteriors(batch)
+        acts = second and gains[SECOND].best_case > gains[FIRST].best_case and self._covers(1.0)
+        kind = SECOND if acts else FIRST
+        gains[1 - kind].elapse()
+        self._step = _Step(batch, kind)
+        return kind
+
+    def end(self) -> partial[None] | None:
+        """Of the step's trees it is known what was accepted. What is returned is to be told, sooner or later, how many
+        tokens were emitted; None where nobody was asked."""
+        return partial(self._observe, self._step) if self._step.kind is not None else None
+
+    def took(self, times: StepTimes, *, followed: bool) -> None:
+        """What the step took; `followed`: with taking in of prompts for the second."""
+        step, self._step = self._step, _Step(self._step.batch)
+        if times.reads_prompts:
+            if followed:
+                self._settle(step.batch, -times.follow_seconds)
+        elif step.kind is not None:
+            step.seconds = times.seconds
+            self._conclude(step)
+
+    def renew(self) -> None:
+        """Other weights answer from now on."""
+        self._gains.widen()
+
+    def _posteriors(self, batch: int) -> tuple[GainPosterior, GainPosterior]:
+        return self._gains.of(batch, FIRST), self._gains.of(batch, SECOND)
+
+    def _observe(self, step: _Step, emitted: Sequence[float]) -> None:
+        step.emitted = emitted[0] / step.batch
+        self._conclude(step)
+
+    def _conclude(self, step: _Step) -> None:
+        if step.seconds is None or step.emitted is None or step.kind is None:
+            return
+        pace = self._paces.setdefault(step.batch.bit_length(), _Pace(step.seconds, step.emitted))
+        gains, gain = self._posteriors(step.batch), pace.gain(step.seconds, step.emitted)
+        if step.kind == SECOND:
+            self._settle(step.batch, (gain - gains[FIRST].mean) * pace.seconds)
+        gains[step.kind].observe(gain)
+        pace.observe(step.seconds, step.emitted)
+
+    def _covers(self, steps: float) -> bool:
+        if self._account not in self._ledger.balances:
+            return True
+        pace = self._paces.get(self._step.batch.bit_length())
+        return self._ledger.covers(self._account, 0.0 if pace is None else steps * pace.seconds)
+
+    def _settle(self, batch: int, gained_seconds: float) -> None:
+        if self._account not in self._ledger.balances:
+            pace = self._paces.get(batch.bit_length())
+            if pace is None:
+                return  # nothing is known of what steps take
+            self._ledger.open(self._account, CAP_STEPS * pace.seconds)
+        self._ledger.settle(self._account, gained_seconds)
+
+
+class SwitchDrafter(Drafter):
+    """Two drafters that both follow the text, of which one is asked in a step."""
+
+    tap_layers: tuple[int, ...] = ()
+    reads_prompts = False
+
+    def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
+        self._both = first, second
+        self.tap_layers = tuple(sorted({*first.tap_layers, *second.tap_layers}))
+        self.reads_prompts = first.reads_prompts or second.reads_prompts
+        self._choice = Choice(f"switch to {second.name}", sizes.ledger)
+        self._outcomes = readback.readback_of(sizes.device)
+        self._asked: int | None = None  # since the last commit
+        self._follows = True  # texts, for the second
+        self._names = first.name, second.name  # which change where one is yet to be made
+        self._credits = dict.fromkeys(self._names, 0)
+
+    @property
+    def name(self) -> str:
+        """Of those who draft: one that is yet to be made leaves the other alone."""
+        ready = [one.name for one in self._both if one.ready]
+        return f"switch({','.join(ready)})" if len(ready) == 2 else (ready or [self._both[FIRST].name])[0]
+
+    @property
+    def version(self) -> int:
+        return sum(one.version for one in self._both)
+
+    @property
+    def ready(self) -> bool:
+        return any(one.ready for one in self._both)
+
+    @property
+    def wants_scores(self) -> bool:
+        return any(one.wants_scores for one in self._both)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(one.num_blocks for one in self._both)
+
+    def credits(self) -> Mapping[str, int]:
+        return self._credits if all(one.ready for one in self._both) else {}
+
+    def start(self, contexts: Sequence[DraftContext]) -> None:
+        if contexts:  # of a text that it has not followed from its beginning it knows too little
+            self._follows = self._choice.affords_text
+        for one in self._both:
+            one.start(contexts)
+
+    def read(self, read: Read) -> None:
+        for kind, one in enumerate(self._both):
+            if one.reads_prompts:
+                follow = read.follow and (kind == FIRST or self._follows)
+                one.read(replace(read, features=self._tapped(one, read.features), follow=follow))
+
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+        first, second = self._both
+        if not first.ready:
+            return second.grow(rows, noise)
+        if not second.ready:
+            return first.grow(rows, noise)
+        self._asked = self._choice.choose(rows.shape[0], second=self._follows)
+        return self._both[self._asked].grow(rows, noise)
+
+    def commit(self, committed: Committed) -> None:
+        if self._asked is not None:
+            self._learn(self._asked, committed)
+        self._asked = None
+        for kind, one in enumerate(self._both):
+            features = None if committed.features is None else self._tapped(one, committed.features)
+            follow = committed.follow and (kind == FIRST or self._follows)
+            one.commit(replace(committed, features=features, follow=follow))
+
+    def timed(self, times: StepTimes) -> None:
+        self._choice.took(times, followed=self._follows)
+        for one in self._both:
+            one.timed(times)
+
+    def finish(self, rows: Sequence[int]) -> list[int]:
+        first, second = (one.finish(rows) for one in self._both)
+        return [max(counts) for counts in zip(first, second, strict=True)]
+
+    def renew(self) -> None:
+        self._choice.renew()
+        self._follows = True
+        for one in self._both:
+            one.renew()
+
+    def rank_outcomes(self) -> RankOutcomes:
+        first, second = (one.rank_outcomes() for one in self._both)
+        return RankOutcomes({**first.predicted, **second.predicted}, {**first.right, **second.right})
+
+    def _learn(self, asked: int, committed: Committed) -> None:
+        observe = self._choice.end()
+        totals = torch.stack([committed.counts.sum(), committed.result.num_accepted.sum()])
+        self._outcomes.read(totals, partial(self._observe, self._names[asked], observe))
+
+    def _observe(self, name: str, observe: readback.Observe | None, totals: Sequence[float]) -> None:
+        emitted, accepted = totals
+        self._credits[name] += int(accepted)
+        if observe is not None:
+            observe([emitted])
+
+    def _tapped(self, one: Drafter, features: Tensor) -> Tensor:
+        """Of the layers that this one taps. # [..., taps * hidden]"""
+        if one.tap_layers == self.tap_layers or not one.tap_layers:
+            return features
+        parts = dict(zip(self.tap_layers, features.chunk(len(self.tap_layers), dim=-1), strict=True))
+        return torch.cat([parts[layer] for layer in one.tap_layers], dim=-1)
