@@ -9,7 +9,7 @@ Whatever is tried is paid for from a ledger, so that where nothing is gained its
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import cast
@@ -101,7 +101,7 @@ class Bandit:
         """Also while an update is under way, which may take long: until it has ended nothing is filled."""
         if not self._is_warm or self._filling is not None:
             return False
-        return self._update is not None or self._promising() is None
+        return self._update is not None or self._promising(ARMS) is None
 
     @property
     def epsilon(self) -> float:
@@ -118,13 +118,14 @@ class Bandit:
         self._observe(query)
         if not self._is_warm:
             return Decision(None, "warm_up")
-        if self._filling is None:
-            self._filling = self._choose()
         if query.signal is None:
             return Decision(None, "not_admitted")
+        arms: Sequence[Arm] = ARMS if query.drafted else ("full",)
+        if self._filling not in arms:
+            self._filling, self._signals = self._choose(arms), []
         arm = self._filling
         if arm is None:
-            return Decision(None, "not_covered" if self._promising(covered=False) else "no_gain")
+            return Decision(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
         self._signals = [*self._signals, query.signal][-self._rules.batch_queries[arm] :]
         return Decision(arm, "gain" if self._worth(arm, self._now.arms[arm].mean) > 0 else "explore")
 
@@ -201,18 +202,19 @@ class Bandit:
     def _open(self, balance: float | None = None) -> None:
         self._ledger.open(LEARNING, self._rules.cap_queries * fmean(self._now.seconds), balance)
 
-    def _choose(self) -> Arm | None:
-        """Whose buffer is filled now: by chance the one that was tried least, else the one that may gain most."""
+    def _choose(self, arms: Sequence[Arm]) -> Arm | None:
+        """Whose buffer is filled now, of those that learn anything: by chance the one that was tried least, else the
+        one that may gain most."""
         if self._update is not None:
             return None
         if self._rng.random() < self.epsilon:
-            arm = min(ARMS, key=lambda arm: self._now.arms[arm].num_updates)
+            arm = min(arms, key=lambda arm: self._now.arms[arm].num_updates)
             return arm if self._is_covered(arm) else None
-        return self._promising()
+        return self._promising(arms)
 
-    def _promising(self, *, covered: bool = True) -> Arm | None:
+    def _promising(self, arms: Sequence[Arm], *, covered: bool = True) -> Arm | None:
         """The arm that may gain most, if any may."""
-        able = [arm for arm in ARMS if not covered or self._is_covered(arm)]
+        able = [arm for arm in arms if not covered or self._is_covered(arm)]
         best = max(able, key=self._best_worth, default=None)
         return best if best is not None and self._best_worth(best) > 0 else None
 

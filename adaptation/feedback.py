@@ -186,7 +186,9 @@ class FeedbackFilter:
         validates = example is not None and self.validation.draws()
         learns = admission.admitted and learning and not validates
         signal = sample.signal if learns and updating else None
-        decision = self._policy.decide(QueryReport(query.seconds, signal, feedback.recorded))
+        decision = self._policy.decide(
+            QueryReport(query.seconds, signal, feedback.recorded, sample.draft_labels.count > 0)
+        )
         if learns and example is not None:
             self.buffers.remember(sample)
         if decision.arm is not None:

@@ -35,6 +35,7 @@ class QueryReport:
     seconds: float  # of serving; what all queries' add up to is time
     signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
     recorded: bool = True
+    drafted: bool = True  # blocks were drafted for it; without states of theirs it teaches no head
 
     @property
     def usable(self) -> bool:

@@ -177,7 +177,7 @@ def test_impossible_values_stop_the_start(name: str, value: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "lookup+", "lookup+specblock+none", "early_exit(2", "early_exit(2)(3)", "a b"])
 def test_a_drafter_is_one_name_or_two(name: str) -> None:
-    assert "name one drafter, as in lookup or early_exit(4), or two joined by +" in refusal({"drafter": name})
+    assert "name one drafter, as in lookup or early_exit(4), or two as A+B or switch(A,B)" in refusal({"drafter": name})
 
 
 @pytest.mark.parametrize("name", ["auto", "early_exit(4)", "lookup+early_exit(4)", "lookup+draft_model", "my-own.kind"])
