@@ -28,15 +28,20 @@ QUESTION = {
 }
 
 
-def assembled_with(folder: Path, drafter: str, draft: Path | None = None, **changes: object) -> Assembly:
-    return assemble(settings_for(folder).model_copy(update={"drafter": drafter, "drafter_path": draft, **changes}))
+def assembled_with(
+    folder: Path, drafter: str, draft: Path | None = None, *, graphs: bool | None = None, **changes: object
+) -> Assembly:
+    settings = {"drafter": drafter, "drafter_path": draft, **changes}
+    return assemble(settings_for(folder).model_copy(update=settings), graphs=graphs)
 
 
-@pytest.mark.parametrize("drafter", ["early_exit(1)", "lookup+draft_model"])
-def test_text_is_that_of_plain_decoding(tmp_path: Path, drafter: str) -> None:
+@pytest.mark.parametrize(("drafter", "graphs"), [("early_exit(1)", None), ("lookup+draft_model", True)])
+def test_text_is_that_of_plain_decoding(tmp_path: Path, drafter: str, graphs: bool | None) -> None:
+    """Also where everything around the model is captured, which itself is not."""
     folder, draft = save_two_layers(tmp_path / "model"), tiny_model("qwen3", tmp_path / "draft", seed=3)
     model = draft if "draft_model" in drafter else None
-    assembly = assembled_with(folder, drafter, model, max_sequences=4)
+    assembly = assembled_with(folder, drafter, model, graphs=graphs, max_sequences=4)
+    assert (assembly.target.capture is not None) is (graphs is True)
     assert assembly.drafter_name == assembly.drafter().name == drafter
     mine = ways_of(assembly)[-2:]
     assert mine == (Way(drafter, None), Way(drafter, 16))
