@@ -4,6 +4,5 @@ from drafters.specblock.kind import TrainedKind
 
 EAGLE3 = TrainedKind(
     trained_blocks=6,
-    least_blocks=6,
     shape={"block_size": 1, "num_layers": 1, "shift": False},
 )

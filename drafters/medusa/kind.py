@@ -2,4 +2,4 @@
 
 from drafters.specblock.kind import TrainedKind
 
-MEDUSA = TrainedKind(trained_blocks=1, least_blocks=1, shape={"block_size": 4, "num_layers": 0, "shift": False})
+MEDUSA = TrainedKind(trained_blocks=1, shape={"block_size": 4, "num_layers": 0, "shift": False})

@@ -4,6 +4,5 @@ from drafters.specblock.kind import TrainedKind
 
 PARALLEL = TrainedKind(
     trained_blocks=1,
-    least_blocks=1,
     shape={"block_size": 6, "num_layers": 1, "shift": False, "broadcast": False},
 )

@@ -5,11 +5,17 @@ from typing import Any, NamedTuple
 
 
 class TrainedKind(NamedTuple):
-    """Numbers of a kind; more than one block in a row is drafted, and trained, behind the drafter's own states."""
+    """Numbers of a kind; blocks behind the first start at the drafter's own states."""
 
     trained_blocks: int  # in a row, that it is trained through
-    least_blocks: int  # of a tree, however few are asked for
     shape: Mapping[str, Any]  # what it sets in `SpecBlockConfig`; entries of a block and layers always
 
+    def blocks(self, asked: int) -> int:
+        """Of a tree, where so many are asked for: one where it never learnt to go on, and one position at a time goes
+        as far as it learnt."""
+        if self.trained_blocks == 1:
+            return 1
+        return max(asked, self.trained_blocks) if self.shape["block_size"] == 1 else asked
 
-SPECBLOCK = TrainedKind(trained_blocks=2, least_blocks=1, shape={"block_size": 4, "num_layers": 2})
+
+SPECBLOCK = TrainedKind(trained_blocks=2, shape={"block_size": 4, "num_layers": 2})

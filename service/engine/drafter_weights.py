@@ -108,7 +108,7 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
 
 def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
     network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(network, embed_with(table), blocks=max(blocks, TRAINED_KINDS[model.config.kind].least_blocks))
+    return TrainedWeights(network, embed_with(table), blocks=TRAINED_KINDS[model.config.kind].blocks(blocks))
 
 
 def embed_with(table: Tensor) -> Embed:

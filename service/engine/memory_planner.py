@@ -177,7 +177,7 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
     """Keys and values of the blocks begun at once; in fp32 their scores and the noise behind the roots."""
     config = network.config
-    entries = config.block_size * TRAINED_KINDS[config.kind].least_blocks * _SCORED_BLOCKS
+    entries = config.block_size * TRAINED_KINDS[config.kind].blocks(1) * _SCORED_BLOCKS
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
 
 

@@ -100,7 +100,7 @@ def test_it_serves_and_changes_no_token(target: Path, trained: Any, kind: str, t
         assert engine.drafter.name == name
         assert engine.drafter.num_blocks > 0
     assert assembly.weights is not None
-    assert assembly.weights.blocks == TRAINED_KINDS[kind].least_blocks
+    assert assembly.weights.blocks == TRAINED_KINDS[kind].blocks(1)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
