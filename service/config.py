@@ -141,10 +141,9 @@ class ServiceConfig(BaseModel):
         "auto", "lookup+specblock", "switch(lookup,specblock)", "specblock", "lookup", "lookahead", "none"
     ] = _setting(
         "auto",
-        "Who drafts. lookup: continuations seen earlier in the same text. lookahead: these, and what the target said "
-        "behind tokens that were rejected. specblock: a small network trained for the target. lookup+specblock: one "
-        "tree from both; switch(lookup,specblock): one of them in each step. auto: one tree from both if there are "
-        "weights, else lookup. none: nobody.",
+        "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
+        "small trained network. A+B: one tree from both. switch(A,B): one in each step. auto: lookup, and specblock "
+        "if there are weights.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(

@@ -46,7 +46,14 @@ class Way(NamedTuple):
     """Who drafts, and how many nodes a step verifies."""
 
     drafter: Literal[
-        "lookup", "lookahead", "switch(lookup,lookahead)", "lookup+specblock", "specblock", "random", "none"
+        "lookup",
+        "lookahead",
+        "switch(lookup,lookahead)",
+        "lookup+specblock",
+        "switch(lookup,specblock)",
+        "specblock",
+        "random",
+        "none",
     ]
     nodes: int | None  # None = by cost
 
@@ -104,7 +111,12 @@ WAYS = (
     Way("random", 48),
     Way("none", 0),
 )
-TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
+TRAINED_WAYS = (
+    Way("lookup+specblock", None),
+    Way("lookup+specblock", 16),
+    Way("switch(lookup,specblock)", None),
+    Way("specblock", 48),
+)
 """Further ways where there is a trained drafter."""
 
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
