@@ -143,7 +143,7 @@ class ServiceConfig(BaseModel):
         "auto",
         "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
         "small trained network. A+B: one tree from both. switch(A,B): one in each step. auto: lookup, and specblock "
-        "if there are weights.",
+        "if there are weights. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
