@@ -130,7 +130,8 @@ class SwitchDrafter(Drafter):
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
         self._both = first, second
-        self.tap_layers = tuple(sorted({*first.tap_layers, *second.tap_layers}))
+        others = (layer for layer in second.tap_layers if layer not in first.tap_layers)
+        self.tap_layers = (*first.tap_layers, *others)
         self.reads_prompts = first.reads_prompts or second.reads_prompts
         self._choice = Choice(f"switch to {second.name}", sizes.ledger)
         self._outcomes = readback.readback_of(sizes.device)

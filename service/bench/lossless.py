@@ -103,7 +103,12 @@ WAYS = (
     Way("random", 48),
     Way("none", 0),
 )
-TRAINED_WAYS = (Way("lookup+specblock", None), Way("lookup+specblock", 16), Way("specblock", 48))
+TRAINED_WAYS = (
+    Way("lookup+specblock", None),
+    Way("lookup+specblock", 16),
+    Way("switch(lookup,specblock)", None),
+    Way("specblock", 48),
+)
 """Further ways where there is a trained drafter."""
 
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")

@@ -62,6 +62,15 @@ def test_a_buffer_is_filled_before_another_begins() -> None:
     assert len(set(arms)) == 1
 
 
+def test_queries_for_which_no_block_was_drafted_fill_no_buffer_of_the_heads() -> None:
+    policy = bandit(epsilon=(1.0, 1.0))  # the one that was tried least is drawn: the heads
+    feed(policy, 11)
+    assert policy.decide(QueryReport(10.0, 8.0)).arm == "head"
+    undrafted = QueryReport(10.0, 8.0, drafted=False)
+    assert [policy.decide(undrafted).arm for _ in range(8)] == ["full"] * 8
+    assert policy.take_update() == "full"
+
+
 def test_no_update_begins_while_one_is_under_way() -> None:
     policy = bandit(epsilon=NEVER)
     feed(policy, 30)

@@ -171,13 +171,21 @@ def test_tokens_are_credited_to_who_was_asked() -> None:
 def test_each_gets_the_features_it_taps() -> None:
     first, second = Part("one", tap_layers=(1, 4)), Part("other", tap_layers=(4, 2))
     switch = SwitchDrafter(first, second, SIZES)
-    assert switch.tap_layers == (1, 2, 4)
-    features = torch.tensor([[10.0, 11.0, 20.0, 21.0, 40.0, 41.0]])
+    assert switch.tap_layers == (1, 4, 2)
+    features = torch.tensor([[10.0, 11.0, 40.0, 41.0, 20.0, 21.0]])
     switch.read(Read(0, 0, torch.tensor([1]), torch.tensor([1]), features))
     assert first.heard == [("read", [[10.0, 11.0, 40.0, 41.0]], True)]
     assert second.heard == [("read", [[40.0, 41.0, 20.0, 21.0]], True)]
     switch.commit(committed(0, features=features[None]))
     assert first.heard[-1] == ("commit", [[[10.0, 11.0, 40.0, 41.0]]], True)
+
+
+def test_layers_that_are_tapped_twice_stay_so() -> None:
+    second = Part("net", tap_layers=(0, 1, 1))
+    switch = SwitchDrafter(Part("lookup"), second, SIZES)
+    switch.read(Read(0, 0, torch.tensor([1]), torch.tensor([1]), torch.tensor([[1.0, 2.0, 2.0]])))
+    assert switch.tap_layers == (0, 1, 1)
+    assert second.heard == [("read", [[1.0, 2.0, 2.0]], True)]
 
 
 def test_both_hear_everything_and_it_speaks_for_both() -> None:
