@@ -157,10 +157,10 @@ class ServiceConfig(BaseModel):
     )
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
-        "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a small "
-        "trained network. draft_model: the language model in drafter_path. early_exit(N): the target's first N layers. "
-        "A+B: one tree from both. switch(A,B): one in each step. auto: lookup, and the trained one if there is one. none: "
-        "nobody.",
+        "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
+        "small trained network. draft_model: the language model in drafter_path. early_exit(N): the target's first N "
+        "layers. A+B: one tree from both. switch(A,B): one in each step. auto: lookup, and the trained one if there is "
+        "one. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(

@@ -50,8 +50,9 @@ def accepted_of(runs: Sequence[Run]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["lookup", "specblock"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_observed_drafter_drafts_the_same(trained_assembly: Assembly, name: str, temperature: float) -> None:
-    plain = trained_assembly.engine(drafter=trained_assembly.drafter(name), policy=POLICY)
-    expected = answers(plain, temperature)
+    drafter = trained_assembly.drafter(name)
+    vars(drafter)["timed"] = lambda times: None  # as of the observed one: on a loaded machine it would ask for less
+    expected = answers(trained_assembly.engine(drafter=drafter, policy=POLICY), temperature)
     _, runs = watched(trained_assembly, name, temperature)
     assert accepted_of(runs) == accepted_of(expected)
     nodes = [[step.stats.drafted_nodes for step in run.steps] for run in runs]
