@@ -28,7 +28,7 @@ from service.logging import configure_logging
 from service.serve import application
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_MOST_REPLICAS = 4
+_REPLICAS = (2, 4)  # least: with one, streams wait until another has loaded; and most
 _MOST_TRIES = 3
 _MOST_STREAMS = 10_000  # of one ingress
 _INGRESS_DRAIN_SECONDS = 600.0
@@ -48,7 +48,9 @@ def app(settings: dict[str, Any]) -> Any:
         max_ongoing_requests=config.max_sequences,
         max_queued_requests=config.max_waiting,
         autoscaling_config=AutoscalingConfig(
-            min_replicas=1, max_replicas=_MOST_REPLICAS, target_ongoing_requests=max(1, config.max_sequences // 2)
+            min_replicas=_REPLICAS[0],
+            max_replicas=_REPLICAS[1],
+            target_ongoing_requests=max(1, config.max_sequences // 2),
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=config.drain_seconds,
