@@ -65,7 +65,7 @@ def app(settings: dict[str, Any]) -> Any:
 class Replica:
     """One server without a socket."""
 
-    async def __init__(self, settings: Mapping[str, object]) -> None:
+    async def __init__(self, settings: Mapping[str, object]) -> None:  # type: ignore[misc]  # Ray awaits it
         config = load_config(settings).config
         configure_logging(config.log_level, as_json=config.log_json)
         self._app, self._runtime = application(config)
@@ -112,9 +112,11 @@ class HandleReplicas:
         self._handle = handle.options(stream=True)
 
     async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
-        if len(tried) == _MOST_TRIES:
+        # Another session is most likely another replica's.
+        names = (f"{asked.affinity}-{attempt}" for attempt in range(_MOST_TRIES))
+        affinity = next((name for name in names if name not in tried), None)
+        if affinity is None:
             return None
-        affinity = f"{asked.affinity}-{len(tried)}" if tried else asked.affinity  # another one, most likely
         tried.add(affinity)
         answers = self._handle.options(session_id=affinity).answer.remote(asked)
 

@@ -16,7 +16,7 @@ from typing import Any
 from service.api.errors import error_body, error_response
 from service.api.sse import DONE, frame
 from service.errors import EngineFailure, NotReady, RequestError
-from service.ingress.replicas import Answer, Asked, Broken, Headers, Replicas, Unreachable
+from service.ingress.replicas import Answer, Asked, Broken, Headers, Replicas, Unreachable, passed_on
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,9 @@ STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _MOST_BREAKS = 3
-_PASSING = frozenset({"not_ready", "engine_stopped", "too_many_connections"})
+_PASSING = frozenset({"not_ready", "too_many_connections"})
 _FULL = "queue_full"
+_STOPPED = "engine_stopped"
 # With these a replica says that it does not answer, and another one may.
 _REFUSALS = _PASSING | {_FULL, "other_system_fingerprint", "response_not_found", "previous_response_not_found"}
 _RETRY_AFTER_SECONDS = 5
@@ -44,7 +45,7 @@ class Whole:
     @staticmethod
     def of(error: RequestError) -> "Whole":
         response = error_response(error)
-        return Whole(response.status_code, tuple(response.raw_headers), bytes(response.body))
+        return Whole(response.status_code, passed_on(response.raw_headers), bytes(response.body))
 
     @property
     def code(self) -> str | None:
@@ -62,7 +63,9 @@ class Forwarding:
         self._stall_seconds = stall_seconds
         self._patience_seconds = patience_seconds
         self._answer: Answer | None = None
-        self._breaks = 0  # replicas that broke off one after the other without anything new
+        self._latest: set[str] = set()  # who was asked last
+        self._lost: set[str] = set()  # who broke off, and is asked again only if there is nobody else
+        self._breaks = 0  # of them, one after the other without anything new
         self._num_events = 0  # that were passed on
         self._last_id: bytes | None = None  # of these
 
@@ -80,8 +83,7 @@ class Forwarding:
                     return found
                 return await self._read(found)
             except Broken as error:
-                self._breaks += 1
-                logger.warning("%s %s: %s", self._asked.method, self._asked.path, error)
+                self._note(f"{self._asked.method} {self._asked.path}", error)
                 if self._breaks >= _MOST_BREAKS:
                     return Whole.of(_gave_up(self._breaks))
 
@@ -94,8 +96,8 @@ class Forwarding:
                         yield one
                 return
             except Broken as error:
-                problem = str(error)
-            broke, failure = time.monotonic(), await self._go_on(problem)
+                self._note(f"a stream behind {self._num_events} events", error)
+            broke, failure = time.monotonic(), await self._go_on()
             if failure is not None:
                 yield self._failure(failure)
                 if not self._asked.path.startswith(_RESPONSES):
@@ -103,11 +105,14 @@ class Forwarding:
                 return
             logger.info("a stream goes on after %.3f s elsewhere", time.monotonic() - broke)
 
-    async def _go_on(self, problem: str) -> RequestError | None:
+    def _note(self, what: str, error: Broken) -> None:
+        logger.warning("%s: %s", what, error)
+        self._breaks += 1
+        self._lost |= self._latest
+
+    async def _go_on(self) -> RequestError | None:
         """Have another replica take up a stream. -> why none does"""
         await self.close()
-        logger.warning("a stream broke off behind %d events: %s", self._num_events, problem)
-        self._breaks += 1
         if self._num_events and self._last_id is None:
             return EngineFailure("The replica broke off, and this stream cannot be taken up.", code="replica_lost")
         asked = self._asked if self._last_id is None else self._asked.behind(self._last_id)
@@ -115,8 +120,7 @@ class Forwarding:
             try:
                 found = await self._taken(asked, waits_for=_PASSING | {_FULL})
             except Broken as error:
-                logger.warning("a stream was not taken up: %s", error)
-                self._breaks += 1
+                self._note("a stream that was to go on", error)
                 continue
             if isinstance(found, Whole):
                 return NotReady(
@@ -129,29 +133,42 @@ class Forwarding:
         """What a replica answers, or the refusal of all of them. Raises Broken."""
         deadline = time.monotonic() + self._patience_seconds
         while True:
-            refusals: list[Whole] = []
-            tried: set[str] = set()
-            while True:
-                try:
-                    answer = await self._replicas.ask(asked, tried)
-                except Broken:
-                    raise
-                except Unreachable as error:
-                    logger.warning("%s", error)
-                    continue
-                if answer is None:
-                    break
-                self._answer = answer
-                if answer.status < 400:
-                    return answer
-                whole = await self._read(answer)
-                if whole.code not in _REFUSALS:
-                    return whole
-                refusals.append(whole)
-            settled = bool(refusals) and all(one.code not in waits_for for one in refusals)
+            found = await self._asked_in_turn(asked)
+            if not isinstance(found, list):
+                return found
+            settled = bool(found) and all(one.code not in waits_for for one in found)
             if settled or time.monotonic() >= deadline:
-                return refusals[0] if refusals else Whole.of(_nobody())
+                return found[0] if found else Whole.of(_nobody())
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _asked_in_turn(self, asked: Asked) -> Answer | Whole | list[Whole]:
+        """What the first one answers that does not refuse, or all refusals. Raises Broken."""
+        refusals: list[Whole] = []
+        tried = set(self._lost)
+        while True:
+            before = frozenset(tried)
+            try:
+                answer = await self._replicas.ask(asked, tried)
+            except Broken:
+                self._latest = tried - before
+                raise
+            except Unreachable as error:
+                logger.warning("%s", error)
+                continue
+            if answer is None:
+                break
+            self._latest, self._answer = tried - before, answer
+            if answer.status < 400:
+                return answer
+            whole = await self._read(answer)
+            if whole.code == _STOPPED:
+                raise Broken("the engine has stopped")  # of this very request, perhaps
+            if whole.code not in _REFUSALS:
+                return whole
+            refusals.append(whole)
+        if tried == self._lost:
+            self._lost = set()
+        return refusals
 
     async def _read(self, answer: Answer) -> Whole:
         """Raises Broken."""
@@ -163,27 +180,28 @@ class Forwarding:
     async def _told(self) -> AsyncGenerator[bytes, None]:
         """What a replica tells of a stream, event by event. Raises Broken."""
         assert self._answer is not None, "a stream has begun"
-        left, has_begun = b"", False
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._stall_seconds
+        left, has_begun, loop = b"", False, asyncio.get_running_loop()
+        patience = self._stall_seconds  # of which only waiting for the replica takes, not the client
         async with aclosing(self._answer.chunks) as chunks:
             while True:
+                began = loop.time()
                 try:
-                    async with asyncio.timeout_at(deadline):
+                    async with asyncio.timeout(patience):
                         chunk = await anext(chunks)
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
                     raise Broken(f"nothing came for {self._stall_seconds:g} seconds") from None
+                patience -= loop.time() - began
                 *frames, left = (left + chunk).split(_FRAME_END)
                 for one in frames:
                     is_event = not one.startswith(b":")
                     if is_event:
                         self._pass(one)
                         has_begun = True
-                    yield one + _FRAME_END
                     if is_event or not has_begun:  # once events have come, a ping does not stand for one
-                        deadline = loop.time() + self._stall_seconds
+                        patience = self._stall_seconds
+                    yield one + _FRAME_END
         if left:
             raise Broken("the answer ended within an event")
 
@@ -194,7 +212,7 @@ class Forwarding:
             self._last_id, self._breaks = event_id, 0
         elif b'"error"' in event and (self._num_events == 0 or self._last_id is not None):
             code = _code_in(event.partition(b"data: ")[2])
-            if code in _PASSING:
+            if code in _PASSING or code == _STOPPED:
                 raise Broken(f"the replica says {code}")
         self._num_events += 1
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ import pytest
 from service.assembly import Assembly
 from service.errors import NotReady, QueueFull, RequestError
 from service.ingress.app import create_ingress
-from service.ingress.forwarding import Whole
+from service.ingress.forwarding import Forwarding, Whole
 from service.ingress.replicas import Answer, Asked, Broken, Unreachable
 from tests.service.api.client import Body, call_raw, client_for, error_of
 from tests.service.api.test_resumption import CASES, CHAT, SAY, TEXT, USUAL, event_of, said, serving
@@ -25,6 +25,7 @@ STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-ratelimit
 DONE = b"data: [DONE]\n\n"
 BODY: Body = {"model": "tiny", **SAY}
 STREAMED: Body = {**BODY, "stream": True}
+ASKED = Asked("POST", CHAT, (), json.dumps(STREAMED).encode(), "a")
 Told = Whole | tuple[bytes | float | Exception, ...]  # an answer; or pieces of a stream, silence in seconds, an end
 
 
@@ -33,14 +34,15 @@ class Scripted:
     """Replicas that answer as told, one after the other; the last one for ever."""
 
     told: Sequence[Told | Exception]
-    size: int = 2
+    size: int = 3
     asked: list[Asked] = field(default_factory=list)
     num_open: int = 0
 
     async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
-        if len(tried) == self.size:
+        name = next((name for name in map(str, range(self.size)) if name not in tried), None)
+        if name is None:
             return None
-        tried.add(str(len(tried)))
+        tried.add(name)
         told = self.told[min(len(self.asked), len(self.told) - 1)]
         self.asked.append(asked)
         if isinstance(told, Exception):
@@ -218,8 +220,71 @@ async def test_errors_of_a_request_are_passed_on() -> None:
     assert len(replicas.asked) == 1
 
 
+class Preferred:
+    """The first of two is always asked first, and always breaks off."""
+
+    def __init__(self, sick: Exception | bytes | float, size: int = 2) -> None:
+        self.asked: list[str] = []
+        self._sick = sick
+        self._names = "abcd"[:size]
+
+    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+        others = [name for name in self._names if name not in tried]
+        if not others:
+            return None
+        tried.add(others[0])
+        self.asked.append(others[0])
+        is_sick = others[0] == "a" and len(self.asked) < 3
+        if is_sick and isinstance(self._sick, Exception):
+            raise self._sick
+        if is_sick and self._sick == STOPPED:
+            return Answer(500, JSON, self._chunks(STOPPED), self.close)
+        return Answer(200, STREAM, self._chunks(*((event(1), self._sick) if is_sick else (event(2), DONE))), self.close)
+
+    async def _chunks(self, *pieces: bytes | float) -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            if isinstance(piece, float):
+                await asyncio.sleep(piece)
+            else:
+                yield piece
+
+    async def close(self) -> None: ...
+
+
+STOPPED = b'{"error": {"code": "engine_stopped"}}'
+
+
+@pytest.mark.parametrize("sick", [Broken("is silent"), 60.0, STOPPED], ids=["before", "within", "engine"])
+async def test_one_that_broke_off_is_not_asked_again(sick: Exception | bytes | float) -> None:
+    replicas = Preferred(sick)
+    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
+        answer = await client.post(CHAT, json=STREAMED)
+    assert numbers(answer.text)[-1] == 2
+    assert replicas.asked == ["a", "b"]
+
+
+async def test_one_that_broke_off_is_asked_again_where_there_is_no_other() -> None:
+    replicas = Preferred(60.0, size=1)
+    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
+        answer = await client.post(CHAT, json=STREAMED)
+    assert numbers(answer.text) == [1, 1, 2]
+    assert replicas.asked == ["a"] * 3
+
+
+async def test_a_slow_client_is_no_silent_replica() -> None:
+    forwarding = Forwarding(
+        Scripted([(event(1), event(2), 0.15, event(3), DONE)]), ASKED, stall_seconds=0.3, patience_seconds=0.0
+    )
+    assert isinstance(await forwarding.begin(), Answer)
+    told = []
+    async for one in forwarding.frames():
+        told.append(one)
+        await asyncio.sleep(0.4)
+    await forwarding.close()
+    assert told == [event(1), event(2), event(3), DONE]
+
+
 WHOLE = Whole(200, JSON, b'{"id": 1}')
-READ = Callable[[httpx2.Response], object]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +314,7 @@ async def test_a_whole_answer_comes_from_whoever_gives_one(
 
 
 async def test_a_replica_is_waited_for() -> None:
-    told = [*[Unreachable("gone")] * 3, Whole.of(NOT_READY), WHOLE]
+    told: list[Told | Exception] = [*[Unreachable("gone")] * 3, Whole.of(NOT_READY), WHOLE]
     async with ingress(Scripted(told), patience_seconds=10.0) as client:
         assert (await client.post(TEXT, json={"model": "tiny", "prompt": "a"})).json() == {"id": 1}
 
