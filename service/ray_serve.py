@@ -3,13 +3,11 @@
 Ray places, scales, replaces and routes; streams are kept whole by the ingress as in front of plain processes.
 """
 
-import asyncio
 import fcntl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import anyio
 from fastapi import FastAPI
@@ -17,13 +15,13 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
-from starlette.types import ASGIApp, Message, Scope
 
 from service.config_sources import load_config
 from service.errors import QueueFull
 from service.ingress.app import create_ingress
 from service.ingress.forwarding import Whole
-from service.ingress.replicas import FORWARDED_FOR, Answer, Asked, Broken, Headers
+from service.ingress.local import answered
+from service.ingress.replicas import Answer, Asked, Broken, Headers
 from service.logging import configure_logging
 from service.serve import application
 
@@ -76,14 +74,9 @@ class Replica:
 
     async def answer(self, asked: Asked) -> AsyncIterator[tuple[int, Headers] | bytes]:
         """Status and headers, then the body in pieces."""
-        body = b""
-        async for messages in _called(self._app, _scope_of(asked), asked.body):
-            for message in messages:
-                if message["type"] == "http.response.start":
-                    yield message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"])
-            body = b"".join(message.get("body", b"") for message in messages)
-            if body:
-                yield body
+        async with aclosing(answered(self._app, asked)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def check_health(self) -> None:
         """Raises where the replica is to be replaced."""
@@ -154,60 +147,6 @@ def _told(whole: Whole) -> Answer:
     async def close() -> None: ...
 
     return Answer(whole.status, whole.headers, chunks(), close)
-
-
-def _scope_of(asked: Asked) -> Scope:
-    path, _, query = asked.path.partition("?")
-    client = next((value.decode() for name, value in asked.headers if name == FORWARDED_FOR), None)
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": asked.method,
-        "scheme": "http",
-        "path": unquote(path),
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": [*asked.headers],
-        "client": None if client is None else (client, 0),
-        "server": None,
-    }
-
-
-async def _called(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-    """What an application sends, as much at a time as has been sent; closing this is the client's leaving."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    left, has_body = asyncio.Event(), True
-
-    async def receive() -> Message:
-        nonlocal has_body
-        if has_body:
-            has_body = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def run() -> None:
-        try:
-            await app(scope, receive, sent.put)
-        finally:
-            sent.put_nowait(None)
-
-    running = asyncio.create_task(run())
-    try:
-        message = await sent.get()
-        while message is not None:
-            messages = [message]
-            while not sent.empty() and (message := sent.get_nowait()) is not None:
-                messages.append(message)
-            yield messages
-            if message is not None:
-                message = await sent.get()
-        await running
-    finally:
-        left.set()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from tests import processes
+from tests.deploy.programs import free_port
 from tests.processes import Process, write_settings
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
@@ -35,7 +36,7 @@ Said = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Site:
-    replicas: tuple[Process, Process]
+    replicas: Sequence[Process]
     front: Process
 
 
@@ -43,24 +44,24 @@ class Site:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("ingress")
     model = save_two_layers(folder / "model")
+    ports = [free_port() for _ in range(2)]
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     with ExitStack() as stack:
-        first, second = (replica(folder, model, number) for number in range(2))
-        stack.callback(first.kill)
-        stack.callback(second.kill)
-        urls = f"{first.url},{second.url}"
-        ingress = ("ingress", "--port", "0", "--replicas", urls)
-        log = folder / "ingress.log"
-        front = processes.begin(ingress, None, log, program=(sys.executable, "-m", "service"))
-        stack.callback(front.kill)
-        yield Site((first, second), front)
+        replicas = [replica(folder, model, port) for port in ports]
+        words = ("ingress", "--port", "0", "--replicas", urls)
+        front = processes.begin(words, None, folder / "ingress.log", program=(sys.executable, "-m", "service"))
+        for process in (*replicas, front):
+            stack.callback(process.kill)
+        assert all(process.ready for process in (*replicas, front))
+        yield Site(replicas, front)
         front.end()
 
 
-def replica(folder: Path, model: Path, number: int) -> Process:
-    config = folder / f"replica-{number}.yaml"
-    settings = served_by(model, drafter="lookup", max_model_len=512, state_dir=str(folder / "state"))
-    words = write_settings(config, settings)
-    return processes.begin(("serve",), config, folder / f"replica-{number}.log", program=words)
+def replica(folder: Path, model: Path, port: int) -> Process:
+    config = folder / f"replica-{port}.yaml"
+    state = str(folder / "state")
+    words = write_settings(config, served_by(model, drafter="lookup", max_model_len=512, state_dir=state, port=port))
+    return processes.begin(("serve",), config, folder / f"replica-{port}.log", program=words)
 
 
 async def stream(client: httpx2.AsyncClient, url: str, number: int, events: list[int]) -> Said:

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 NUM_STREAMS = 20
 NUM_REPLICAS = 2
 CLIENTS = 4
+NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
 
 
 @dataclass
@@ -34,16 +35,17 @@ class RaySite:
     settings: dict[str, Any]
     url: str = ""
 
-    def said(self) -> str:
+    def said(self, word: str) -> str:
+        """The line that begins so; Ray says things in between. Nothing if it ends before."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return next((line.strip() for line in self.process.stdout if line.startswith(word)), "")
 
     def update(self) -> None:
         """Other settings, under which answers are the same."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({**self.settings, "max_budget": 5}) + "\n")
         self.process.stdin.flush()
-        assert self.said() == "updated"
+        assert self.said("updated")
 
     def replicas(self) -> set[int]:
         """Their process ids."""
@@ -59,24 +61,23 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySite]:
     python = python_environment(HERE / "ray.txt") / "bin" / "python"
     # Ray alone comes from the environment; everything else is what the other tests run with.
     paths = os.pathsep.join([str(HERE.parents[1]), *site.getsitepackages()])
-    environ = {**os.environ, "PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **NOTHING_ELSEWHERE}
     command = [str(python), str(HERE / "ray_site.py"), str(free_port()), json.dumps(settings)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
-        )
-    made = RaySite(process, settings)
-    try:
-        said = made.said()
-        assert said.startswith("ready: "), (folder / "log").read_text()[-4000:]
-        made.url = said.removeprefix("ready: ").removesuffix("/v1")
-        yield made
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
+    pipe, log = subprocess.PIPE, folder / "log"
+    with (
+        log.open("w") as stream,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stream, text=True, env=environ) as process,
+    ):
+        made = RaySite(process, settings)
+        try:
+            made.url = made.said("ready: ").removeprefix("ready: ").removesuffix("/v1")
+            assert made.url, log.read_text()[-4000:]
+            yield made
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
 
 
 async def test_a_killed_replica_is_noticed_by_nobody(running: RaySite) -> None:
