@@ -239,7 +239,9 @@ class Preferred:
             raise self._sick
         if is_sick and self._sick == STOPPED:
             return Answer(500, JSON, self._chunks(STOPPED), self.close)
-        return Answer(200, STREAM, self._chunks(*((event(1), self._sick) if is_sick else (event(2), DONE))), self.close)
+        if is_sick and isinstance(self._sick, float):
+            return Answer(200, STREAM, self._chunks(event(1), self._sick), self.close)
+        return Answer(200, STREAM, self._chunks(event(2), DONE), self.close)
 
     async def _chunks(self, *pieces: bytes | float) -> AsyncGenerator[bytes, None]:
         for piece in pieces:
