@@ -29,6 +29,7 @@ _AFFINE_CHARACTERS = 1024  # of a prompt, by which a replica is chosen
 _MOST_IMBALANCE = 4  # requests that the replica which knows a prompt's beginning may have more than the idlest
 _CONNECT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0
+_PROBE_EVERY_SECONDS = 1.0
 
 
 class Unreachable(Exception):
@@ -99,13 +100,16 @@ class Replicas(Protocol):
 class HttpReplicas:
     """Server processes by their addresses.
 
-    The one to which a prompt's beginning belongs is asked, unless it has too much to do.
+    The one to which a prompt's beginning belongs is asked, unless it has too much to do. One that did not answer is
+    asked last, until it answers a probe.
     """
 
     def __init__(self, urls: Sequence[str], *, stall_seconds: float) -> None:
         """`stall_seconds`: how long one may say nothing before it is asked whether it still lives."""
         self._running = dict.fromkeys(map(_checked, urls), 0)
         self._stall_seconds = stall_seconds
+        self._silent: set[str] = set()  # that did not answer when they were asked last
+        self._probes: dict[str, asyncio.Task[None]] = {}
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
@@ -115,20 +119,25 @@ class HttpReplicas:
         if not others:
             return None
         least = min(self._running[url] for url in others)
-        # A digest with each address: a prompt's beginning keeps its replica when others come and go.
-        url = min(
-            others,
-            key=lambda url: (max(0, self._running[url] - least - _MOST_IMBALANCE), _digest(url + asked.affinity)),
-        )
+
+        def rank(url: str) -> tuple[bool, int, str]:
+            surplus = max(0, self._running[url] - least - _MOST_IMBALANCE)
+            # A digest with each address: a prompt's beginning keeps its replica when others come and go.
+            return url in self._silent, surplus, _digest(url + asked.affinity)
+
+        url = min(others, key=rank)
         tried.add(url)
         async with AsyncExitStack() as stack:
             stack.enter_context(self._counted(url))
             response = await self._sent(url, asked)
-            stack.push_async_callback(response.aclose)
+            stack.push_async_callback(self._closed, url, response)
             held = stack.pop_all()
         return Answer(response.status_code, passed_on(response.headers.raw), _chunks(response), held.aclose)
 
     async def close(self) -> None:
+        for probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
         await self._client.aclose()
 
     @contextmanager
@@ -146,14 +155,33 @@ class HttpReplicas:
         try:
             while not (await asyncio.wait({sending}, timeout=self._stall_seconds))[0]:
                 if not await self._lives(url):
-                    raise Broken(f"{url} has fallen silent")
+                    raise Broken("it has fallen silent")
             return sending.result()
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unreachable(f"{url} is not there: {error!r}") from error
-        except httpx.TransportError as error:
-            raise Broken(f"{url} broke off: {error!r}") from error
+        except (httpx.TransportError, Broken) as error:
+            self._silent.add(url)
+            self._probe(url)
+            took = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise (Broken if took else Unreachable)(f"{url} did not answer: {error!r}") from error
         finally:
             sending.cancel()
+
+    async def _closed(self, url: str, response: httpx.Response) -> None:
+        if not response.is_closed:
+            self._probe(url)  # it broke off, was silent, or its client has left
+        await response.aclose()
+
+    def _probe(self, url: str) -> None:
+        """Find out whether one is silent, and when it no longer is."""
+
+        async def probe() -> None:
+            while not await self._lives(url):
+                self._silent.add(url)
+                await asyncio.sleep(_PROBE_EVERY_SECONDS)
+            self._silent.discard(url)
+            del self._probes[url]
+
+        if url not in self._probes:
+            self._probes[url] = asyncio.create_task(probe())
 
     async def _lives(self, url: str) -> bool:
         try:

@@ -130,6 +130,32 @@ async def test_one_that_says_nothing_is_asked_whether_it_lives() -> None:
         over.set()
 
 
+async def test_one_that_did_not_answer_is_asked_last_until_it_lives() -> None:
+    is_sick, probed = True, asyncio.Event()
+
+    async def sick(head: bytes, writer: asyncio.StreamWriter) -> None:
+        if not is_sick:
+            await saying(b"1")(head, writer)
+        if b"/livez" in head:
+            probed.set()
+
+    async with served(sick, saying(b"2")) as replicas:
+        (prompt, *_) = [one for one in map(str, range(50)) if await answers(replicas, one) is None]
+        assert [await answers(replicas, prompt) for _ in range(3)] == [b"2"] * 3
+        is_sick = False
+        probed.clear()
+        await asyncio.wait_for(probed.wait(), 10)
+        while await answers(replicas, prompt) != b"1":
+            await asyncio.sleep(0.01)
+
+
+async def answers(replicas: HttpReplicas, prompt: str) -> bytes | None:
+    try:
+        return await read(await replicas.ask(asked(prompt), set()))
+    except Broken:
+        return None
+
+
 async def test_an_answer_that_ends_too_early_is_broken() -> None:
     async def half(head: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
