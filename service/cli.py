@@ -21,6 +21,7 @@ from service.bench.commands import bench_app, check_app
 from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
+from service.ingress.command import ingress
 from service.learning.commands import drafter_app
 from service.learning.trainer import trainer
 from service.observability.top import top
@@ -158,5 +159,6 @@ app.add_typer(bench_app(with_settings), name="bench")
 app.add_typer(check_app(with_settings), name="check")
 app.add_typer(train_app(), name="train")
 app.add_typer(drafter_app(with_settings), name="drafter")
+app.command("ingress")(ingress)
 app.command("top")(top)
 app.command("trainer")(with_settings(trainer))

@@ -8,6 +8,7 @@ from types import FrameType
 
 import anyio
 import uvicorn
+from fastapi import FastAPI
 
 from adaptation.records import Event
 from drafters.registry import sources_of
@@ -45,10 +46,9 @@ def serve(config: ServiceConfig) -> None:
 
 
 async def _serve(config: ServiceConfig) -> None:
-    metrics, live, api = metrics_of(config), Live(), api_settings(config)
-    runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
+    app, runtime = application(config)
     settings = uvicorn.Config(
-        create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, runtime, api.tenants)),
+        app,
         http=GuardedProtocol,
         ws="none",
         host=config.host,
@@ -71,6 +71,14 @@ async def _serve(config: ServiceConfig) -> None:
             seeding.cancel()
             with suppress(asyncio.CancelledError):
                 await seeding
+
+
+def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
+    """What answers HTTP, and what it starts and stops; for whoever runs ASGI. Raises StartupError."""
+    metrics, live, api = metrics_of(config), Live(), api_settings(config)
+    runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
+    app = create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, runtime, api.tenants))
+    return app, runtime
 
 
 def metrics_of(config: ServiceConfig) -> Metrics:

@@ -77,9 +77,9 @@ def write_settings(file: Path, settings: dict[str, Any]) -> tuple[str, ...]:
     return words
 
 
-def begin(words: Sequence[str], config: Path, log: Path, *, program: Sequence[str] = ADAPTREE) -> Process:
-    """`adaptree WORDS --config FILE`, or another program that takes them."""
+def begin(words: Sequence[str], config: Path | None, log: Path, *, program: Sequence[str] = ADAPTREE) -> Process:
+    """`adaptree WORDS --config FILE`, or another program that takes them; no file where there is none."""
     with log.open("w") as stream:
         environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
-        command = [*program, *words, "--config", str(config)]
-        return Process(config.stem, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))
+        command = [*program, *words, *(() if config is None else ("--config", str(config)))]
+        return Process((config or log).stem, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))

@@ -17,7 +17,11 @@ from tests.architecture.rules import (
 
 # The configuration (a default, and what was set), and the one switch that oneDNN offers nowhere else.
 READERS = {"service.config", "service.config_sources", "service.engine.linear"}
-HOMES = {"prometheus_client": "service.observability.metrics", "redis": "adaptation.replicas.redis_store"}
+HOMES = {
+    "prometheus_client": "service.observability.metrics",
+    "redis": "adaptation.replicas.redis_store",
+    "ray": "service.ray_serve",
+}
 
 
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)

@@ -41,6 +41,8 @@ ALLOWED = {
     # The assembly, the server process, the benchmarks and the command line build and start everything.
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
     "service.assembly": ("service.assembly", "service.engine", *LEAVES, "drafters", "kernels"),
+    "service.ingress": ("service.ingress", "service.api", *LEAVES),
+    "service.ray_serve": PACKAGES,
     "service.learning": PACKAGES,
     "service.seeding": ("service.runtime", *LEAVES, *RECORDS),
     "service.observability.top": LEAVES,
@@ -53,7 +55,7 @@ ALLOWED = {
 
 # Torch costs seconds to import and has no business on the event loop.
 WITHOUT_TORCH = (
-    *modules("service/api"),
+    *modules("service/api", "service/ingress"),
     *(path for path in modules(*PACKAGES) if module_name(path) in {*LEAVES, *RECORDS} - {"service.tokenizer"}),
 )
 

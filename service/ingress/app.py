@@ -1,0 +1,122 @@
+"""The ingress as an application and as a process of its own: which routes it passes on, and how answers leave."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.api.connections import GuardedProtocol
+from service.api.errors import install_error_handlers
+from service.api.middleware import AccessMiddleware, BodyMiddleware
+from service.api.settings import MAX_REQUEST_BYTES
+from service.api.sse import EventStream, unless_client_gone, whole
+from service.ingress.forwarding import PATIENCE_SECONDS, STALL_SECONDS, Forwarding
+from service.ingress.replicas import Answer, Asked, Headers, HttpReplicas, Replicas
+
+logger = logging.getLogger(__name__)
+
+# What any replica answers alike. Others are of one process: its metrics, its page, what it has learnt.
+_ROUTES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("POST",)),
+    **dict.fromkeys(("/tokenize", "/detokenize"), ("POST",)),
+    "/v1/responses/{response_id}": ("GET", "DELETE"),
+    **dict.fromkeys(("/v1/models", "/v1/models/{model_id:path}"), ("GET", "HEAD")),
+    **dict.fromkeys(("/readyz", "/health", "/version"), ("GET", "HEAD")),
+}
+
+
+def create_ingress(
+    replicas: Replicas, *, stall_seconds: float = STALL_SECONDS, patience_seconds: float = PATIENCE_SECONDS
+) -> FastAPI:
+    """The application in front of these replicas."""
+
+    async def forward(request: Request) -> Response:
+        asked = Asked.of(request, await request.body(), request.state.request_id)
+        forwarding = Forwarding(
+            replicas,
+            asked,
+            stall_seconds=stall_seconds,
+            patience_seconds=patience_seconds if request.method == "POST" else 0.0,
+        )
+        return await _answer(forwarding, request)
+
+    async def live(request: Request) -> Response:
+        return whole({"status": "alive"})
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await replicas.close()
+
+    app = FastAPI(
+        lifespan=lifespan,
+        middleware=[Middleware(AccessMiddleware), Middleware(BodyMiddleware, max_bytes=MAX_REQUEST_BYTES)],
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    install_error_handlers(app)
+    app.add_route("/livez", live, methods=["GET", "HEAD"], include_in_schema=False)
+    for path, methods in _ROUTES.items():
+        app.add_route(path, forward, methods=[*methods])
+    return app
+
+
+async def _answer(forwarding: Forwarding, request: Request) -> Response:
+    try:
+        found = await unless_client_gone(request.receive, forwarding.begin())
+    except BaseException:
+        await forwarding.close()
+        raise
+    if isinstance(found, Answer):
+        return _UnbrokenStream(forwarding, found.headers)
+    response = Response(found.body, found.status)
+    response.raw_headers = [*found.headers, (b"content-length", str(len(found.body)).encode())]
+    return response
+
+
+class _UnbrokenStream(EventStream):
+    def __init__(self, forwarding: Forwarding, headers: Headers) -> None:
+        super().__init__(forwarding.frames(), nullcontext())
+        self._forwarding = forwarding
+        self.raw_headers = [*headers]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._forwarding.close()
+
+
+def serve(urls: Sequence[str], host: str, port: int) -> None:
+    """In front of server processes, until interrupted. Raises StartupError."""
+    asyncio.run(_serve(urls, host, port))
+
+
+async def _serve(urls: Sequence[str], host: str, port: int) -> None:
+    app = create_ingress(HttpReplicas(urls, stall_seconds=STALL_SECONDS))
+    settings = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=round(PATIENCE_SECONDS),
+    )
+    server = uvicorn.Server(settings)
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        logger.info("ready: http://%s:%d/v1 in front of %s", host, port, ", ".join(urls))
+    await serving

@@ -1,0 +1,27 @@
+"""The service on a Ray of its own, in an environment that has Ray: `ray_site.py PORT SETTINGS`.
+
+Says when it serves; each line of settings that it reads is a rolling update.
+"""
+
+import json
+import sys
+
+import ray
+from ray import serve
+
+from service.ray_serve import app
+
+
+def main(port: int, settings: str) -> None:
+    ray.init(num_cpus=6, num_gpus=0, include_dashboard=False, object_store_memory=100 * 1024**2, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(json.loads(settings)))
+    print(f"ready: http://127.0.0.1:{port}/v1", flush=True)
+    for line in sys.stdin:
+        serve.run(app(json.loads(line)))
+        print("updated", flush=True)
+    serve.shutdown()
+    ray.shutdown()
+
+
+main(int(sys.argv[1]), sys.argv[2])

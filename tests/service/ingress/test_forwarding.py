@@ -1,0 +1,356 @@
+"""A stream through the ingress is the undisturbed one, wherever replicas break off; and what befalls other requests."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx2
+import pytest
+
+from service.assembly import Assembly
+from service.errors import NotReady, QueueFull, RequestError
+from service.ingress.app import create_ingress
+from service.ingress.forwarding import Forwarding, Whole
+from service.ingress.replicas import Answer, Asked, Broken, Unreachable
+from tests.service.api.client import Body, call_raw, client_for, error_of
+from tests.service.api.test_resumption import CASES, CHAT, SAY, TEXT, USUAL, event_of, said, serving
+from tests.service.api.test_resumption import assembly as assembly  # a fixture
+
+pytestmark = pytest.mark.anyio
+
+JSON = ((b"content-type", b"application/json"),)
+STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-ratelimit-limit-requests", b"7"))
+DONE = b"data: [DONE]\n\n"
+BODY: Body = {"model": "tiny", **SAY}
+STREAMED: Body = {**BODY, "stream": True}
+ASKED = Asked("POST", CHAT, (), json.dumps(STREAMED).encode(), "a")
+Told = Whole | tuple[bytes | float | Exception, ...]  # an answer; or pieces of a stream, silence in seconds, an end
+
+
+@dataclass
+class Scripted:
+    """Replicas that answer as told, one after the other; the last one for ever."""
+
+    told: Sequence[Told | Exception]
+    size: int = 3
+    asked: list[Asked] = field(default_factory=list)
+    num_open: int = 0
+
+    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+        name = next((name for name in map(str, range(self.size)) if name not in tried), None)
+        if name is None:
+            return None
+        tried.add(name)
+        told = self.told[min(len(self.asked), len(self.told) - 1)]
+        self.asked.append(asked)
+        if isinstance(told, Exception):
+            raise told
+        self.num_open += 1
+        if isinstance(told, Whole):
+            return Answer(told.status, told.headers, self._chunks((told.body,)), self._closed)
+        headers = STREAM if b'"stream"' in asked.body else JSON
+        return Answer(200, headers, self._chunks(told), self._closed)
+
+    async def _chunks(self, pieces: Sequence[bytes | float | Exception]) -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, float):
+                await asyncio.sleep(piece)
+            else:
+                yield piece
+
+    async def _closed(self) -> None:
+        self.num_open -= 1
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def ingress(replicas: Scripted, **limits: float) -> AsyncIterator[httpx2.AsyncClient]:
+    app = create_ingress(replicas, **{"stall_seconds": 5.0, "patience_seconds": 0.0, **limits})
+    async with client_for(app) as client:
+        yield client
+    assert replicas.num_open == 0
+
+
+def event(number: int) -> bytes:
+    return b'id: head.%d\ndata: {"n": %d}\n\n' % (number, number)
+
+
+def failed(error: RequestError) -> bytes:
+    return b"data: " + Whole.of(error).body + b"\n\n" + DONE
+
+
+def numbers(text: str) -> list[int]:
+    """Of the events of a stream that ended as it should."""
+    frames = text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    return [json.loads(frame.partition("data: ")[2])["n"] for frame in frames[:-2] if not frame.startswith(":")]
+
+
+class Cut:
+    """One real server in the place of several, whose streams break off behind more and more bytes."""
+
+    def __init__(self, server: httpx2.AsyncClient, step: int) -> None:
+        self.whole = ""  # what the first one would have told undisturbed
+        self.num_asked = 0
+        self._server = server
+        self._step = step
+
+    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+        headers = [(name, value) for name, value in asked.headers if name != b"host"]
+        answer = await self._server.request(asked.method, asked.path, headers=headers, content=asked.body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        self.whole = self.whole or answer.text
+        self.num_asked += 1
+        return Answer(200, STREAM, self._chunks(answer.content), self.close)
+
+    async def _chunks(self, content: bytes) -> AsyncGenerator[bytes, None]:
+        first = content.find(b"\n\n") + 2  # at least one event each time, so that it comes to an end
+        kept = content[: first + self._step * self.num_asked]
+        for begin in range(0, len(kept), 97):
+            yield kept[begin : begin + 97]
+        if len(kept) < len(content):
+            raise Broken("killed")
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("step", [31, 977])
+async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
+    assembly: Assembly, name: str, step: int
+) -> None:
+    path, body = CASES[name][0], {"model": "tiny", "stream": True, **USUAL, **CASES[name][1]}
+    async with serving(assembly) as server:
+        replicas = Cut(server, step)
+        async with client_for(create_ingress(replicas)) as client:
+            answer = await client.post(path, json=body, timeout=60)
+    told, undisturbed = ([event_of(one) for one in text.split("\n\n")[:-2]] for text in (answer.text, replicas.whole))
+    assert said(told) == said(undisturbed)
+    assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+    assert replicas.num_asked > 1
+
+
+async def test_what_a_client_has_already_counts_once(assembly: Assembly) -> None:
+    """A body that says where to go on is sent on without that once more has been passed on."""
+    body = {"model": "tiny", "stream": True, **SAY, **USUAL, "seed": 3, "return_token_ids": True, "ignore_eos": True}
+    async with serving(assembly) as server:
+        async with client_for(create_ingress(Cut(server, 10**6))) as client:
+            whole = said([event_of(one) for one in (await client.post(CHAT, json=body)).text.split("\n\n")[:-2]])
+        async with client_for(create_ingress(Cut(server, 31))) as client:
+            answer = await client.post(CHAT, json={**body, "resume_from": 4})
+    rest = said([event_of(one) for one in answer.text.split("\n\n")[:-2]])
+    assert rest["0 token_ids"] == whole["0 token_ids"][4:]
+
+
+NOT_READY = NotReady("It is shutting down.", code="not_ready")
+BEHIND: dict[str, tuple[bytes | float | Exception, ...]] = {
+    "dies": (Broken("killed"),),
+    "dies within an event": (event(3)[:9], Broken("killed")),
+    "ends within an event": (event(3)[:9],),
+    "drains": (failed(NOT_READY),),
+    "is silent": (b": ping\n\n", 60.0),
+    "pings, but does nothing": tuple(piece for _ in range(60) for piece in (0.05, b": ping\n\n")),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+async def test_another_replica_goes_on(name: str) -> None:
+    replicas = Scripted([(event(1), event(2), *BEHIND[name]), Unreachable("gone"), (event(3), DONE)])
+    async with ingress(replicas, stall_seconds=0.2) as client:
+        answer = await client.post(CHAT, json=STREAMED, headers={"authorization": "Bearer k", "x-request-id": "mine"})
+    assert numbers(answer.text) == [1, 2, 3]
+    assert (answer.headers["x-request-id"], answer.headers["x-ratelimit-limit-requests"]) == ("mine", "7")
+    first, *_, last = (dict(asked.headers) for asked in replicas.asked)
+    assert (first[b"authorization"], first[b"x-request-id"]) == (b"Bearer k", b"mine")
+    assert last == {**first, b"last-event-id": b"head.2"}
+    assert b"last-event-id" not in first
+
+
+async def test_a_stream_of_which_nothing_came_begins_again() -> None:
+    replicas = Scripted([(b": ping\n\n", Broken("killed")), (event(1), DONE)])
+    async with ingress(replicas) as client:
+        assert numbers((await client.post(CHAT, json=STREAMED)).text) == [1]
+    assert b"last-event-id" not in dict(replicas.asked[1].headers)
+
+
+async def test_a_queue_may_be_long_before_the_first_event() -> None:
+    pings = tuple(piece for _ in range(6) for piece in (0.1, b": ping\n\n"))
+    async with ingress(Scripted([(*pings, event(1), DONE)]), stall_seconds=0.3) as client:
+        assert numbers((await client.post(CHAT, json=STREAMED)).text) == [1]
+
+
+OTHER = Whole(409, JSON, b'{"error": {"message": "another model", "code": "other_system_fingerprint"}}')
+FULL = Whole.of(QueueFull("Full.", code="queue_full", retry_after_seconds=3))
+
+
+@pytest.mark.parametrize(
+    ("path", "told", "num_asked"),
+    [
+        (CHAT, [(event(1), Broken("killed")), OTHER], 3),
+        (CHAT, [(event(1), Broken("killed")), Unreachable("gone")], 3),
+        (CHAT, [(event(1), Broken("killed")), (Broken("killed"),)], 3),
+        (CHAT, [(b'data: {"traced": true}\n\n', Broken("killed"))], 1),
+        ("/v1/responses", [(b'event: a\ndata: {"type": "a"}\n\n', Broken("killed"))], 1),
+    ],
+    ids=["other model", "nobody", "each one dies of it", "no ids", "responses"],
+)
+async def test_a_stream_that_nobody_takes_up_ends_with_an_error(
+    path: str, told: list[Told | Exception], num_asked: int
+) -> None:
+    replicas = Scripted(told)
+    async with ingress(replicas) as client:
+        answer = await client.post(path, json=STREAMED)
+    frames = answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")
+    error = json.loads(frames[-2].partition("data: ")[2])
+    assert error.get("error", error)["code"] == "replica_lost"
+    assert answer.text.endswith("[DONE]\n\n") is (path == CHAT)
+    assert len(replicas.asked) == num_asked
+
+
+async def test_errors_of_a_request_are_passed_on() -> None:
+    error = b'data: {"error": {"message": "no", "type": "server_error", "param": null, "code": "engine_error"}}\n\n'
+    replicas = Scripted([(event(1), error, DONE)])
+    async with ingress(replicas) as client:
+        assert '"engine_error"' in (await client.post(CHAT, json=STREAMED)).text
+    assert len(replicas.asked) == 1
+
+
+class Preferred:
+    """The first of two is always asked first, and always breaks off."""
+
+    def __init__(self, sick: Exception | bytes | float, size: int = 2) -> None:
+        self.asked: list[str] = []
+        self._sick = sick
+        self._names = "abcd"[:size]
+
+    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+        others = [name for name in self._names if name not in tried]
+        if not others:
+            return None
+        tried.add(others[0])
+        self.asked.append(others[0])
+        is_sick = others[0] == "a" and len(self.asked) < 3
+        if is_sick and isinstance(self._sick, Exception):
+            raise self._sick
+        if is_sick and self._sick == STOPPED:
+            return Answer(500, JSON, self._chunks(STOPPED), self.close)
+        if is_sick and isinstance(self._sick, float):
+            return Answer(200, STREAM, self._chunks(event(1), self._sick), self.close)
+        return Answer(200, STREAM, self._chunks(event(2), DONE), self.close)
+
+    async def _chunks(self, *pieces: bytes | float) -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            if isinstance(piece, float):
+                await asyncio.sleep(piece)
+            else:
+                yield piece
+
+    async def close(self) -> None: ...
+
+
+STOPPED = b'{"error": {"code": "engine_stopped"}}'
+
+
+@pytest.mark.parametrize("sick", [Broken("is silent"), 60.0, STOPPED], ids=["before", "within", "engine"])
+async def test_one_that_broke_off_is_not_asked_again(sick: Exception | bytes | float) -> None:
+    replicas = Preferred(sick)
+    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
+        answer = await client.post(CHAT, json=STREAMED)
+    assert numbers(answer.text)[-1] == 2
+    assert replicas.asked == ["a", "b"]
+
+
+async def test_one_that_broke_off_is_asked_again_where_there_is_no_other() -> None:
+    replicas = Preferred(60.0, size=1)
+    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
+        answer = await client.post(CHAT, json=STREAMED)
+    assert numbers(answer.text) == [1, 1, 2]
+    assert replicas.asked == ["a"] * 3
+
+
+async def test_a_slow_client_is_no_silent_replica() -> None:
+    forwarding = Forwarding(
+        Scripted([(event(1), event(2), 0.15, event(3), DONE)]), ASKED, stall_seconds=0.3, patience_seconds=0.0
+    )
+    assert isinstance(await forwarding.begin(), Answer)
+    told = []
+    async for one in forwarding.frames():
+        told.append(one)
+        await asyncio.sleep(0.4)
+    await forwarding.close()
+    assert told == [event(1), event(2), event(3), DONE]
+
+
+WHOLE = Whole(200, JSON, b'{"id": 1}')
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "code"),
+    [
+        ([Unreachable("gone"), WHOLE], 200, None),
+        ([Whole.of(NOT_READY), WHOLE], 200, None),
+        ([FULL, WHOLE], 200, None),
+        ([(b'{"id"', Broken("killed")), WHOLE], 200, None),
+        ([Broken("killed"), Broken("killed"), WHOLE], 200, None),
+        ([Broken("killed")], 500, "replica_lost"),
+        ([FULL], 429, "queue_full"),
+        ([Unreachable("gone")], 503, "no_replica"),
+        ([Whole(400, JSON, b'{"error": {"code": "wrong"}}')], 400, "wrong"),
+    ],
+)
+async def test_a_whole_answer_comes_from_whoever_gives_one(
+    told: list[Told | Exception], status: int, code: str | None
+) -> None:
+    async with ingress(Scripted(told)) as client:
+        answer = await client.post(TEXT, json={"model": "tiny", "prompt": "a"})
+    assert answer.status_code == status
+    if code is None:
+        assert answer.json() == {"id": 1}
+    else:
+        assert answer.json()["error"]["code"] == code
+
+
+async def test_a_replica_is_waited_for() -> None:
+    told: list[Told | Exception] = [*[Unreachable("gone")] * 3, Whole.of(NOT_READY), WHOLE]
+    async with ingress(Scripted(told), patience_seconds=10.0) as client:
+        assert (await client.post(TEXT, json={"model": "tiny", "prompt": "a"})).json() == {"id": 1}
+
+
+async def test_probes_do_not_wait() -> None:
+    async with ingress(Scripted([Whole.of(NOT_READY)]), patience_seconds=60.0) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/livez")).json() == {"status": "alive"}
+
+
+async def test_what_is_of_one_process_is_not_passed_on() -> None:
+    replicas = Scripted([WHOLE])
+    async with ingress(replicas) as client:
+        for path in ("/metrics", "/v1/adaptation", "/", "/v1/audio/speech"):
+            assert error_of(await client.get(path))["code"] == "unknown_url"
+        assert (await client.get("/v1/models/org/tiny?x=a%20b")).status_code == 200
+    assert [asked.path for asked in replicas.asked] == ["/v1/models/org/tiny?x=a%20b"]
+
+
+async def test_a_client_that_leaves_takes_its_answer_with_it() -> None:
+    replicas = Scripted([(event(1), 60.0)])
+    told: list[object] = []
+    sent = asyncio.Event()
+
+    async def leave() -> dict[str, str]:
+        await asyncio.wait_for(sent.wait(), 10)
+        return {"type": "http.disconnect"}
+
+    class Sent(list):  # type: ignore[type-arg]
+        def append(self, message: object) -> None:
+            told.append(message)
+            if len(told) == 2:
+                sent.set()
+
+    await asyncio.wait_for(call_raw(create_ingress(replicas), CHAT, STREAMED, leave, Sent()), 10)
+    assert replicas.num_open == 0
+    assert len(told) >= 2

@@ -1,0 +1,62 @@
+"""An application is asked in this process as it is over a socket."""
+
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+
+from service.engine.requests import GenerationRequest, SequenceOutput
+from service.ingress.local import answered
+from service.ingress.replicas import Asked
+from tests.service.api.client import ASK, Body, app_of, client_for
+from tests.service.api.test_resumption import CHAT
+from tests.service.scripted import ScriptedEngine, runtime_of, say, step
+
+pytestmark = pytest.mark.anyio
+
+HEADERS = ((b"content-type", b"application/json"), (b"host", b"test"), (b"x-request-id", b"mine"))
+
+
+def asked(body: Body, path: str = CHAT) -> Asked:
+    return Asked("POST", path, HEADERS, json.dumps(body).encode(), "a")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"temperature": 9}])
+async def test_it_answers_alike(fields: Body) -> None:
+    body = {**ASK, "seed": 1, "temperature": 0.0, **fields}
+    runtime = runtime_of(ScriptedEngine(say("x", "y")))
+    app = app_of(runtime)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        over_http = await client.post(CHAT, json=body, headers={"x-request-id": "mine"})
+        (status, headers), *pieces = [piece async for piece in answered(app, asked(body))]
+    assert isinstance(headers, tuple)
+    assert status == over_http.status_code
+    assert dict(headers)[b"x-request-id"] == b"mine"
+    told = b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode()
+    assert told.count('"x') == over_http.text.count('"x')
+    assert len(told) == len(over_http.text)
+
+
+async def test_whoever_leaves_is_given_up() -> None:
+    def script(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
+        yield [step(request, 0, "x")]
+
+    engine = ScriptedEngine(script)
+    runtime = runtime_of(engine)
+    app = app_of(runtime)
+    async with app.router.lifespan_context(app):
+        await runtime.wait_until_loaded()
+        async with aclosing(answered(app, asked({**ASK, "stream": True}))) as pieces:
+            assert (await anext(pieces))[0] == 200
+            assert b'"x"' in await anext(pieces)
+        assert engine.aborted
+
+
+async def test_a_bug_is_told() -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        _ = [piece async for piece in answered(app, asked({}))]
