@@ -4,6 +4,7 @@ Every kind gets the target anew, because what it taps of it is planned with it; 
 at every budget, is what it is compared with. Steps that read prompts are left out.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from service.errors import StartupError
 SERVED = "served"
 """In place of a number of nodes: the budget as it is configured."""
 
+_COMMA = re.compile(r",(?![^(]*\))")  # outside of parentheses
 _CONTOURS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 _DEEPEST = 8  # depths of which acceptance is reported
 
@@ -60,7 +62,7 @@ class Kind:
 def kinds_of(names: str) -> list[Kind]:
     """KIND or KIND=FOLDER, with commas between. Raises StartupError."""
     kinds = []
-    for part in filter(None, (part.strip() for part in names.split(","))):
+    for part in filter(None, (part.strip() for part in _COMMA.split(names))):
         name, _, folder = part.partition("=")
         kinds.append(Kind(name, Path(folder) if folder else None))
     if not kinds:

@@ -15,6 +15,10 @@ from tests.service.bench.test_load import STEP
 
 def test_kinds_may_name_their_weights() -> None:
     assert kinds_of("lookup, specblock=./mine,lookup") == [Kind("lookup", None), Kind("specblock", Path("mine"))]
+    assert kinds_of("switch(lookup,early_exit),lookup") == [
+        Kind("switch(lookup,early_exit)", None),
+        Kind("lookup", None),
+    ]
     assert [kind.title for kind in kinds_of("lookup,specblock=some/where")] == ["lookup", "specblock=where"]
 
 
