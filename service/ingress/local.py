@@ -1,6 +1,7 @@
 """A request to an application in this process, without a socket: what a server would do between the two."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from urllib.parse import unquote
@@ -8,6 +9,8 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Scope
 
 from service.ingress.replicas import FORWARDED_FOR, Asked, Headers
+
+logger = logging.getLogger(__name__)
 
 
 async def answered(app: ASGIApp, asked: Asked) -> AsyncGenerator[tuple[int, Headers] | bytes, None]:
@@ -23,9 +26,12 @@ async def answered(app: ASGIApp, asked: Asked) -> AsyncGenerator[tuple[int, Head
 
 
 async def _called(app: ASGIApp, asked: Asked) -> AsyncGenerator[list[Message], None]:
-    """What an application sends, as much at a time as has been sent; closing this is the client's leaving."""
+    """What an application sends, as much at a time as has been sent; closing this is the client's leaving.
+
+    Raises what kept it from answering to the end.
+    """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    left, has_body = asyncio.Event(), True
+    left, has_body, is_complete = asyncio.Event(), True, False
 
     async def receive() -> Message:
         nonlocal has_body
@@ -48,10 +54,18 @@ async def _called(app: ASGIApp, asked: Asked) -> AsyncGenerator[list[Message], N
             messages = [message]
             while not sent.empty() and (message := sent.get_nowait()) is not None:
                 messages.append(message)
+            is_complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body", False)
             yield messages
             if message is not None:
                 message = await sent.get()
-        await running
+        try:
+            await running
+        except Exception:
+            if not is_complete:
+                raise
+            logger.exception("a bug in %s, which has been answered", asked.path)
+        if not is_complete:
+            raise RuntimeError(f"{asked.path} was not answered to the end")
     finally:
         left.set()
         await asyncio.gather(running, return_exceptions=True)

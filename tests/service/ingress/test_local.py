@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.ingress.local import answered
@@ -54,9 +55,29 @@ async def test_whoever_leaves_is_given_up() -> None:
         assert engine.aborted
 
 
-async def test_a_bug_is_told() -> None:
-    async def app(scope: object, receive: object, send: object) -> None:
+BEGUN: Message = {"type": "http.response.start", "status": 500, "headers": []}
+
+
+@pytest.mark.parametrize(
+    "sent", [[], [BEGUN], [BEGUN, {"type": "http.response.body", "body": b"x", "more_body": True}]]
+)
+@pytest.mark.parametrize("raises", [True, False])
+async def test_half_an_answer_is_none(sent: list[Message], raises: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in sent:
+            await send(message)
+        if raises:
+            raise ValueError("a bug")
+
+    with pytest.raises(ValueError if raises else RuntimeError):
+        _ = [piece async for piece in answered(app, asked({}))]
+
+
+async def test_an_answer_tells_of_a_bug_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(BEGUN)
+        await send({"type": "http.response.body", "body": b"sorry"})
         raise ValueError("a bug")
 
-    with pytest.raises(ValueError, match="a bug"):
-        _ = [piece async for piece in answered(app, asked({}))]
+    assert [piece async for piece in answered(app, asked({}))] == [(500, ()), b"sorry"]
+    assert "a bug" in caplog.text
