@@ -18,7 +18,7 @@ from tests.environments import python_environment, run
 from tests.processes import Process
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--no-color"]
+HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "12", "--seed", "1", "--no-color"]
 BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text, "/v1/responses": Response}
 
 
