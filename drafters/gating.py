@@ -13,15 +13,13 @@ from torch import Tensor
 from drafters import readback
 from drafters.protocol import DraftingSizes, StepTimes
 from drafters.readback import Observe
-from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 
 _EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
 _TIME_NOISE = 0.1  # of what a step takes, beside others of its kind
 _TIME_DRIFT = _TIME_NOISE**2 / 512  # after 512 steps without a comparison it is as uncertain as after one
 _UNKNOWN = 8.0  # e-folds: a step may take microseconds or minutes
 _NOISE = 0.5  # steps that tokens of one more drafter save, of one sequence: most are had by the other, or wrong
-_TRIAL_STEPS = CAP_STEPS / 2
-"""That must be covered for a text to be followed: less of it would say little, and its prompt costs as well."""
 
 
 @dataclass(slots=True)
@@ -41,7 +39,7 @@ class AskGate:
     drafting."""
 
     def __init__(self, account: str, ledger: RegretLedger) -> None:
-        self._account, self._ledger = account, ledger
+        self._account = StepAccount(account, ledger)
         self._gains = PosteriorsBySize(_NOISE)  # in steps without it, by range of the tokens expected
         self._without: dict[tuple[int, int | None], GainPosterior] = {}  # log seconds, by size of batch and that range
         self._step = _Step()
@@ -55,7 +53,7 @@ class AskGate:
     @property
     def affords_text(self) -> bool:
         """Whether enough may be lost for a text from its beginning."""
-        return self.promises and self._covers(_TRIAL_STEPS)
+        return self.promises and self._account.covers(TRIAL_STEPS, self._last_seconds)
 
     def begin(self, batch: int) -> None:
         """A step's drafting begins, for so many sequences."""
@@ -68,7 +66,7 @@ class AskGate:
         is_first = step.kind is None
         if is_first:
             step.kind = kind
-        acts = can_answer and gain.promises and self._covers(1.0)
+        acts = can_answer and gain.promises and self._account.covers(1.0, self._last_seconds)
         if not acts or (is_first and self._wants_comparison(gain, self._without.get(_key(step)))):
             gain.elapse()
             return False
@@ -85,7 +83,7 @@ class AskGate:
         and said."""
         step, self._step = self._step, _Step(self._step.batch)
         if times.reads_prompts:
-            self._settle(-times.follow_seconds * followed)
+            self._account.settle(-times.follow_seconds * followed, self._last_seconds)
         elif step.kind is not None:
             self._last_seconds = step.seconds = times.seconds
             if step.asked:
@@ -96,18 +94,6 @@ class AskGate:
     def renew(self) -> None:
         """Other weights answer from now on."""
         self._gains.widen()
-
-    def _covers(self, steps: float) -> bool:
-        if self._account not in self._ledger.balances:
-            return True
-        return self._ledger.covers(self._account, steps * self._last_seconds)
-
-    def _settle(self, gained_seconds: float) -> None:
-        if self._account not in self._ledger.balances:
-            if not self._last_seconds:
-                return  # before anybody was asked
-            self._ledger.open(self._account, CAP_STEPS * self._last_seconds)
-        self._ledger.settle(self._account, gained_seconds)
 
     def _wants_comparison(self, gain: GainPosterior, without: GainPosterior | None) -> bool:
         if without is None:
@@ -128,7 +114,7 @@ class AskGate:
         baseline.elapse()
         without = exp(baseline.mean)
         saved, longer = extra * step.seconds / max(1.0, emitted), step.seconds - without
-        self._settle(saved - longer)
+        self._account.settle(saved - longer, self._last_seconds)
         expected, equal = sum(tokens for _, tokens in step.asked), 1.0 / len(step.asked)
         for gain, tokens in step.asked:
             share = tokens / expected if expected else equal

@@ -16,6 +16,8 @@ SHARE = 0.01
 CAP_STEPS = 64.0
 """Steps that drafting, or asking one more drafter, may lose at once. With a variance of 1 step^2 per step what gains
 2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
+TRIAL_STEPS = CAP_STEPS / 2
+"""That must be covered for a text to be followed: less of it would say little, and its prompt costs as well."""
 _DOUBT = 2.0
 """z: of actions that neither gain nor cost anything one in 44 is given up by bad luck."""
 _DRIFT = 1.0 / 128**2
@@ -180,3 +182,22 @@ class RegretLedger:
         """An action of this account turned out to cost so much: it must be possible to afford one."""
         with self._lock:
             self._caps[account] = max(self._caps[account], seconds)
+
+
+class StepAccount:
+    """An account that is counted in steps, opened with all that it may hold once it is known what one takes."""
+
+    def __init__(self, name: str, ledger: RegretLedger) -> None:
+        self._name, self._ledger = name, ledger
+
+    def covers(self, steps: float, step_seconds: float) -> bool:
+        """Whether so many steps can be afforded; before it is opened they can."""
+        return self._name not in self._ledger.balances or self._ledger.covers(self._name, steps * step_seconds)
+
+    def settle(self, gained_seconds: float, step_seconds: float) -> None:
+        """Enter what was gained, or lost; `step_seconds`: 0 where nothing is known of what steps take."""
+        if self._name not in self._ledger.balances:
+            if not step_seconds:
+                return
+            self._ledger.open(self._name, CAP_STEPS * step_seconds)
+        self._ledger.settle(self._name, gained_seconds)

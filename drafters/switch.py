@@ -10,13 +10,12 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
-from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 from drafters.tree import Candidates
 
 FIRST, SECOND = 0, 1
 
 _MEMORY = 128.0  # steps, of the pace
-_TRIAL_STEPS = CAP_STEPS / 2  # that must be covered for the second to follow a text
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class Choice:
     (drafters/regret.py). What asking the second may lose against the first is the ledger's to say."""
 
     def __init__(self, account: str, ledger: RegretLedger) -> None:
-        self._account, self._ledger = account, ledger
+        self._account = StepAccount(account, ledger)
         self._gains = PosteriorsBySize()  # in steps, by kind
         self._paces: dict[int, _Pace] = {}  # by size of batch
         self._step = _Step(1)
@@ -60,12 +59,13 @@ class Choice:
     @property
     def affords_text(self) -> bool:
         """Whether enough may be lost for the second to follow a text from its beginning."""
-        return self._covers(_TRIAL_STEPS)
+        return self._account.covers(TRIAL_STEPS, self._seconds_of(self._step.batch))
 
     def choose(self, batch: int, *, second: bool) -> int:
         """FIRST or SECOND, for so many sequences; `second`: whether that can answer."""
         gains = self._posteriors(batch)
-        acts = second and gains[SECOND].best_case > gains[FIRST].best_case and self._covers(1.0)
+        acts = second and gains[SECOND].best_case > gains[FIRST].best_case
+        acts = acts and self._account.covers(1.0, self._seconds_of(self._step.batch))
         kind = SECOND if acts else FIRST
         gains[1 - kind].elapse()
         self._step = _Step(batch, kind)
@@ -81,7 +81,7 @@ class Choice:
         step, self._step = self._step, _Step(self._step.batch)
         if times.reads_prompts:
             if followed:
-                self._settle(step.batch, -times.follow_seconds)
+                self._account.settle(-times.follow_seconds, self._seconds_of(step.batch))
         elif step.kind is not None:
             step.seconds = times.seconds
             self._conclude(step)
@@ -103,23 +103,14 @@ class Choice:
         pace = self._paces.setdefault(step.batch.bit_length(), _Pace(step.seconds, step.emitted))
         gains, gain = self._posteriors(step.batch), pace.gain(step.seconds, step.emitted)
         if step.kind == SECOND:
-            self._settle(step.batch, (gain - gains[FIRST].mean) * pace.seconds)
+            self._account.settle((gain - gains[FIRST].mean) * pace.seconds, pace.seconds)
         gains[step.kind].observe(gain)
         pace.observe(step.seconds, step.emitted)
 
-    def _covers(self, steps: float) -> bool:
-        if self._account not in self._ledger.balances:
-            return True
-        pace = self._paces.get(self._step.batch.bit_length())
-        return self._ledger.covers(self._account, 0.0 if pace is None else steps * pace.seconds)
-
-    def _settle(self, batch: int, gained_seconds: float) -> None:
-        if self._account not in self._ledger.balances:
-            pace = self._paces.get(batch.bit_length())
-            if pace is None:
-                return  # nothing is known of what steps take
-            self._ledger.open(self._account, CAP_STEPS * pace.seconds)
-        self._ledger.settle(self._account, gained_seconds)
+    def _seconds_of(self, batch: int) -> float:
+        """What a step of so many takes, 0 where nothing is known."""
+        pace = self._paces.get(batch.bit_length())
+        return 0.0 if pace is None else pace.seconds
 
 
 class SwitchDrafter(Drafter):
