@@ -189,7 +189,7 @@ class Trainer:
     def _step(self, batch: Batch, fraction: float) -> StepReport:
         step, settings = self.position.step, self._settings
         place = step * self._ranks.size + self._ranks.rank
-        drawn = torch.Generator().manual_seed(settings.seed + _STEPS_APART * (place + 1))
+        drawn = torch.Generator(self._device).manual_seed(settings.seed + _STEPS_APART * (place + 1))
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=settings.autocast):
             scores = self._objective(batch, drawn)
         trains_rank = settings.rank_from_step is not None and step >= settings.rank_from_step

@@ -62,7 +62,7 @@ class Objective:
         self._blocks = min(settings.blocks or trained, trained)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
-        """`generator` draws anchors, cuts, temperatures and noise."""
+        """`generator` draws anchors, cuts, temperatures and noise, on the device that it is of."""
         entries = self._entries(batch, generator)
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(entries.logits.detach(), favourite)
@@ -84,7 +84,9 @@ class Objective:
         valid = torch.ones_like(place, dtype=torch.bool)  # of what a block starts at
         for number in range(self._blocks):
             if number:
-                cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
+                cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator, device=generator.device).to(
+                    anchors.device
+                )
                 grown = self._forward.next(batch, grown, cuts)
                 place, valid = place + cuts[:, :, None], valid.gather(2, cuts[:, :, None])
             predicted = grown.anchors[:, :, None] + 2 + ahead
@@ -99,7 +101,7 @@ class Objective:
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
         share = self._settings.anchored_rows / max(1, self._reach - 1)
         number = max(1, int(labelled.sum() * share / labelled.shape[0]))
-        keys = torch.rand(labelled.shape, generator=generator).to(labelled.device)
+        keys = torch.rand(labelled.shape, generator=generator, device=generator.device).to(labelled.device)
         return keys.masked_fill(~labelled, -1.0).topk(min(number, labelled.shape[1]), dim=1).indices
 
     @torch.no_grad()
@@ -127,14 +129,16 @@ class Objective:
     def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
         """Cross-entropy of the rank head, half of it at a temperature: labels are ranks of the token noise selects."""
         flat = entries.labels.shape[0]
-        chosen = torch.randperm(flat, generator=generator)[: self._settings.rank_rows].to(entries.labels.device)
+        chosen = torch.randperm(flat, generator=generator, device=generator.device)[: self._settings.rank_rows].to(
+            entries.labels.device
+        )
         logits = entries.logits.detach()[chosen].float()
         labels = entries.labels[chosen]
         warm = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
         if self._settings.coupled:
             warm[: logits.shape[0] // 2] = True
         noise = _gumbel(logits.shape, generator).to(logits.device)
-        spread = torch.rand(logits.shape[0], 1, generator=generator).to(logits.device)
+        spread = torch.rand(logits.shape[0], 1, generator=generator, device=generator.device).to(logits.device)
         temperature = _COOLEST + (_HOTTEST - _COOLEST) * spread
         scores = logits.log_softmax(-1)
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
@@ -169,5 +173,5 @@ def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
 
 def _gumbel(shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
     """-log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
-    uniform = torch.rand(shape, generator=generator).clamp_(min=_SMALLEST)
+    uniform = torch.rand(shape, generator=generator, device=generator.device).clamp_(min=_SMALLEST)
     return uniform.log_().neg_().log_().neg_()
