@@ -105,7 +105,7 @@ class InputSums:
         taps, wanted = features[:-1].unflatten(1, (-1, self._hidden)), features[1:].unflatten(1, (-1, self._hidden))
         if self._normalises:
             taps = torch.rms_norm(taps, hidden, None, self._epsilon)
-        embedded = torch.rms_norm(embed(example.tokens[1:]).to(device).float(), hidden, None, self._epsilon)
+        embedded = torch.rms_norm(embed(example.tokens[1:].to(device)).float(), hidden, None, self._epsilon)
         known = torch.cat([taps.flatten(1), embedded, torch.ones_like(embedded[:, :1])], dim=1)
         self._waiting.append(torch.cat([known, wanted[:, self._top]], dim=1))
         if sum(len(one) for one in self._waiting) >= _TOGETHER:
@@ -188,8 +188,8 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
     top = model.config.tap_layers.index(max(model.config.tap_layers))
     missed, wanted = [], []
     for example in examples:
-        features = example.features.to(model.d2t.device).float()
-        own = model.input_layer.blocks(model.input_layer.condition(features[:-1]), embed(example.tokens[1:]), slice(1))
+        features, tokens = (values.to(model.d2t.device) for values in (example.features.float(), example.tokens))
+        own = model.input_layer.blocks(model.input_layer.condition(features[:-1]), embed(tokens[1:]), slice(1))
         wanted.append(features[1:].unflatten(1, (-1, model.config.hidden_size))[:, top])
         missed.append(wanted[-1] - own[:, 0])
     variance = torch.cat(wanted).var(0, correction=0).clamp(min=_LEAST_DEVIATION**2)

@@ -47,7 +47,9 @@ class FitOptions:
     that is unknown."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
-    kind: Annotated[str, typer.Option(metavar="KIND", help=f"What to train: {', '.join(TRAINED_KINDS)}.")] = "specblock"
+    kind: Annotated[  # named, for typer 0.27 takes a metavar of the same letters for the name
+        str, typer.Option("--kind", metavar="KIND", help=f"What to train: {', '.join(TRAINED_KINDS)}.")
+    ] = "specblock"
     layers: Annotated[
         int | None,
         typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),

@@ -1,0 +1,70 @@
+"""Texts lie in memory of the host, weights on a device: everything that trains brings the ones to the others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+
+from drafters import readback
+from drafters.specblock.model import Embed, SpecBlock
+from drafters.training.corpus import Batch, Example, load_examples
+from drafters.training.initialise import InputSums, explained
+from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.replay import replay_beside_lookup
+from drafters.training.scores import examine
+from kernels import ops
+from service.engine.drafter_weights import embed_with
+from tests.drafters.training.parts import random_shard, trainable_drafter
+from tests.service.engine.elsewhere import ELSEWHERE, claims
+from tests.tiny_models import VOCAB_SIZE
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
+    monkeypatch.setattr(readback, "clock_of", lambda device: perf_counter)
+    with claims():
+        yield
+
+
+@pytest.fixture(name="examples")
+def _texts_here(tmp_path: Path) -> list[Example]:
+    random_shard(6).save(tmp_path / "shard.safetensors")
+    return load_examples([tmp_path / "shard.safetensors"], max_length=64)
+
+
+@pytest.fixture(name="model")
+def _network_there() -> SpecBlock:
+    model = trainable_drafter()
+    model.d2t, model.t2d = model.d2t.to(ELSEWHERE), model.t2d.to(ELSEWHERE)
+    return model
+
+
+@pytest.fixture(name="embed")
+def _table_there(model: SpecBlock) -> Embed:
+    return embed_with(torch.randn(VOCAB_SIZE, model.config.hidden_size).to(ELSEWHERE))
+
+
+def test_an_input_is_solved_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
+    sums = InputSums(model.config, ELSEWHERE)
+    for example in examples[:-1]:
+        sums.add(example, embed)
+    sums.solve(model.input_layer, torch.Generator().manual_seed(0))
+    assert explained(model, embed, examples[-1:]) <= 1.0
+
+
+def test_a_step_teaches_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
+    batch = Batch.of(examples, model.config.reach, ELSEWHERE)
+    scores = Objective(model, embed, ObjectiveSettings())(batch, torch.Generator().manual_seed(0))
+    (scores.draft_loss + scores.rank_loss).backward()
+    assert model.lm_head.weight.grad is not None
+
+
+@torch.no_grad()
+def test_what_was_learnt_is_scored_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
+    assert examine(model, embed, examples, batch_tokens=100, autocast=False).tree_tau >= 1.0
+    assert replay_beside_lookup(model, embed, examples[0], every=2, nodes=8).steps > 0
