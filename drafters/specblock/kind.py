@@ -16,8 +16,8 @@ class TrainedKind(NamedTuple):
     context: Context = "run"
     two_way: bool = False  # all entries of a block see each other; of an injected context
     conditioned: bool = False
-    """Blocks of one position, all from one forward of the layers, whose states an MLP tells the token before them; of an
-    injected context."""
+    """Blocks of one position, all from one forward of the layers on an injected context, whose states an MLP tells the
+    token before them."""
 
     def blocks(self, asked: int) -> int:
         """Of a tree, where so many are asked for: one where it never learnt to go on, and one position at a time goes

@@ -296,7 +296,8 @@ class SelfAttention(nn.Module):
         return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
 
     def _by_head(self, joined: Tensor) -> Tensor:
-        return joined.unflatten(-1, (-1, self._shape.head_dim))
+        """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
+        return joined.view(*joined.shape[:-1], -1, self._shape.head_dim)
 
 
 class FeedForward(nn.Module):
@@ -412,7 +413,8 @@ class SpecBlock(nn.Module):
         """What each layer holds of committed positions that are not run, made of their condition.
         # context [batch, rows, hidden], positions [batch, rows] int64"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
-        return [layer.self_attn.keys_values(layer.input_layernorm(context), rotary) for layer in self.decoder.layers]
+        layers = (layer for layer in self.decoder.layers if isinstance(layer, Layer))
+        return [layer.self_attn.keys_values(layer.input_layernorm(context), rotary) for layer in layers]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""

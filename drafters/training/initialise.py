@@ -141,7 +141,7 @@ class InputSums:
         layer.fuse.weight[:, 2 * hidden :].copy_((other[-1] / hidden)[:, None].expand(-1, hidden))
 
     def _parts(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What makes the condition of the taps, and the prediction of that, of the token, and of 1. The condition is the
+        """What makes the condition of the taps; the prediction of that, and of the token and 1. The condition is the
         part of the prediction that comes from the taps, in units of each output's deviation; or, where attention finds
         it in the place of committed entries, the top tap.
         # -> [taps * hidden, hidden], [hidden, hidden], [hidden + 1, hidden]"""
@@ -178,7 +178,7 @@ class InputSums:
     def _solution(self, inputs: Tensor) -> Tensor:
         """Least squares from some of what is known, with a penalty that is a share of each input's own size.
         # inputs [n] int64 -> [n, hidden]"""
-        damped = self._products[inputs][:, inputs]
+        damped = self._products[inputs[:, None], inputs]
         damped.diagonal().mul_(1.0 + penalty_for(len(inputs), self.positions))
         damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
         return torch.cholesky_solve(self._products[inputs, self.known :], torch.linalg.cholesky(damped))

@@ -24,7 +24,8 @@ class ConditionedForward:
         return self._told(states[:, :, 0], waiting.tokens[:, -1:]), states[:, 0]
 
     def next(self, states: Tensor, picked: Picked, layers: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """The states behind each picked node. # layers [batch, rows, hidden] as of `first` -> [batch, starts, 1, hidden]"""
+        """The state behind each picked node. # layers [batch, rows, hidden] as of `first`
+        -> [batch, starts, 1, hidden]"""
         row = picked.origin.depth[:, :, None].expand(-1, -1, layers.shape[2])
         return self._told(layers.gather(1, row), picked.tokens), layers
 
