@@ -110,8 +110,8 @@ class BlockForward:
     def _begin(
         self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: Nodes
     ) -> tuple[Tensor, Nodes]:
-        """Run blocks behind such paths, whose entries are all a tree's own. # context [batch, starts, hidden]; tokens, and
-        positions of first entries, both [batch, starts] -> [batch, starts, block, hidden]"""
+        """Run blocks behind such paths, whose entries are all a tree's own. # context [batch, starts, hidden]; tokens,
+        and positions of first entries, both [batch, starts] -> [batch, starts, block, hidden]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
         layout = _layout(batch, 0, 1, size, number, known, tokens.device, two_way=self._network.config.two_way)
         inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
