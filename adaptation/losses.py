@@ -11,7 +11,7 @@ from drafters.feedback import DraftLabels
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import TrainingForward
+from drafters.training.forward import forward_of
 
 
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
@@ -28,9 +28,9 @@ def rank_loss(model: SpecBlock, draft_labels: DraftLabels, features: Tensor, ids
 
 
 class TextDivergence:
-    """KL(drafter || anchor) on texts: at every labelled position's first entry, and along whole blocks as far as the
-    anchor could draft the text (valid prefix). The anchor proposes from the drafter's vocabulary: what it would say of
-    tokens that it was not deployed for, `rows` knows."""
+    """KL(drafter || anchor) on texts: at every labelled position's first entry, where these are run, and along whole
+    blocks as far as the anchor could draft the text (valid prefix). The anchor proposes from the drafter's vocabulary:
+    what it would say of tokens that it was not deployed for, `rows` knows."""
 
     def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, anchors: int) -> None:
         self._anchor = anchor
@@ -42,11 +42,11 @@ class TextDivergence:
         starts = self._starts(batch)
         head = self._rows(model.d2t)
         with torch.no_grad():
-            known, blocks = TrainingForward(self._anchor, self._embed).first(batch, starts)
+            known, blocks = forward_of(self._anchor, self._embed).first(batch, starts)
             valid = self._valid(model, head, batch, starts, blocks.states)
             labelled = batch.label_index[:, 2 : 2 + known.shape[1]] >= 0
             anchor_logits = linear(torch.cat([known[labelled], blocks.states[valid]]), head)
-        own, blocks = TrainingForward(model, self._embed).first(batch, starts)
+        own, blocks = forward_of(model, self._embed).first(batch, starts)
         return anchor_divergence(model.lm_head(torch.cat([own[labelled], blocks.states[valid]])), anchor_logits)
 
     def _starts(self, batch: Batch) -> Tensor:
@@ -66,6 +66,7 @@ class TextDivergence:
         reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0
-        valid[..., 0] = False  # the stream holds it
+        if model.config.runs_context:
+            valid[..., 0] = False  # the stream holds it
         valid[..., 1:] &= reached[..., :-1]
         return valid

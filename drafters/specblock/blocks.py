@@ -16,14 +16,13 @@ from drafters.lattice import Lattice, Origin, Picked
 from drafters.protocol import DraftingSizes, Noise
 from drafters.ranks import RankCalibration
 from drafters.slots import taken_slots
+from drafters.specblock.forwards import Live, forward_of
 from drafters.specblock.growth import POLICIES
 from drafters.specblock.heads import propose
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
-from drafters.specblock.serving import BlockForward
-from drafters.specblock.serving import Nodes as Live
 from drafters.tree import DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
 
@@ -106,12 +105,11 @@ class Blocks:
         self._policy = POLICIES[weights.policy]
         self._max_nodes = sizes.max_nodes
         self._ops = weights.network.ops
-        further = (weights.blocks - 1) * weights.starts * config.block_size
-        live = config.block_size - config.entries + further
+        live = config.live(weights.blocks, weights.starts)
         self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)
         width = len(config.tap_layers) * config.hidden_size
         self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
-        self._forward = BlockForward(weights.network, weights.embed, self.pool, self.state)
+        self._forward = forward_of(weights.network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture, most = sizes.capture, sizes.max_sequences
         padding = self.state.padding(most)

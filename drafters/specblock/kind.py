@@ -1,7 +1,11 @@
 """What sets one kind of trained drafter apart from the others, whose network, trees, training and files they share."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Context = Literal["run", "injected"]
+"""What attention finds of committed positions: the keys and values of entries that were run through the layers, or each
+layer's keys and values of the condition itself."""
 
 
 class TrainedKind(NamedTuple):
@@ -9,12 +13,17 @@ class TrainedKind(NamedTuple):
 
     trained_blocks: int  # in a row, that it is trained through
     shape: Mapping[str, Any]  # what it sets in `SpecBlockConfig`; entries of a block and layers always
+    context: Context = "run"
+    two_way: bool = False  # all entries of a block see each other; of an injected context
+    conditioned: bool = False
+    """Blocks of one position, all from one forward of the layers on an injected context, whose states an MLP tells the
+    token before them."""
 
     def blocks(self, asked: int) -> int:
         """Of a tree, where so many are asked for: one where it never learnt to go on, and one position at a time goes
-        as far as it learnt."""
-        if self.trained_blocks == 1:
-            return 1
+        as far as it learnt, or as far as there are states."""
+        if self.trained_blocks == 1 or self.conditioned:
+            return self.trained_blocks
         return max(asked, self.trained_blocks) if self.shape["block_size"] == 1 else asked
 
 

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.medusa.model import ResidualHeads
 from drafters.specblock.condition import condition_of
 from drafters.trained_kinds import TRAINED_KINDS
+from drafters.treeflash.model import PathHead
 from kernels.rank_features import NUM_FEATURES
 
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
@@ -40,6 +41,9 @@ Embed = Callable[[Tensor], Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer, by its number, among a forward's rows and whatever stands before them: query [batch, heads,
 rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
+
+KeysValues = tuple[Tensor, Tensor]
+"""Of one layer, both [batch, kv_heads, rows, dim]."""
 
 PrefixEntries = Literal["first", "all"]
 RANK_CLASSES = 4
@@ -87,6 +91,8 @@ class SpecBlockConfig:
             raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
+        if self.prefix_entries == "all" and not self.runs_context:
+            raise ValueError(f"drafter config: prefix_entries must be 'first' in one of kind {self.kind}")
         kind = self.target.get("model_type")
         if kind not in STANDARD:
             raise ValueError(
@@ -118,6 +124,36 @@ class SpecBlockConfig:
     def reach(self) -> int:
         """Entries of those, one behind the other."""
         return self.trained_blocks * self.block_size
+
+    @property
+    def runs_context(self) -> bool:
+        """Whether entries of committed positions are run, each of which then says something."""
+        return TRAINED_KINDS[self.kind].context == "run"
+
+    @property
+    def two_way(self) -> bool:
+        """Whether all entries of a block see each other."""
+        return TRAINED_KINDS[self.kind].two_way
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether states are told the token before them behind the layers, which then run once in a tree."""
+        return TRAINED_KINDS[self.kind].conditioned
+
+    @property
+    def forward_size(self) -> int:
+        """Positions that one forward of the layers speaks of."""
+        return self.reach if self.conditioned else self.block_size
+
+    @property
+    def held(self) -> int:
+        """Entries of an anchor's block that stay as those of a committed position."""
+        return self.entries if self.runs_context else 0
+
+    def live(self, blocks: int, starts: int) -> int:
+        """Entries of one tree that do not stay."""
+        further = 0 if self.conditioned else (blocks - 1) * starts * self.block_size
+        return self.forward_size - self.held + further
 
     def described(self) -> dict[str, Any]:
         """As plain values; a SpecBlock's as they were before there were other kinds, for digests are taken of them."""
@@ -200,7 +236,7 @@ class InputLayer(nn.Module):
         self.condition_proj = nn.Linear(len(config.tap_layers) * hidden, hidden, bias=False)
         self.condition_norm = nn.RMSNorm(hidden, eps=norm_epsilon)
         self.token_norm = nn.RMSNorm(hidden, eps=norm_epsilon)
-        self.position_queries = nn.Parameter(torch.randn(config.block_size, hidden) * 0.02)
+        self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
         self.query_norm = nn.RMSNorm(hidden, eps=norm_epsilon)
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
         taps = len(config.tap_layers) if config.normalise_features else 0
@@ -245,15 +281,23 @@ class SelfAttention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """# [batch, rows, hidden] -> same"""
-        query, key, value = (
-            product(x).unflatten(-1, (-1, self._shape.head_dim)) for product in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [batch, rows, heads, dim]
+        query = self._by_head(self.q_proj(x))
         if self._shape.head_norms:
-            query, key = self.q_norm(query.to(x.dtype)), self.k_norm(key.to(x.dtype))
-        query, key = (_rotated(heads, *rotary) for heads in (query, key))
-        mixed = attend(*(heads.transpose(1, 2) for heads in (query, key, value)))
+            query = self.q_norm(query.to(x.dtype))
+        mixed = attend(_rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return output
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
+        """# [batch, rows, hidden] -> both [batch, kv_heads, rows, dim]"""
+        key, value = self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
+        if self._shape.head_norms:
+            key = self.k_norm(key.to(x.dtype))
+        return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
+
+    def _by_head(self, joined: Tensor) -> Tensor:
+        """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
+        return joined.view(*joined.shape[:-1], -1, self._shape.head_dim)
 
 
 class FeedForward(nn.Module):
@@ -338,6 +382,7 @@ class SpecBlock(nn.Module):
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
         )
         self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
+        self.path_head = PathHead(hidden, shape.epsilon) if config.conditioned else None
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
 
@@ -363,6 +408,13 @@ class SpecBlock(nn.Module):
             hidden = layer(hidden, rotary, partial(attend, number))
         states: Tensor = self.decoder.norm(hidden)
         return states
+
+    def injected(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
+        """What each layer holds of committed positions that are not run, made of their condition.
+        # context [batch, rows, hidden], positions [batch, rows] int64"""
+        context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
+        layers = (layer for layer in self.decoder.layers if isinstance(layer, Layer))
+        return [layer.self_attn.keys_values(layer.input_layernorm(context), rotary) for layer in layers]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""

@@ -13,6 +13,7 @@ from drafters.medusa.network import ServedHeads
 from drafters.specblock.checkpoint import VOCABULARY
 from drafters.specblock.hand import Hand
 from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
+from drafters.treeflash.network import ServedPathHead
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
 from kernels.layers import RunLayers
@@ -69,6 +70,7 @@ class _Planned:
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
+        self.path_head = ServedPathHead(hand, shape.epsilon) if config.conditioned else None
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """The layers, each in one call. # pool as of `EntryPool`"""
@@ -156,6 +158,17 @@ class ServingNetwork:
         hidden, delta = self._before_last(hidden, previous, places, pool)
         for layer in self._planned.layers[-1:]:
             layer.store(hidden, delta, places, pool[-1])
+
+    def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
+        """Keys and values of each layer, made of committed positions' conditions, go to the pool.
+        # context [rows, hidden]"""
+        for layer, own in zip(self._planned.layers, pool, strict=True):
+            layer.store(context, None, places, own)
+
+    def told(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """States that know the token before them. # states, embedded [..., hidden] -> [..., hidden]"""
+        assert self._planned.path_head is not None, "no kind whose states are told a token"
+        return self._planned.path_head(states, embedded)
 
     def _before_last(
         self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor

@@ -31,14 +31,22 @@ class Nodes(NamedTuple):
     ancestors: Tensor  # [batch, nodes, nodes] bool
 
 
+class Path(NamedTuple):
+    """What stands before blocks that begin at nodes, or at the root."""
+
+    above: Tensor  # [batch, starts, nodes] bool
+    depths: Tensor  # [batch, starts] int64, 0 for the root
+
+
 class _Layout(NamedTuple):
     """What follows from the sizes of a forward alone."""
 
     sequence: Tensor  # [rows] int64
-    node: Tensor  # [rows] int64
+    node: Tensor  # [rows] int64, whose path a row sees
     previous: Tensor  # [rows] int64
     ahead: Tensor  # [block] int64
     depths: Tensor  # [batch, nodes begun] int64
+    reach: Tensor  # [batch, nodes begun] int64, depth of the last node that each sees
     inside: Tensor  # [batch, nodes begun, nodes begun] bool, who is on whose path
 
 
@@ -48,7 +56,7 @@ class BlockForward:
     def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
-        self._size = network.config.block_size
+        self._size, self._held = network.config.forward_size, network.config.held
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
@@ -91,28 +99,36 @@ class BlockForward:
     def next(self, states: Tensor, picked: Picked, nodes: Nodes, roots: Tensor) -> tuple[Tensor, Nodes]:
         """Run a block at each picked node of the last forward. # states [batch, starts before, block, hidden] of that;
         roots [batch], the root's absolute position -> [batch, starts, block, hidden]"""
-        (batch, number), size, known = picked.tokens.shape, self._size, nodes.slots.shape[1]
-        layout = _layout(batch, 0, 1, size, number, known, roots.device)
+        size, known = self._size, nodes.slots.shape[1]
         place = picked.start * size + picked.position  # [batch, starts], among the last forward's rows
-        hidden = states.shape[-1]
-        context = states.flatten(1, 2).gather(1, place[:, :, None].expand(-1, -1, hidden))
-        inputs = self._network.blocks(context.flatten(0, 1), self._embed(picked.tokens.flatten()))
+        context = states.flatten(1, 2).gather(1, place[:, :, None].expand(-1, -1, states.shape[-1]))
         begun = place + known - states.shape[1] * size  # among all nodes
         above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
-        own = torch.cat([above.repeat_interleave(size, dim=1), layout.inside], dim=2)
-        depths = nodes.depths.gather(1, begun).repeat_interleave(size, dim=1) + layout.depths
-        slots = self._pool.scratch(batch, known - self._pool.entries, number * size)
+        path = Path(above, nodes.depths.gather(1, begun))
+        return self._begin(context, picked.tokens, path, roots[:, None] + picked.origin.depth, nodes)
+
+    def _begin(
+        self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: Nodes
+    ) -> tuple[Tensor, Nodes]:
+        """Run blocks behind such paths, whose entries are all a tree's own. # context [batch, starts, hidden]; tokens,
+        and positions of first entries, both [batch, starts] -> [batch, starts, block, hidden]"""
+        (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
+        layout = _layout(batch, 0, 1, size, number, known, tokens.device, two_way=self._network.config.two_way)
+        inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
+        own = torch.cat([path.above.repeat_interleave(size, dim=1), layout.inside], dim=2)
+        before = nodes.end[:, None] + path.depths.repeat_interleave(size, dim=1)
+        slots = self._pool.scratch(batch, known - self._held, number * size)
         grown = Nodes(
             nodes.lines,
             nodes.end,
             torch.cat([nodes.slots, slots], dim=1),
-            torch.cat([nodes.depths, depths], dim=1),
+            torch.cat([nodes.depths, path.depths.repeat_interleave(size, dim=1) + layout.depths], dim=1),
             torch.cat([pad(nodes.ancestors, (0, number * size)), own], dim=1),
         )
-        positions = (roots[:, None] + picked.origin.depth)[:, :, None] + layout.ahead
-        row_places = self._row_places(layout, grown, nodes.end[:, None] + depths, positions.flatten(1), slots)
-        onward = self._network.states(inputs.flatten(0, 1), layout.previous, row_places, self._pool.storage)
-        return onward.view(batch, number, size, hidden), grown
+        standing = (positions[:, :, None] + layout.ahead).flatten(1)
+        row_places = self._row_places(layout, grown, before + layout.reach, standing, slots)
+        states = self._network.states(inputs.flatten(0, 1), layout.previous, row_places, self._pool.storage)
+        return states.view(batch, number, size, -1), grown
 
     def _inputs(self, waiting: Waiting) -> Tensor:
         """h0 of all entries of what waits. # -> [batch, count, block, hidden]"""
@@ -154,22 +170,32 @@ class BlockForward:
 
 @lru_cache(maxsize=256)
 def _layout(
-    batch: int, committed: int, entries: int, size: int, starts: int, known: int, device: torch.device
+    batch: int,
+    committed: int,
+    entries: int,
+    size: int,
+    starts: int,
+    known: int,
+    device: torch.device,
+    *,
+    two_way: bool = False,
 ) -> _Layout:
-    """Of `starts` blocks of each sequence behind so many committed rows; `known` nodes are there before. Made once, for
-    a capture cannot copy from the host."""
+    """Of `starts` blocks of each sequence behind so many committed rows; `known` nodes are there before; `two_way`: all
+    of a block see what its last one sees. Made once, for a capture cannot copy from the host."""
     begun = torch.arange(starts * size, device=device)
     committed_rows = torch.arange(committed, device=device)
-    node = torch.cat([torch.full_like(committed_rows, -1), begun + known])
+    block = begun // max(size, 1)
+    last = (block + 1) * size - 1 if two_way else begun
+    node = torch.cat([torch.full_like(committed_rows, -1), last + known])
     first = torch.cat([committed_rows % entries == 0, begun % max(size, 1) == 0])
     previous = torch.arange(len(node), device=device) - (~first).long()
     offsets = torch.arange(batch, device=device)[:, None] * len(node)
-    block = begun // max(size, 1)
     return _Layout(
         sequence=torch.arange(batch, device=device).repeat_interleave(len(node)),
         node=node.repeat(batch),
         previous=(offsets + previous).flatten(),
         ahead=torch.arange(size, device=device),
         depths=(begun % max(size, 1) + 1).expand(batch, -1).contiguous(),
+        reach=(last % max(size, 1) + 1).expand(batch, -1),
         inside=((block[:, None] == block) & (begun <= begun[:, None])).expand(batch, -1, -1).contiguous(),
     )

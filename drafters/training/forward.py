@@ -1,36 +1,38 @@
 """The forwards of one training step: the committed stream with first blocks at some anchors, then blocks behind those,
 on the drafter's own states, as many in a row as are asked for.
 The stream holds the entries later positions may attend to, `entries` for each position: causal. A block's rows attend
-to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section 3.3).
+to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section 3.3). Where
+committed positions are not run the stream is their conditions' keys and values, and says nothing itself.
 Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = sequences'
 positions whose whole blocks are trained, block = K entries, own = rows of one block, hidden."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from drafters.specblock.model import BlockRows, Embed, SpecBlock
+from drafters.specblock.model import BlockRows, Embed, KeysValues, SpecBlock
 from drafters.training.corpus import Batch
 
 
 class MaskedAttention:
     """Rows see what a mask says of all forwards before and of their own; keeps keys and values for the next forward."""
 
-    def __init__(self, seen: Tensor, before: "MaskedAttention | None" = None) -> None:
+    def __init__(self, seen: Tensor, before: Sequence[KeysValues] = ()) -> None:
+        """`before`: keys and values of all forwards before, by layer; none where there was no forward."""
         self._seen = seen  # [batch, rows, rows before + rows] bool
         self._before = before
-        # Keys and values of all forwards so far, both [batch, kv_heads, rows before + rows, head_dim].
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: list[KeysValues] = []  # of these forwards and this one
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `Attend`."""
         query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
-        if self._before is not None:
-            keys, values = self._before._layers[layer]
-            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        self._layers.append((key, value))
+        if self._before:
+            keys, values = self._before[layer]
+            key, value = torch.cat([keys.float(), key], dim=2), torch.cat([values.float(), value], dim=2)
+        self.layers.append((key, value))
         return scaled_dot_product_attention(query, key, value, attn_mask=self._seen[:, None], enable_gqa=True)
 
 
@@ -41,7 +43,8 @@ class Blocks:
     anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions further
     states: Tensor  # [batch, anchors, block, hidden]
     seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
-    attention: MaskedAttention
+    held: Sequence[KeysValues]  # of these rows, by layer
+    layers: "Blocks | None" = None  # what layers made, where states of that are told a token each
 
 
 class TrainingForward:
@@ -50,7 +53,7 @@ class TrainingForward:
     def __init__(self, model: SpecBlock, embed: Embed) -> None:
         self._model = model
         self._embed = embed
-        self._size = model.config.block_size
+        self._size = model.config.forward_size
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
@@ -70,7 +73,7 @@ class TrainingForward:
         entry = torch.cat([in_stream, torch.arange(entries, self._size, device=device).repeat(number)])  # [rows]
         row, last = torch.arange(len(entry), device=device), anchor * entries + entries - 1
         ends = torch.where(row < num_stream, row, last)  # of what a row sees of the stream
-        inside = pad(_causal_blocks(number, self._own, device), (0, 0, num_stream, 0))
+        inside = pad(_blocks(number, self._own, device).tril(), (0, 0, num_stream, 0))
         seen = torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2)
         attention = MaskedAttention(seen)
         rows = BlockRows(
@@ -83,29 +86,81 @@ class TrainingForward:
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
         states_of, seen_of = (_at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
-        return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention)
+        return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention.layers)
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
-        place, (size, number) = (cuts - 1)[:, :, None, None], cuts.shape
+        place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.states, before.seen))
-        anchors = before.anchors + cuts
-        start = anchors + 1  # position of the token the new block stands on
-        tokens = batch.tokens.gather(1, start.clamp(max=batch.tokens.shape[1] - 1))
-        inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
-        own = _causal_blocks(number, self._size, cuts.device).expand(size, -1, -1)
-        seen = torch.cat([path.repeat_interleave(self._size, dim=1), own], dim=2)
-        attention = MaskedAttention(seen, before.attention)
-        row = torch.arange(number * self._size, device=cuts.device)
+        return self._begin(batch, context, before.anchors + cuts, path, before.held)
+
+    def _begin(
+        self, batch: Batch, context: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
+    ) -> Blocks:
+        """Blocks on the true token behind each anchor, all of whose rows are their own. # context [batch, anchors,
+        hidden], path [batch, anchors, rows before] bool"""
+        size, number = anchors.shape
+        inputs = self._model.input_layer.blocks(context, self._embed(_behind(batch, anchors)), slice(self._size))
+        own = _blocks(number, self._size, anchors.device)
+        own = own if self._model.config.two_way else own.tril()
+        seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
+        attention = MaskedAttention(seen, held)
+        row = torch.arange(number * self._size, device=anchors.device)
         rows = BlockRows(
             inputs=inputs.flatten(1, 2),
-            positions=(start[:, :, None] + torch.arange(self._size, device=cuts.device)).flatten(1),
+            positions=(anchors[:, :, None] + 1 + torch.arange(self._size, device=anchors.device)).flatten(1),
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         states: Tensor = self._model(rows, attention)
         by_block = (number, self._size)
-        return Blocks(anchors, states.unflatten(1, by_block), seen.unflatten(1, by_block), attention)
+        return Blocks(anchors, states.unflatten(1, by_block), seen.unflatten(1, by_block), attention.layers)
+
+
+class InjectedForward(TrainingForward):
+    """Of kinds whose committed positions run no layer."""
+
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
+        """As of `TrainingForward`; no position has a state of its own. # -> [batch, 0, hidden]"""
+        context = self._model.input_layer.condition(batch.features[:, :-1])
+        positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
+        held = self._model.injected(context, positions)
+        path = _up_to(context.shape[1], anchors)
+        return context[:, :0], self._begin(batch, _at(context, anchors), anchors, path, held)
+
+
+class ConditionedForward(InjectedForward):
+    """Of kinds whose layers run once in a tree: each further block is the next state, told the true token before it."""
+
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
+        """As of `InjectedForward`."""
+        none, layers = super().first(batch, anchors)
+        return none, self._told(batch, layers, anchors)
+
+    def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
+        """As of `TrainingForward`; cuts are 1."""
+        assert before.layers is not None
+        return self._told(batch, before.layers, before.anchors + cuts)
+
+    def _told(self, batch: Batch, layers: Blocks, anchors: Tensor) -> Blocks:
+        """# layers of the first forward -> blocks of one position"""
+        assert self._model.path_head is not None
+        row = (anchors - layers.anchors)[:, :, None, None]
+        states = torch.take_along_dim(layers.states, row, dim=2)
+        told = self._model.path_head(states, self._embed(_behind(batch, anchors))[:, :, None])
+        return Blocks(anchors, told, layers.seen, layers.held, layers)
+
+
+def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
+    """That of the model's kind."""
+    if model.config.conditioned:
+        return ConditionedForward(model, embed)
+    return (TrainingForward if model.config.runs_context else InjectedForward)(model, embed)
+
+
+def _behind(batch: Batch, anchors: Tensor) -> Tensor:
+    """The true token behind each anchor, any where the text ends. # [batch, anchors] -> same, int64"""
+    return batch.tokens.gather(1, (anchors + 1).clamp(max=batch.tokens.shape[1] - 1))
 
 
 def _up_to(num_stream: int, last: Tensor) -> Tensor:
@@ -113,10 +168,10 @@ def _up_to(num_stream: int, last: Tensor) -> Tensor:
     return torch.arange(num_stream, device=last.device) <= last[:, :, None]
 
 
-def _causal_blocks(number: int, size: int, device: torch.device) -> Tensor:
-    """Rows see those of their own block up to themselves. # -> [number * size, number * size] bool"""
+def _blocks(number: int, size: int, device: torch.device) -> Tensor:
+    """Which rows are of the same block. # -> [number * size, number * size] bool"""
     blocks = torch.arange(number, device=device).repeat_interleave(size)
-    return (blocks[:, None] == blocks).tril()
+    return blocks[:, None] == blocks
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

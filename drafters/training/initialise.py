@@ -4,6 +4,8 @@ was made for, so the input layer is solved, by one ridge regression, to predict 
 position and the embedding of the next token the top tapped feature of that *next* position: with taps (2, L/2, L-3)
 and two layers this is exactly what the copied layers received in the target. What a regression needs of its positions
 are sums, so that they may come one text after the other, and none has to be kept.
+Where committed positions are not run but stand for themselves, their condition is their own top tapped feature, of
+which copied layers make the keys and values they made in the target, and the regression is from that one.
 The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
 Where the target's layers are of another kind than a drafter's, its own begin by passing everything through."""
 
@@ -81,7 +83,7 @@ class InputSums:
     def __init__(self, config: SpecBlockConfig, device: torch.device | str) -> None:
         self._hidden, self._epsilon = config.hidden_size, LayerShape.of(config).epsilon
         self._top = config.tap_layers.index(max(config.tap_layers))
-        self._normalises = config.normalise_features
+        self._normalises, self._runs_context = config.normalise_features, config.runs_context
         known = (len(config.tap_layers) + 1) * self._hidden + 1
         wide = known + self._hidden
         self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and wanted
@@ -113,18 +115,14 @@ class InputSums:
 
     @torch.no_grad()
     def solve(self, layer: InputLayer | ResidualHeads, generator: torch.Generator) -> None:
-        """Set all of an input layer. The condition is the part of the prediction that comes from the taps, in units of
-        each output's deviation; the fusion takes that back and adds what the token says. Its norm divides by a size
-        that hardly varies: it is taken to be the mean one. The constant enters through the position queries, which
-        `generator` starts close together."""
+        """Set all of an input layer. The norm between condition and fusion divides by a size that hardly varies: it is
+        taken to be the mean one. The constant enters through the position queries, which `generator` starts close
+        together."""
         assert isinstance(layer, InputLayer), "residual heads are not solved"
         self._sum_up()
         hidden, gram = self._hidden, self._products[:, : self.known]
-        solution = self._solution()  # [known, hidden]
-        taps = self.known - hidden - 1
-        count, sums = self._ones[-1], self._products[-1, self.known :]
-        deviation = (self._squares / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2).sqrt()
-        condition = solution[:taps] / deviation
+        taps, count = self.known - hidden - 1, self._ones[-1]
+        condition, back, other = self._parts(taps)
         size = ((condition * (gram[:taps, :taps] @ condition)).sum() / count / hidden).sqrt()
         if self._normalises:  # single dimensions of a residual stream are hundreds of times larger than the others
             deviations = (gram.diagonal()[:taps] / count).sqrt().clamp(min=_LEAST_DEVIATION)
@@ -138,9 +136,26 @@ class InputSums:
         queries = 1.0 + _QUERY_SPREAD * torch.randn(layer.position_queries.shape, generator=generator)
         queries[0] = 1.0
         layer.position_queries.copy_(queries)
-        layer.fuse.weight[:, :hidden].copy_(torch.diag(deviation * size))
-        layer.fuse.weight[:, hidden : 2 * hidden].copy_(solution[taps:-1].T)
-        layer.fuse.weight[:, 2 * hidden :].copy_((solution[-1] / hidden)[:, None].expand(-1, hidden))
+        layer.fuse.weight[:, :hidden].copy_(back.T * size)
+        layer.fuse.weight[:, hidden : 2 * hidden].copy_(other[:-1].T)
+        layer.fuse.weight[:, 2 * hidden :].copy_((other[-1] / hidden)[:, None].expand(-1, hidden))
+
+    def _parts(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What makes the condition of the taps; the prediction of that, and of the token and 1. The condition is the
+        part of the prediction that comes from the taps, in units of each output's deviation; or, where attention finds
+        it in the place of committed entries, the top tap.
+        # -> [taps * hidden, hidden], [hidden, hidden], [hidden + 1, hidden]"""
+        hidden, count, sums = self._hidden, self._ones[-1], self._products[-1, self.known :]
+        places = torch.arange(self.known, device=self._squares.device)
+        if self._runs_context:
+            solution = self._solution(places)
+            deviation = (self._squares / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2).sqrt()
+            return solution[:taps] / deviation, torch.diag(deviation), solution[taps:]
+        top = places[self._top * hidden : (self._top + 1) * hidden]
+        solution = self._solution(torch.cat([top, places[taps:]]))
+        condition = self._products.new_zeros(taps, hidden)
+        condition[top] = torch.eye(hidden, dtype=condition.dtype, device=condition.device)
+        return condition, solution[:hidden], solution[hidden:]
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums themselves, by name."""
@@ -160,12 +175,13 @@ class InputSums:
         """Sums of what is known; the last is of the ones."""
         return self._products[-1, : self.known]
 
-    def _solution(self) -> Tensor:
-        """Least squares with a penalty that is a share of each input's own size. # -> [known, hidden]"""
-        damped = self._products[:, : self.known].clone()
-        damped.diagonal().mul_(1.0 + penalty_for(self.known, self.positions))
+    def _solution(self, inputs: Tensor) -> Tensor:
+        """Least squares from some of what is known, with a penalty that is a share of each input's own size.
+        # inputs [n] int64 -> [n, hidden]"""
+        damped = self._products[inputs[:, None], inputs]
+        damped.diagonal().mul_(1.0 + penalty_for(len(inputs), self.positions))
         damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
-        return torch.cholesky_solve(self._products[:, self.known :], torch.linalg.cholesky(damped))
+        return torch.cholesky_solve(self._products[inputs, self.known :], torch.linalg.cholesky(damped))
 
 
 def sums_bytes(config: SpecBlockConfig) -> tuple[int, int]:

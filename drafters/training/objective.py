@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, pad
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import TrainingForward
+from drafters.training.forward import forward_of
 from kernels.rank_features import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
@@ -22,7 +22,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    anchored_rows: float = 0.875  # entries behind anchors for each labelled position: how many positions are anchors
+    anchored_rows: float = 0.875  # entries behind first ones for each labelled position: how many have blocks
     blocks: int | None = (
         None  # of a tree that are trained, at most; 1: what a drafter says behind its own states is not
     )
@@ -56,7 +56,8 @@ class Objective:
 
     def __init__(self, model: SpecBlock, embed: Embed, settings: ObjectiveSettings) -> None:
         self._model = model
-        self._forward = TrainingForward(model, embed)
+        self._forward = forward_of(model, embed)
+        self._streams = int(model.config.runs_context)  # entries of each position that a stream says
         self._settings = settings
         self._size, self._reach, trained = model.config.block_size, model.config.reach, model.config.trained_blocks
         self._blocks = min(settings.blocks or trained, trained)
@@ -92,14 +93,14 @@ class Objective:
             predicted = grown.anchors[:, :, None] + 2 + ahead
             valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
             taught = predicted.masked_fill(~valid[:, :, :-1], -1)
-            own = slice(0 if number else 1, None)  # the stream holds first entries
+            own = slice(0 if number else self._streams, None)  # the stream holds first entries
             found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
         return _Entries(*map(torch.cat, zip(*found, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
-        share = self._settings.anchored_rows / max(1, self._reach - 1)
+        share = (self._settings.anchored_rows + 1 - self._streams) / max(1, self._reach - self._streams)
         number = max(1, int(labelled.sum() * share / labelled.shape[0]))
         keys = torch.rand(labelled.shape, generator=generator, device=generator.device).to(labelled.device)
         return keys.masked_fill(~labelled, -1.0).topk(min(number, labelled.shape[1]), dim=1).indices

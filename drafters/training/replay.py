@@ -17,7 +17,7 @@ from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.training.corpus import Batch, Example
-from drafters.training.forward import TrainingForward
+from drafters.training.forward import forward_of
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 
@@ -135,7 +135,7 @@ def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
 def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """States of so many blocks in a row, at most those it is trained through, on the text itself, and the tokens they
     should name, -1 behind the text. # anchors [n] -> [n, positions, hidden], [n, positions]"""
-    config, forward = model.config, TrainingForward(model, embed)
+    config, forward = model.config, forward_of(model, embed)
     batch = Batch.of([example], config.reach, anchors.device)
     _, grown = forward.first(batch, anchors[None])
     states = [grown.states]

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
+from drafters.specblock.forwards import Live, forward_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import BlockForward, Nodes
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
-from drafters.training.forward import TrainingForward
+from drafters.training.forward import forward_of as training_forward_of
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
 torch.set_num_threads(1)
@@ -45,7 +45,7 @@ class Serving:
         pool = EntryPool(network, 2 * LENGTH + 1, lines=2, live=8 * BLOCK)
         sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=0)
         self.state = EntryState(sizes, pool, text.features.shape[2], torch.float32)
-        self.forward = BlockForward(network, text.embed, pool, self.state)
+        self.forward = forward_of(network, text.embed, pool, self.state)
         self.end = torch.zeros(2, dtype=torch.int64)
 
     def commit(self, counts: list[int]) -> None:
@@ -58,7 +58,7 @@ class Serving:
         self.state.wait(ROWS, number, self.text.features[lines, places], self.text.tokens[lines, places + 1])
         self.end = self.end + number
 
-    def first(self) -> tuple[Tensor, Nodes]:
+    def first(self) -> tuple[Tensor, Live]:
         return self.forward.first(ROWS, self.state.take(ROWS, 8))
 
 
@@ -75,7 +75,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
-    *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in ("parallel", "eagle3", "medusa")),
+    *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
 ]
 DEPTH = 4
 
@@ -94,12 +94,12 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     states, nodes = feed.first()
 
     anchors = (feed.end - 1)[:, None]
-    training = TrainingForward(model, text.embed)
+    training = training_forward_of(model, text.embed)
     _, expected = training.first(text.batch(), anchors)
     assert_near(states, expected.states)
 
     depths = torch.zeros(2, 1, dtype=torch.int64)
-    for further in range(1, DEPTH):
+    for further in range(1, min(DEPTH, TRAINED_KINDS[model.config.kind].blocks(DEPTH))):
         cuts = torch.tensor([[2 * further], [4]]).clamp(max=model.config.block_size)
         depths = depths + cuts
         picked = Picked(
@@ -120,7 +120,7 @@ def test_a_text_that_has_only_begun() -> None:
     feed = Serving(model, text)
     feed.commit([1, 2])
     states, _ = feed.first()
-    _, expected = TrainingForward(model, text.embed).first(text.batch(), (feed.end - 1)[:, None])
+    _, expected = training_forward_of(model, text.embed).first(text.batch(), (feed.end - 1)[:, None])
     assert_near(states, expected.states)
 
 
