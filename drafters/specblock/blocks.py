@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.calibration import MIN_SURVIVAL
 from drafters.coupling import TreeNoise
-from drafters.lattice import Lattice, Origin, Picked
+from drafters.lattice import Chain, Lattice, Origin, Picked
 from drafters.protocol import DraftingSizes, Noise
 from drafters.ranks import RankCalibration
 from drafters.slots import taken_slots
@@ -38,7 +38,7 @@ class TrainedWeights:
     network: ServingNetwork
     embed: Embed
     blocks: int = 2  # M, forwards per tree
-    starts: int = 4  # blocks begun at once after the first forward
+    starts: int = 4  # blocks begun at once after the first forward, or paths that go on in one that branches
     policy: str = "best_first"  # of POLICIES
     recorder: BlockRecorder | None = None  # of what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
@@ -199,12 +199,15 @@ class Blocks:
         predicted = self._policy(proposal.chances)
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
-        lattice = Lattice(origin, proposal.tokens, corrected, first_number)
+        offered, starts = (origin, proposal.tokens, corrected, first_number), self._weights.starts
+        if self._network.config.branches:
+            nodes = Nodes(*Chain(*offered, paths=starts).nodes(), predicted.expand(-1, starts, -1, -1).flatten(1))
+            return Block(nodes, ()), proposal.logits
+        lattice = Lattice(*offered)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
         if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logits
-        further = Further(lattice.pick(self._weights.starts), states, live)
-        return Block(nodes, (further,)), proposal.logits
+        return Block(nodes, (Further(lattice.pick(starts), states, live),)), proposal.logits
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
         """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""

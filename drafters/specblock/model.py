@@ -136,6 +136,11 @@ class SpecBlockConfig:
         return TRAINED_KINDS[self.kind].two_way
 
     @property
+    def branches(self) -> bool:
+        """Whether what a block says of a position is drafted behind several paths to it."""
+        return TRAINED_KINDS[self.kind].branches
+
+    @property
     def conditioned(self) -> bool:
         """Whether states are told the token before them behind the layers, which then run once in a tree."""
         return TRAINED_KINDS[self.kind].conditioned
