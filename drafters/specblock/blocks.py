@@ -38,7 +38,7 @@ class TrainedWeights:
     network: ServingNetwork
     embed: Embed
     blocks: int = 2  # M, forwards per tree
-    starts: int = 4  # blocks begun at once after the first forward, or paths that go on in one that branches
+    starts: int = 4  # blocks begun at once after the first forward
     policy: str = "best_first"  # of POLICIES
     recorder: BlockRecorder | None = None  # of what may be learnt
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
@@ -199,15 +199,16 @@ class Blocks:
         predicted = self._policy(proposal.chances)
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
-        offered, starts = (origin, proposal.tokens, corrected, first_number), self._weights.starts
-        if self._network.config.branches:
-            nodes = Nodes(*Chain(*offered, paths=starts).nodes(), predicted.expand(-1, starts, -1, -1).flatten(1))
+        offered, paths = (origin, proposal.tokens, corrected, first_number), self._network.config.traits.paths
+        if paths > 1:
+            nodes = Nodes(*Chain(*offered, paths=paths).nodes(), predicted.expand(-1, paths, -1, -1).flatten(1))
             return Block(nodes, ()), proposal.logits
         lattice = Lattice(*offered)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
         if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logits
-        return Block(nodes, (Further(lattice.pick(starts), states, live),)), proposal.logits
+        further = Further(lattice.pick(self._weights.starts), states, live)
+        return Block(nodes, (further,)), proposal.logits
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
         """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""

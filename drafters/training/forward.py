@@ -105,7 +105,7 @@ class TrainingForward:
         size, number = anchors.shape
         inputs = self._model.input_layer.blocks(context, self._embed(_behind(batch, anchors)), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
-        own = own if self._model.config.two_way else own.tril()
+        own = own if self._model.config.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
         attention = MaskedAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
@@ -152,7 +152,7 @@ class ConditionedForward(InjectedForward):
 
 def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
     """That of the model's kind."""
-    if model.config.conditioned:
+    if model.config.traits.conditioned:
         return ConditionedForward(model, embed)
     return (TrainingForward if model.config.runs_context else InjectedForward)(model, embed)
 
