@@ -2,7 +2,7 @@
 
 Each forward runs some blocks, which start at nodes of the one before. A block's first ranks form its spine; the other
 ranks hang beside it as leaves. Blocks of one position make a beam: all of its nodes are leaves, and the likeliest paths
-are those that go on.
+are those that go on. A chain is a block that says the same behind every path, so that its own likeliest paths go on.
 Legend: batch, starts = blocks begun at once, block = positions of one, rank = TOP, nodes = starts * block * rank."""
 
 from typing import NamedTuple
@@ -72,3 +72,34 @@ class Lattice:
         tokens, depths, survival = (value.flatten(1) for value in (self.tokens, self.depths, self.survival))
         origin = Origin(self._numbers[best], depths.gather(1, position), survival.gather(1, best))
         return Picked(origin, tokens.gather(1, best), start=position // block, position=position % block)
+
+
+class Chain:
+    """The nodes of a block at the root, as of `Lattice`: at each position as many of the likeliest paths go on.
+    Numbers count by path, position and rank."""
+
+    def __init__(self, origin: Origin, tokens: Tensor, conditional: Tensor, first_number: int, *, paths: int) -> None:
+        """tokens, conditional [batch, 1, block, rank]"""
+        block, ranks = tokens.shape[2:]
+        numbers = torch.arange(paths * block * ranks, device=tokens.device).view(paths, block, ranks) + first_number
+        depths = origin.depth[..., None] + 1 + torch.arange(block, device=tokens.device)  # [batch, 1, block]
+        conditional = conditional * (depths <= MAX_DEPTH)[..., None]
+        above, parent = pad(origin.survival, (0, paths - 1)), origin.node.expand(-1, paths)  # both [batch, paths]
+        said, parents = list[Tensor](), list[Tensor]()
+        for position in range(block):
+            parents.append(parent)
+            said.append(above[:, :, None] * conditional[:, :, position])  # [batch, paths, rank]
+            above, best = said[-1].flatten(1).topk(paths, dim=1)
+            parent = numbers[:, position].flatten()[best]
+        wide = (-1, paths, -1, ranks)
+        self._by_node = (
+            tokens.expand(wide),
+            torch.stack(parents, dim=2)[..., None].expand(wide),
+            depths.clamp(max=MAX_DEPTH)[..., None].expand(wide),
+            torch.stack(said, dim=2),
+        )
+
+    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As of `Lattice`. # four [batch, paths * block * rank]"""
+        tokens, parents, depths, survival = (value.flatten(1) for value in self._by_node)
+        return tokens, parents, depths, survival

@@ -6,5 +6,6 @@ DFLASH = TrainedKind(
     trained_blocks=1,
     shape={"block_size": 8, "num_layers": 2, "shift": False, "broadcast": False},
     context="injected",
+    paths=4,
     two_way=True,
 )

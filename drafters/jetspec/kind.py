@@ -6,4 +6,5 @@ JETSPEC = TrainedKind(
     trained_blocks=1,
     shape={"block_size": 8, "num_layers": 2, "shift": False, "broadcast": False},
     context="injected",
+    paths=4,
 )

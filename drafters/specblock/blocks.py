@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.calibration import MIN_SURVIVAL
 from drafters.coupling import TreeNoise
-from drafters.lattice import Lattice, Origin, Picked
+from drafters.lattice import Chain, Lattice, Origin, Picked
 from drafters.protocol import DraftingSizes, Noise
 from drafters.ranks import RankCalibration
 from drafters.slots import taken_slots
@@ -199,7 +199,11 @@ class Blocks:
         predicted = self._policy(proposal.chances)
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
-        lattice = Lattice(origin, proposal.tokens, corrected, first_number)
+        offered, paths = (origin, proposal.tokens, corrected, first_number), self._network.config.traits.paths
+        if paths > 1:
+            nodes = Nodes(*Chain(*offered, paths=paths).nodes(), predicted.expand(-1, paths, -1, -1).flatten(1))
+            return Block(nodes, ()), proposal.logits
+        lattice = Lattice(*offered)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
         if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logits

@@ -36,4 +36,4 @@ def forward_of(network: ServingNetwork, embed: Embed, pool: EntryPool, state: En
     """Those of the network's kind."""
     config = network.config
     layers = (BlockForward if config.runs_context else InjectedForward)(network, embed, pool, state)
-    return ConditionedForward(layers, network, embed) if config.conditioned else layers
+    return ConditionedForward(layers, network, embed) if config.traits.conditioned else layers

@@ -15,6 +15,7 @@ class TrainedKind(NamedTuple):
     shape: Mapping[str, Any]  # what it sets in `SpecBlockConfig`; entries of a block and layers always
     context: Context = "run"
     two_way: bool = False  # all entries of a block see each other; of an injected context
+    paths: int = 1  # to a position, behind which what a block says of it is drafted; more are of kinds of one block
     conditioned: bool = False
     """Blocks of one position, all from one forward of the layers on an injected context, whose states an MLP tells the
     token before them."""

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.medusa.model import ResidualHeads
 from drafters.specblock.condition import condition_of
+from drafters.specblock.kind import TrainedKind
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.treeflash.model import PathHead
 from kernels.rank_features import NUM_FEATURES
@@ -116,9 +117,14 @@ class SpecBlockConfig:
         return self.block_size if self.prefix_entries == "all" else 1
 
     @property
+    def traits(self) -> TrainedKind:
+        """What sets its kind apart."""
+        return TRAINED_KINDS[self.kind]
+
+    @property
     def trained_blocks(self) -> int:
         """Blocks in a row that it is trained through."""
-        return TRAINED_KINDS[self.kind].trained_blocks
+        return self.traits.trained_blocks
 
     @property
     def reach(self) -> int:
@@ -128,22 +134,12 @@ class SpecBlockConfig:
     @property
     def runs_context(self) -> bool:
         """Whether entries of committed positions are run, each of which then says something."""
-        return TRAINED_KINDS[self.kind].context == "run"
-
-    @property
-    def two_way(self) -> bool:
-        """Whether all entries of a block see each other."""
-        return TRAINED_KINDS[self.kind].two_way
-
-    @property
-    def conditioned(self) -> bool:
-        """Whether states are told the token before them behind the layers, which then run once in a tree."""
-        return TRAINED_KINDS[self.kind].conditioned
+        return self.traits.context == "run"
 
     @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers speaks of."""
-        return self.reach if self.conditioned else self.block_size
+        return self.reach if self.traits.conditioned else self.block_size
 
     @property
     def held(self) -> int:
@@ -152,7 +148,7 @@ class SpecBlockConfig:
 
     def live(self, blocks: int, starts: int) -> int:
         """Entries of one tree that do not stay."""
-        further = 0 if self.conditioned else (blocks - 1) * starts * self.block_size
+        further = 0 if self.traits.conditioned else (blocks - 1) * starts * self.block_size
         return self.forward_size - self.held + further
 
     def described(self) -> dict[str, Any]:
@@ -382,7 +378,7 @@ class SpecBlock(nn.Module):
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
         )
         self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
-        self.path_head = PathHead(hidden, shape.epsilon) if config.conditioned else None
+        self.path_head = PathHead(hidden, shape.epsilon) if config.traits.conditioned else None
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
 

@@ -70,7 +70,7 @@ class _Planned:
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
-        self.path_head = ServedPathHead(hand, shape.epsilon) if config.conditioned else None
+        self.path_head = ServedPathHead(hand, shape.epsilon) if config.traits.conditioned else None
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """The layers, each in one call. # pool as of `EntryPool`"""

@@ -113,7 +113,7 @@ class BlockForward:
         """Run blocks behind such paths, whose entries are all a tree's own. # context [batch, starts, hidden]; tokens,
         and positions of first entries, both [batch, starts] -> [batch, starts, block, hidden]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
-        layout = _layout(batch, 0, 1, size, number, known, tokens.device, two_way=self._network.config.two_way)
+        layout = _layout(batch, 0, 1, size, number, known, tokens.device, two_way=self._network.config.traits.two_way)
         inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
         own = torch.cat([path.above.repeat_interleave(size, dim=1), layout.inside], dim=2)
         before = nodes.end[:, None] + path.depths.repeat_interleave(size, dim=1)

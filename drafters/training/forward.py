@@ -7,7 +7,7 @@ Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * 
 positions whose whole blocks are trained, block = K entries, own = rows of one block, hidden."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,7 +44,9 @@ class Blocks:
     states: Tensor  # [batch, anchors, block, hidden]
     seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
     held: Sequence[KeysValues]  # of these rows, by layer
-    layers: "Blocks | None" = None  # what layers made, where states of that are told a token each
+    ahead: Tensor | None = (
+        None  # [batch, anchors, further blocks, hidden], states of these where they are there already
+    )
 
 
 class TrainingForward:
@@ -103,7 +105,7 @@ class TrainingForward:
         size, number = anchors.shape
         inputs = self._model.input_layer.blocks(context, self._embed(_behind(batch, anchors)), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
-        own = own if self._model.config.two_way else own.tril()
+        own = own if self._model.config.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
         attention = MaskedAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
@@ -135,25 +137,22 @@ class ConditionedForward(InjectedForward):
     def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
         """As of `InjectedForward`."""
         none, layers = super().first(batch, anchors)
-        return none, self._told(batch, layers, anchors)
+        behind = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
+        embedded = self._embed(_behind(batch, behind.flatten(1))).view_as(layers.states)
+        assert self._model.path_head is not None
+        told = self._model.path_head(layers.states, embedded)
+        return none, replace(layers, states=told[:, :, :1], ahead=told[:, :, 1:])
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """As of `TrainingForward`; cuts are 1."""
-        assert before.layers is not None
-        return self._told(batch, before.layers, before.anchors + cuts)
-
-    def _told(self, batch: Batch, layers: Blocks, anchors: Tensor) -> Blocks:
-        """# layers of the first forward -> blocks of one position"""
-        assert self._model.path_head is not None
-        row = (anchors - layers.anchors)[:, :, None, None]
-        states = torch.take_along_dim(layers.states, row, dim=2)
-        told = self._model.path_head(states, self._embed(_behind(batch, anchors))[:, :, None])
-        return Blocks(anchors, told, layers.seen, layers.held, layers)
+        assert before.ahead is not None
+        states, ahead = before.ahead[:, :, :1], before.ahead[:, :, 1:]
+        return replace(before, anchors=before.anchors + cuts, states=states, ahead=ahead)
 
 
 def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
     """That of the model's kind."""
-    if model.config.conditioned:
+    if model.config.traits.conditioned:
         return ConditionedForward(model, embed)
     return (TrainingForward if model.config.runs_context else InjectedForward)(model, embed)
 

@@ -1,8 +1,11 @@
 """The lattice of a block: who is whose parent, what survives, and where the next block starts."""
 
+from itertools import product
+from math import prod
+
 import torch
 
-from drafters.lattice import Lattice, Origin
+from drafters.lattice import Chain, Lattice, Origin
 from drafters.tree import MAX_DEPTH, ROOT
 
 
@@ -53,3 +56,30 @@ def test_starts_are_chosen_over_all_blocks_of_a_sequence() -> None:
     picked = Lattice(origin, tokens, odds, 5).pick(2)
     assert picked.start.tolist() == [[0, 0]]
     assert picked.origin.node.tolist() == [[5, 6]]
+
+
+def test_of_a_chain_the_likeliest_paths_go_on() -> None:
+    """Its likeliest nodes are those of all paths there are, each under its parent."""
+    block, ranks, paths, most = 4, 5, 4, 12
+    odds = torch.rand(2, 1, block, ranks, generator=torch.Generator().manual_seed(0)) * 0.9
+    tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks)).expand(2, 1, -1, -1)
+    said, parents, depths, survival = Chain(Origin.root(2, odds.device), tokens, odds, 0, paths=paths).nodes()
+    for line in range(2):
+        every = {
+            tuple(10 * place + rank for place, rank in enumerate(path)): prod(
+                float(odds[line, 0, place, rank]) for place, rank in enumerate(path)
+            )
+            for depth in range(1, block + 1)
+            for path in product(range(ranks), repeat=depth)
+        }
+        likeliest = sorted(every, key=lambda path: -every[path])[:most]
+        found = {}
+        for node in survival[line].argsort(descending=True)[:most].tolist():
+            path, above = [], node
+            while above != ROOT:
+                path.append(int(said[line, above]))
+                assert depths[line, above] == depths[line, node] - len(path) + 1
+                above = int(parents[line, above])
+            found[tuple(reversed(path))] = float(survival[line, node])
+        assert list(found) == likeliest
+        assert all(abs(found[path] - every[path]) < 1e-6 for path in likeliest)

@@ -93,7 +93,10 @@ def _kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("specblock", 1), ("specblock", 3), ("eagle3", 3), ("medusa", 1)])
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("specblock", 1), ("specblock", 3), ("eagle3", 3), ("medusa", 1), ("dflash", 1), ("jetspec", 1), ("treeflash", 3)],
+)
 def test_the_same_trees(kind: str, blocks: int) -> None:
     calls = 0
 

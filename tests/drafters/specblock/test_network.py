@@ -19,7 +19,7 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["specblock", "medusa"])
+@pytest.mark.parametrize("kind", ["specblock", "medusa", "treeflash"])
 def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
     models = [tiny_drafter(family, seed, kind=kind, **TRAINED_KINDS[kind].shape) for seed in (0, 1)]
     first, second = map(weights_of, models)

@@ -9,7 +9,7 @@ from torch import Tensor
 from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
 from drafters.specblock.forwards import Live, forward_of
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import InputLayer, SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
@@ -139,6 +139,20 @@ def test_what_stands_further_back_than_was_trained_is_not_seen() -> None:
     assert torch.equal(last[0], last[2])
     assert torch.equal(outcomes[0][:, :, 0], outcomes[1][:, :, 0])
     assert not torch.equal(outcomes[0][:, :, 0], outcomes[2][:, :, 0])
+
+
+@pytest.mark.parametrize(("kind", "sees"), [("dflash", True), ("jetspec", False), ("treeflash", False)])
+def test_who_sees_later_entries_of_a_block(kind: str, sees: bool) -> None:
+    """Other queries behind the first entry change its state where attention is two-way, and only there."""
+    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    outcomes = []
+    for _ in range(2):
+        feed = Serving(model, Text(model))
+        feed.commit([6, 4])
+        outcomes.append(feed.first()[0][:, :, 0])
+        assert isinstance(model.input_layer, InputLayer)
+        model.input_layer.position_queries[1:] += torch.randn(7, model.config.hidden_size)
+    assert torch.equal(*outcomes) is not sees
 
 
 def test_blocks_begun_together_do_not_see_each_other() -> None:

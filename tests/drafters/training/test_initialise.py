@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise
@@ -72,9 +74,9 @@ def read_examples(taps: tuple[int, ...], count: int = 60) -> list[Example]:
     return examples
 
 
-def drafter(taps: tuple[int, ...], **changes: int | bool) -> SpecBlock:
+def drafter(taps: tuple[int, ...], **changes: Any) -> SpecBlock:
     torch.manual_seed(0)
-    config = SpecBlockConfig(target().config.to_dict(), taps, 64, rank_hidden=16, **changes)  # type: ignore[arg-type]
+    config = SpecBlockConfig(target().config.to_dict(), taps, 64, rank_hidden=16, **changes)
     model = SpecBlock(config)
     model.set_vocabulary(torch.arange(0, VOCAB_SIZE, 5))
     return model
@@ -94,6 +96,20 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
         assert all(torch.equal(value, source.state_dict()[name]) for name, value in layer.state_dict().items())
     assert torch.equal(model.decoder.norm.weight, end().norm.get_parameter("weight"))
     assert torch.equal(model.lm_head.weight, end().head[model.d2t])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "treeflash"])
+def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected(kind: str) -> None:
+    model, examples = drafter((2, 4, 5), kind=kind, **TRAINED_KINDS[kind].shape), read_examples((2, 4, 5))
+    made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
+    assert made["exact"]
+    assert made["explained"] > 0.2
+    example = examples[0]
+    positions = torch.arange(example.length)[None]
+    key, value = model.injected(model.input_layer.condition(example.features[None]), positions)[0]
+    cached = target()(input_ids=example.tokens[None], use_cache=True).past_key_values.layers[LAYERS - 2]
+    torch.testing.assert_close(key, cached.keys, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(value, cached.values, atol=1e-4, rtol=1e-4)
 
 
 def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None:
