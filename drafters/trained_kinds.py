@@ -2,6 +2,7 @@
 
 from drafters.eagle3.kind import EAGLE3
 from drafters.medusa.kind import MEDUSA
+from drafters.mtp.kind import MTP
 from drafters.parallel.kind import PARALLEL
 from drafters.specblock.kind import SPECBLOCK, TrainedKind
 
@@ -10,4 +11,5 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "parallel": PARALLEL,
     "eagle3": EAGLE3,
     "medusa": MEDUSA,
+    "mtp": MTP,
 }

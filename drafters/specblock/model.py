@@ -10,7 +10,7 @@ Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -21,9 +21,10 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.medusa.model import ResidualHeads
+from drafters.ranks import class_logits
 from drafters.specblock.condition import condition_of
 from drafters.trained_kinds import TRAINED_KINDS
-from kernels.rank_features import NUM_FEATURES
+from kernels.rank_features import NUM_FEATURES, TOP
 
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
 """What the names of parameters behind the decoder layers begin with."""
@@ -44,6 +45,26 @@ rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are
 PrefixEntries = Literal["first", "all"]
 RANK_CLASSES = 4
 """Where the target's token stands in the drafter's ranking: 1, 2-4, 5-10, beyond (SpecBlock appendix B)."""
+
+
+_FIRST_FIELDS = frozenset(
+    [
+        "target",
+        "tap_layers",
+        "draft_vocab_size",
+        "num_layers",
+        "block_size",
+        "rank_hidden",
+        "prefix_entries",
+        "normalise_features",
+        "normalise_rank_inputs",
+        "shift",
+        "broadcast",
+        "coupled",
+        "trained_length",
+    ]
+)
+"""Of a drafter's config, always written; later ones where they are not the usual."""
 
 
 def layers_for(target: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,6 +97,7 @@ class SpecBlockConfig:
     coupled: bool = True  # rank head trained on scores with the sampling noise
     trained_length: int = 512  # longest context seen in training, tokens
     kind: str = "specblock"  # of `TRAINED_KINDS`
+    ranks_from_draft: bool = False  # the rank head corrects what the draft itself says of ranks
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -122,7 +144,8 @@ class SpecBlockConfig:
     def described(self) -> dict[str, Any]:
         """As plain values; a SpecBlock's as they were before there were other kinds, for digests are taken of them."""
         values = asdict(self)
-        return {name: value for name, value in values.items() if name != "kind" or value != "specblock"}
+        usual = {field.name: field.default for field in fields(self) if field.name not in _FIRST_FIELDS}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     def to_json(self) -> str:
         return json.dumps(self.described(), indent=2, sort_keys=True)
@@ -366,8 +389,8 @@ class SpecBlock(nn.Module):
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""
-        states, features = states.to(self.dtype), features.to(self.dtype)
+        known, states, features = features, states.to(self.dtype), features.to(self.dtype)
         if self.rank_norm is not None:
             states, features = self.rank_norm(states), features * FEATURE_SCALE
-        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1))
-        return logits.float()
+        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1)).float()
+        return logits + class_logits(known[..., :TOP].float()) if self.config.ranks_from_draft else logits

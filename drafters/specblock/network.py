@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from drafters.medusa.network import ServedHeads
+from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import VOCABULARY
 from drafters.specblock.hand import Hand
 from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
 from kernels.layers import RunLayers
+from kernels.rank_features import TOP
 
 
 class _FusedInput:
@@ -175,11 +177,12 @@ class ServingNetwork:
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """As of `SpecBlock`. # states [..., hidden], features [..., 15] -> [..., 4] float32"""
-        planned, features = self._planned, features.to(self.dtype)
+        planned, known, features = self._planned, features, features.to(self.dtype)
         if planned.rank_norm is not None:
             states = self.ops.add_rms_norm(states.contiguous(), None, planned.rank_norm, RANK_EPSILON)
             features = features * FEATURE_SCALE
-        return planned.rank_classes(silu(planned.rank_hidden(torch.cat([states, features], dim=-1)))).float()
+        logits = planned.rank_classes(silu(planned.rank_hidden(torch.cat([states, features], dim=-1)))).float()
+        return logits + class_logits(known[..., :TOP]) if self.config.ranks_from_draft else logits
 
 
 def _taps(config: SpecBlockConfig) -> range:

@@ -1,0 +1,64 @@
+"""Drafters in their authors' form serve from where they lie, change no token, and go on learning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.assembly import Assembly, assemble
+from service.errors import StartupError
+from tests.published_forms import mimo
+from tests.service.bench.parts import settings_for
+from tests.service.learning_parts import learning, requests, texts
+from tests.tiny_models import random_prompts, tiny_model
+
+torch.set_num_threads(1)
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def mimo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mimo(tmp_path_factory.mktemp("forms") / "mimo")
+
+
+def assembled(target: Path, drafter: str, **changes: object) -> Assembly:
+    return assemble(settings_for(target).model_copy(update={"drafter": drafter, "budget_policy": "fixed", **changes}))
+
+
+def asked(temperature: float) -> Any:
+    return requests(list(random_prompts(4, 10)), temperature=temperature, tokens=TOKENS)
+
+
+def assert_serves(assembly: Assembly, kind: str) -> None:
+    for temperature in (0.0, 0.9):
+        plain = texts(assembly.engine(assembly.drafter("none")), asked(temperature))
+        for name in (kind, f"lookup+{kind}"):
+            engine = assembly.engine(assembly.drafter(name))
+            assert texts(engine, asked(temperature)) == plain
+            assert engine.drafter.name == name
+            assert engine.drafter.num_blocks > 0
+
+
+def test_a_targets_own_module_drafts_without_a_path(mimo_folder: Path) -> None:
+    assembly = assembled(mimo_folder, "auto")
+    assert assembly.drafter_name == "lookup+mtp"
+    assert assembled(mimo_folder, "mtp").drafter().name == "mtp"
+    assert_serves(assembly, "mtp")
+
+
+def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"drafter mtp needs trained weights for .*set drafter_path"):
+        assembled(tiny_model("qwen2", tmp_path), "mtp")
+
+
+def test_it_learns_while_it_serves(mimo_folder: Path, tmp_path: Path) -> None:
+    assembly = assembled(mimo_folder, "auto")
+    prompts = requests(list(random_prompts(16, 10)), temperature=0.9, tokens=32)
+    plain = texts(assembly.engine(assembly.drafter("none")), prompts)
+    with learning(assembly, tmp_path) as adaptive:
+        assert texts(adaptive.engine, prompts) == plain
+        assert adaptive.worker.settle(60.0)
+        status = adaptive.status()
+    assert status.failures == {}
+    assert sum(status.updates.values()) > 0
