@@ -68,6 +68,11 @@ class Learner:
         self.tuning = tuning = tuning or Tuning()
         self.paused = False
         self.num_updates: Counter[Arm] = Counter()
+        if drafter.config.own_heads:
+            raise ValueError(
+                "Medusa's heads in their published form do not learn: set adaptation.enabled to false, or train others "
+                "with `adaptree train drafter --kind medusa`"
+            )
         head = drafter.weights["lm_head.weight"]
         device, in_bf16 = head.device, head.dtype == torch.bfloat16
         if config.train_device != "same":

@@ -10,13 +10,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafters.eagle3.published import EAGLE3_FORM
+from drafters.medusa.published import MEDUSA_FORM
 from drafters.mtp.published import MTP_FORM
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.form import Form
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP_FORM,)
+FORMS = (MTP_FORM, EAGLE3_FORM, MEDUSA_FORM)
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")
 _LAST_OF_RANKS = "rank_head.2."

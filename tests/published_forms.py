@@ -108,3 +108,108 @@ def mimo_says(folder: Path, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     assert isinstance(head, nn.Linear)
     logits: Tensor = head(normed(output[0], final, epsilon))
     return logits
+
+
+def deep_target(folder: Path) -> Path:
+    """A Llama of eight layers: EAGLE-3 taps three that differ."""
+    return tiny_model("llama", folder, num_hidden_layers=8)
+
+
+DRAFT_VOCAB = 40
+
+
+def eagle3(folder: Path, *, torn: str | None = None) -> Path:
+    """A drafter of that form, of other head counts than the target's; `torn`: without this tensor."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **layer_shapes("midlayer.", reads=2 * HIDDEN, biases=False),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+    }
+    tensors = drawn(shapes, seed=5)
+    tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:DRAFT_VOCAB].sort().values
+    tensors |= {"d2t": tokens - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
+    tensors.pop(torn, None) if torn else None
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": 10_000.0,
+    }
+    return written(folder, tensors, config)
+
+
+def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def eagle3_says(folder: Path, features: Tensor, embedded: Tensor, further: Tensor) -> Tensor:
+    """Logits behind a text, then behind each of some further tokens on its own states.
+    # features [length, 3 * hidden], embedded [length, hidden] of the tokens after, further [steps, hidden]"""
+    own = load_file(folder / "model.safetensors")
+    states, tokens, logits = features @ own["fc.weight"].T, embedded, []
+    for step in range(len(further) + 1):
+        layer = {name.removeprefix("midlayer."): value for name, value in own.items()}
+        token = normed(tokens, layer["input_layernorm.weight"])
+        read = torch.cat([token, normed(states, layer["hidden_norm.weight"])], dim=-1)
+        last = states[-1] + attention(read, layer)[-1]
+        x = normed(last, layer["post_attention_layernorm.weight"])
+        gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        last = last + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        logits.append(normed(last, own["norm.weight"]) @ own["lm_head.weight"].T)
+        if step < len(further):
+            states, tokens = torch.cat([states, last[None]]), torch.cat([tokens, further[step : step + 1]])
+    return torch.stack(logits)
+
+
+def attention(read: Tensor, layer: dict[str, Tensor]) -> Tensor:
+    """Causal, of 4 heads on 2 with 12 dimensions. # read [length, ...] -> [length, hidden]"""
+    length = len(read)
+    query, key, value = (
+        (read @ layer[f"self_attn.{name}_proj.weight"].T).view(length, -1, 12).transpose(0, 1) for name in "qkv"
+    )
+    angles = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, 12, 2) / 12)
+    cos, sin = (torch.cat([wave, wave], dim=-1) for wave in (angles.cos(), angles.sin()))
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cos + torch.cat([-x[..., 6:], x[..., :6]], dim=-1) * sin
+
+    key, value = (x.repeat_interleave(2, dim=0) for x in (turned(key), value))
+    scores = turned(query) @ key.transpose(1, 2) / 12**0.5
+    mixed = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1) @ value
+    return mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T
+
+
+def medusa(folder: Path, heads: int = 3) -> Path:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        shapes |= {f"{head}.0.linear.weight": (HIDDEN, HIDDEN), f"{head}.0.linear.bias": (HIDDEN,)}
+        shapes |= {f"{head}.1.weight": (VOCAB, HIDDEN)}
+    folder.mkdir(exist_ok=True)
+    save_file(drawn(shapes, seed=9), folder / "medusa_lm_head.safetensors")
+    config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": "somebody/model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def medusa_says(folder: Path, state: Tensor, heads: int = 3) -> Tensor:
+    """# state [hidden], after the output norm -> [heads, vocab]"""
+    own, logits = load_file(folder / "medusa_lm_head.safetensors"), []
+    for head in range(heads):
+        inner = state + nn.functional.silu(own[f"{head}.0.linear.weight"] @ state + own[f"{head}.0.linear.bias"])
+        logits.append(own[f"{head}.1.weight"] @ inner)
+    return torch.stack(logits)

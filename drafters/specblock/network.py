@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from drafters.medusa.network import ServedHeads
+from drafters.eagle3.network import LayerBeside, ServedBeside
+from drafters.medusa.network import ServedEntryHeads, ServedHeads
 from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import VOCABULARY
 from drafters.specblock.hand import Hand
@@ -17,6 +18,7 @@ from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, Sp
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
 from kernels.layers import RunLayers
+from kernels.layers import plan_layers as op_by_op
 from kernels.rank_features import TOP
 
 
@@ -50,6 +52,13 @@ class _FusedInput:
         return blocks
 
 
+def _served_input(config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `SpecBlock.input_layer.blocks`, of all entries."""
+    if config.token_beside:
+        return ServedBeside(hand, shape.epsilon)
+    return _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
+
+
 class _Planned:
     """One version of the weights, ready for the ops of their device."""
 
@@ -58,16 +67,17 @@ class _Planned:
         gains = [weights[f"input_layer.feature_norms.{tap}.weight"] for tap in _taps(config)]
         self.gains = hand.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
         self.condition = hand.product(weights["input_layer.condition_proj.weight"])
-        self.blocks = _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
+        self.blocks = _served_input(config, shape, hand)
         window = config.trained_length * config.entries
-        self.layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        self.layers = [LayerBeside(layer) for layer in layers] if config.token_beside else layers
         self._runs: list[RunLayers] = []
         self._planned_for: Tensor | None = None  # pool
-        self._plan_layers = hand.table.plan_layers
+        self._plan_layers = op_by_op if config.token_beside else hand.table.plan_layers
         further = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [hand.product(weights[f"shift_proj.{number}.weight"]) for number in further]
         self.norm = hand.vector("decoder.norm.weight")
-        self.head = hand.product(weights["lm_head.weight"])
+        self.head = ServedEntryHeads(hand) if config.own_heads else hand.product(weights["lm_head.weight"])
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
@@ -146,12 +156,21 @@ class ServingNetwork:
         return self._planned.blocks(context, embedded)
 
     def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """States after the output norm; keys and values go to the pool. # hidden [rows, hidden], overwritten; previous
-        [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> [rows, hidden]"""
+        """States after the output norm; keys and values go to the pool. # hidden [rows, hidden + beside], overwritten;
+        previous [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> as of `SpecBlock`"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
         for run in self._planned.runs(pool)[-1:]:
             delta = run(hidden, delta, places)
-        return self.ops.add_rms_norm(hidden, delta, self._planned.norm, self.shape.epsilon)
+        return self._end(hidden, delta)
+
+    def _end(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """What stands behind the last layer."""
+        norm, config = self._planned.norm, self.config
+        if config.own_heads:
+            return hidden
+        if config.token_beside and delta is not None:
+            return torch.cat([self.ops.add_rms_norm(delta, None, norm, self.shape.epsilon), delta], dim=-1)
+        return self.ops.add_rms_norm(hidden, delta, norm, self.shape.epsilon)
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """As `states`, without what would come of it."""

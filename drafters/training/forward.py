@@ -40,6 +40,7 @@ class Blocks:
 
     anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions further
     states: Tensor  # [batch, anchors, block, hidden]
+    onward: Tensor  # like them, on which the next block goes on
     seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
     attention: MaskedAttention
 
@@ -78,18 +79,20 @@ class TrainingForward:
             positions=anchor + 1 + entry,
             previous=torch.where(entry == entries, last, row - (entry > 0).long()),
         )
-        states: Tensor = self._model(rows, attention)
+        states, onward = self._model.parted(self._model(rows, attention))
         held = anchors[:, :, None] * entries + torch.arange(entries, device=device)
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
-        states_of, seen_of = (_at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
-        return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention)
+        states_of, onward_of, seen_of = (
+            _at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
+        )
+        return states[:, :num_stream:entries], Blocks(anchors, states_of, onward_of, seen_of, attention)
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
         place, (size, number) = (cuts - 1)[:, :, None, None], cuts.shape
-        context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.states, before.seen))
+        context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         anchors = before.anchors + cuts
         start = anchors + 1  # position of the token the new block stands on
         tokens = batch.tokens.gather(1, start.clamp(max=batch.tokens.shape[1] - 1))
@@ -103,9 +106,9 @@ class TrainingForward:
             positions=(start[:, :, None] + torch.arange(self._size, device=cuts.device)).flatten(1),
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
-        states: Tensor = self._model(rows, attention)
-        by_block = (number, self._size)
-        return Blocks(anchors, states.unflatten(1, by_block), seen.unflatten(1, by_block), attention)
+        found = *self._model.parted(self._model(rows, attention)), seen
+        states, onward, seen = (values.unflatten(1, (number, self._size)) for values in found)
+        return Blocks(anchors, states, onward, seen, attention)
 
 
 def _up_to(num_stream: int, last: Tensor) -> Tensor:

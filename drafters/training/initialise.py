@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.medusa.model import ResidualHeads
-from drafters.specblock.model import Embed, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
+from drafters.specblock.model import Embed, Input, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
@@ -112,12 +112,12 @@ class InputSums:
             self._sum_up()
 
     @torch.no_grad()
-    def solve(self, layer: InputLayer | ResidualHeads, generator: torch.Generator) -> None:
+    def solve(self, layer: Input, generator: torch.Generator) -> None:
         """Set all of an input layer. The condition is the part of the prediction that comes from the taps, in units of
         each output's deviation; the fusion takes that back and adds what the token says. Its norm divides by a size
         that hardly varies: it is taken to be the mean one. The constant enters through the position queries, which
         `generator` starts close together."""
-        assert isinstance(layer, InputLayer), "residual heads are not solved"
+        assert isinstance(layer, InputLayer), "only a fused input is solved"
         self._sum_up()
         hidden, gram = self._hidden, self._products[:, : self.known]
         solution = self._solution()  # [known, hidden]

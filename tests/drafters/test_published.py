@@ -1,24 +1,37 @@
 """Published forms: their drafters say here what plain torch says of the same weights, and what is none is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import published
+from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
 from drafters.ranks import class_logits
-from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward
 from service.engine.weights import LoadedModel
-from tests.published_forms import mimo, mimo_says, read_as_qwen2
-from tests.tiny_models import load
+from tests.published_forms import (
+    deep_target,
+    eagle3,
+    eagle3_says,
+    medusa,
+    medusa_says,
+    mimo,
+    mimo_says,
+    read_as_qwen2,
+)
+from tests.tiny_models import load, stock, tiny_model
 
 torch.set_num_threads(1)
+MORE = torch.tensor([7, 250, 31])
 TEXT = torch.randint(300, (12,), generator=torch.Generator().manual_seed(1))
 
 
@@ -26,8 +39,12 @@ def network_of(model: SpecBlock) -> ServingNetwork:
     return ServingNetwork(model.config, weights_of(model))
 
 
-def said(model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-    """What a first block says behind so many committed positions. # -> states and logits [block, ...], features"""
+@torch.no_grad()
+def said(
+    model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, count: int, more: Tensor | None = None
+) -> Tensor:
+    """Logits of a first block behind so many committed positions, then of those at some further tokens, each behind the
+    one before. # more [steps] int64 -> [(1 + steps) * block, vocab]"""
     network, slots = network_of(model), torch.arange(count)[None] + 1
     width = features.shape[-1]
     pool = EntryPool(network, count + 1, lines=1, live=8)
@@ -37,8 +54,15 @@ def said(model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor
     state.wait(rows, counts, features[None, :count], tokens[None, 1 : count + 1])
     table = loaded.parts.embedding
     forward = BlockForward(network, lambda ids: table[ids], pool, state)
-    states = forward.first(rows, state.take(rows, count))[0]
-    return states, network.head(states)[0, 0]
+    states, nodes = forward.first(rows, state.take(rows, count))
+    logits = [network.head(model.parted(states)[0].contiguous())]
+    for depth, token in enumerate([] if more is None else more, start=1):
+        at = torch.tensor([[depth]])
+        origin = Origin(at, at, torch.ones(1, 1))
+        picked = Picked(origin, token.view(1, 1), start=torch.zeros_like(at), position=torch.zeros_like(at))
+        states, nodes = forward.next(states, picked, nodes, torch.tensor([count]))
+        logits.append(network.head(model.parted(states)[0].contiguous()))
+    return torch.cat(logits, dim=2)[0, 0]
 
 
 @torch.no_grad()
@@ -68,8 +92,62 @@ def test_a_mimo_target_has_a_drafter_that_says_what_its_module_says(tmp_path: Pa
     expected = mimo_says(folder, stock, TEXT)
     features = tapped(stock, TEXT, model.config.tap_layers)
     for count in (1, 4, len(TEXT) - 1):
-        _, logits = said(model, loaded, features, TEXT, count)
-        assert (logits[0] - expected[count - 1]).abs().max() < 1e-4
+        logits = said(model, loaded, features, TEXT, count)[0]
+        assert (logits - expected[count - 1]).abs().max() < 1e-4
+
+
+def test_an_eagle3_drafter_says_what_its_authors_layer_says(tmp_path: Path) -> None:
+    """Behind a text, and behind its own states, which go on before the output norm."""
+    target, folder = deep_target(tmp_path / "target"), eagle3(tmp_path / "drafter")
+    loaded, oracle = load(target), stock(target)
+    assert published.kind_of(folder) == "eagle3"
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert model.config.tap_layers == (1, 3, 4)
+    received = oracle(TEXT[None], output_hidden_states=True).hidden_states  # of layer n it is the n-th
+    features = torch.cat([received[layer][0] for layer in (2, 4, 5)], dim=-1)
+    table = loaded.parts.embedding
+    for count in (1, 4, len(TEXT) - 1):
+        expected = eagle3_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MORE])
+        found = said(model, loaded, features, TEXT, count, MORE)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_medusas_heads_say_what_its_authors_heads_say(tmp_path: Path) -> None:
+    target, folder = tiny_model("llama", tmp_path / "target"), medusa(tmp_path / "drafter")
+    loaded, oracle = load(target), stock(target)
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert (published.kind_of(folder), model.config.block_size) == ("medusa", 3)
+    features = tapped(oracle, TEXT, model.config.tap_layers)
+    states = oracle.model(TEXT[None]).last_hidden_state[0]
+    for count in (1, 7):
+        found = said(model, loaded, features, TEXT, count)
+        assert (found - medusa_says(folder, states[count - 1])).abs().max() < 1e-4
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    parts = load(deep_target(tmp_path / "target")).parts
+    folder = eagle3(tmp_path / "drafter", torn="midlayer.mlp.up_proj.weight")
+    with pytest.raises(DrafterError, match=r"parameters missing: \['decoder.layers.0.mlp.up_proj.weight'\]"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+    described = json.loads((eagle3(folder) / "config.json").read_text())
+    for changes, message in (
+        ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
+        ({"norm_before_residual": True}, "its config sets norm_before_residual, which is not read"),
+        ({"model_type": "mixtral"}, "layers of kind 'mixtral' are none"),
+    ):
+        (folder / "config.json").write_text(json.dumps(described | changes))
+        with pytest.raises(DrafterError, match=message):
+            published.load(folder, parts, dtype=torch.float32, device="cpu")
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": -parts.embedding}, folder / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"its embed_tokens\.weight is not the target's"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+    save_file(tensors | {"embed_tokens.weight": parts.embedding}, folder / "model.safetensors")
+    assert published.load(folder, parts, dtype=torch.float32, device="cpu").config.kind == "eagle3"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DrafterError, match=r"holds no \.safetensors file with its weights"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
 
 
 def test_a_rank_head_that_nobody_taught_says_what_the_draft_says() -> None:
