@@ -1,6 +1,7 @@
 """The kinds of trained drafters by the name that their files carry and that a server is asked for."""
 
 from drafters.eagle3.kind import EAGLE3
+from drafters.falcon.kind import FALCON
 from drafters.medusa.kind import MEDUSA
 from drafters.mtp.kind import MTP
 from drafters.parallel.kind import PARALLEL
@@ -12,4 +13,5 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "eagle3": EAGLE3,
     "medusa": MEDUSA,
     "mtp": MTP,
+    "falcon": FALCON,
 }

@@ -3,19 +3,22 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+_SHORT = 2  # positions; a further forward for so few is asked for only while it pays, as all are
+
 
 class TrainedKind(NamedTuple):
     """Numbers of a kind; blocks behind the first start at the drafter's own states."""
 
     trained_blocks: int  # in a row, that it is trained through
     shape: Mapping[str, Any]  # what it sets in `SpecBlockConfig`; entries of a block and layers always
+    glancing: float = 0.0  # share of entries on a token guessed wrong that training tells it
 
     def blocks(self, asked: int) -> int:
-        """Of a tree, where so many are asked for: one where it never learnt to go on, and one position at a time goes
-        as far as it learnt."""
+        """Of a tree, where so many are asked for: one where it never learnt to go on, and short ones go as far as it
+        learnt."""
         if self.trained_blocks == 1:
             return 1
-        return max(asked, self.trained_blocks) if self.shape["block_size"] == 1 else asked
+        return max(asked, self.trained_blocks) if self.shape["block_size"] <= _SHORT else asked
 
 
 SPECBLOCK = TrainedKind(trained_blocks=2, shape={"block_size": 4, "num_layers": 2})

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -245,6 +245,12 @@ class InputLayer(nn.Module):
     def condition(self, features: Tensor) -> Tensor:
         """c of tapped target features. # [..., taps * hidden] -> [..., hidden]"""
         return condition_of(features, self.feature_norms, self.condition_proj)
+
+    def token(self, embedded: Tensor) -> Tensor:
+        """What a token adds to h0 of an entry that sees it. # [..., hidden] -> same"""
+        hidden = embedded.shape[-1]
+        normed = self.token_norm(embedded.to(self.token_norm.weight.dtype))
+        return linear(normed, self.fuse.weight[:, hidden : 2 * hidden])
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """h0 of some entries of each anchor. # context, embedded [..., hidden] -> [..., entries, hidden]"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from drafters.specblock.model import BlockRows, Embed, SpecBlock
+from drafters.specblock.model import BlockRows, Embed, InputLayer, SpecBlock
 from drafters.training.corpus import Batch
 
 
@@ -55,15 +55,18 @@ class TrainingForward:
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
-    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
-        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors].
-        # -> [batch, length - 1, hidden]"""
+    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
+        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors]; `told`
+        [batch, anchors, block] bool, entries that see the true token they stand on. # -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
-        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
+        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size))
+        if told is not None:
+            rest = rest + self._truth(batch, anchors) * told[:, :, entries:, None]
+        rest = rest.flatten(1, 2)
         device, (size, number) = anchors.device, anchors.shape
         place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
         anchor = torch.cat([place, anchors.repeat_interleave(self._own, dim=1)], dim=1)  # [batch, rows]
@@ -87,6 +90,14 @@ class TrainingForward:
             _at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
         )
         return states[:, :num_stream:entries], Blocks(anchors, states_of, onward_of, seen_of, attention)
+
+    def _truth(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """What the true tokens add to the entries behind an anchor's first. # -> [batch, anchors, own, hidden]"""
+        layer = self._model.input_layer
+        assert isinstance(layer, InputLayer), "only entries of a fused input can be told a token"
+        places = anchors[:, :, None] + 1 + torch.arange(self._entries, self._size, device=anchors.device)
+        tokens = batch.tokens.gather(1, places.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
+        return layer.token(self._embed(tokens).unflatten(1, places.shape[1:]))
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
