@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drafters.specblock.hand import Hand
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.ops import Ops
 
 
 class ServedBeside:
@@ -25,7 +26,7 @@ class ServedBeside:
 
 @dataclass(frozen=True, slots=True)
 class LayerBeside:
-    """A layer whose attention reads the token before the state, and which nothing stands before.
+    """A layer whose attention reads the token before the state, and before which no other stands.
     Legend: both = state and token, [rows, 2 * hidden]."""
 
     layer: DecoderLayer
@@ -40,6 +41,20 @@ class LayerBeside:
         layer, state = self.layer, _state(both)
         normed = layer.ops.add_rms_norm(state, None, layer.input_norm, layer.epsilon)
         return layer.keep(torch.cat([both[:, state.shape[1] :], normed], dim=-1), places, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class EndBeside:
+    """What the heads read, and behind it the state before the norm, on which blocks go on."""
+
+    ops: Ops
+    norm: Tensor  # [hidden]
+    epsilon: float
+
+    def __call__(self, both: Tensor, state: Tensor | None) -> Tensor:
+        """# what went into `LayerBeside` and what came out of it -> [rows, 2 * hidden]"""
+        assert state is not None, "there is a layer"
+        return torch.cat([self.ops.add_rms_norm(state, None, self.norm, self.epsilon), state], dim=-1)
 
 
 def _state(both: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: Target
 
 def _same(embedding: Tensor, other: Tensor) -> bool:
     """Apart from the type they are held in."""
-    return embedding.shape == other.shape and torch.equal(embedding.bfloat16(), other.cpu().bfloat16())
+    other = other.cpu()  # planned transfer: at the start
+    return embedding.shape == other.shape and torch.equal(embedding.bfloat16(), other.bfloat16())
 
 
 EAGLE3_FORM = Form("eagle3", _recognises, lambda name: True, _config, _weights)

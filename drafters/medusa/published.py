@@ -47,7 +47,6 @@ def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: Target
         "input_layer.condition_proj.weight": torch.eye(config.hidden_size),
         "input_layer.heads_weight": stacked("0.linear.weight"),
         "input_layer.heads_bias": stacked("0.linear.bias"),
-        "decoder.norm.weight": target.norm,  # nothing reads it
         "lm_head.weight": stacked("1.weight"),
         VOCABULARY: torch.arange(config.draft_vocab_size),
     }

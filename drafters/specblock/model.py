@@ -341,13 +341,13 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers and the norm behind them; `beside` is what the first one reads beside the state."""
+    """Layers and the norm behind them, if there is one; `beside` is what the first one reads beside the state."""
 
-    def __init__(self, shape: LayerShape, num_layers: int, beside: int = 0) -> None:
+    def __init__(self, shape: LayerShape, num_layers: int, beside: int = 0, *, normed: bool = True) -> None:
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(Layer(shape, 0 if number else beside) for number in range(num_layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
 
 
 Input = InputLayer | ResidualHeads | TokenBeside
@@ -392,7 +392,7 @@ class SpecBlock(nn.Module):
         self.config = config
         shape, hidden = LayerShape.of(config), config.hidden_size
         self.input_layer = _input_of(config, shape)
-        self.decoder = Decoder(shape, config.num_layers, config.beside)
+        self.decoder = Decoder(shape, config.num_layers, config.beside, normed=not config.own_heads)
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
         )
@@ -412,7 +412,7 @@ class SpecBlock(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.decoder.norm.weight.dtype
+        return self.lm_head.weight.dtype
 
     def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
         """States after the output norm: what the heads read, and the context of blocks that start at an entry; with the
@@ -428,7 +428,7 @@ class SpecBlock(nn.Module):
                 before = torch.take_along_dim(hidden, rows.previous[:, :, None], dim=1)
                 hidden = self.shift_proj[number - 1](torch.cat([hidden, before], dim=-1)).to(self.dtype)
             hidden = layer(hidden, rotary, partial(attend, number), None if number else beside)
-        states: Tensor = hidden if self.config.own_heads else self.decoder.norm(hidden)
+        states: Tensor = self.decoder.norm(hidden)
         return torch.cat([states, hidden], dim=-1) if self.config.token_beside else states
 
     def parted(self, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from drafters.eagle3.network import LayerBeside, ServedBeside
+from drafters.eagle3.network import EndBeside, LayerBeside, ServedBeside
 from drafters.medusa.network import ServedEntryHeads, ServedHeads
 from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import VOCABULARY
@@ -59,6 +59,16 @@ def _served_input(config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> Cal
     return _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
 
 
+def _served_end(config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """States of what went into the last layer and what came out of it."""
+    if config.own_heads:
+        return lambda hidden, delta: hidden
+    norm, ops = hand.vector("decoder.norm.weight"), hand.table
+    if config.token_beside:
+        return EndBeside(ops, norm, shape.epsilon)
+    return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, shape.epsilon)
+
+
 class _Planned:
     """One version of the weights, ready for the ops of their device."""
 
@@ -76,7 +86,7 @@ class _Planned:
         self._plan_layers = op_by_op if config.token_beside else hand.table.plan_layers
         further = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [hand.product(weights[f"shift_proj.{number}.weight"]) for number in further]
-        self.norm = hand.vector("decoder.norm.weight")
+        self.end = _served_end(config, shape, hand)
         self.head = ServedEntryHeads(hand) if config.own_heads else hand.product(weights["lm_head.weight"])
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
@@ -161,16 +171,7 @@ class ServingNetwork:
         hidden, delta = self._before_last(hidden, previous, places, pool)
         for run in self._planned.runs(pool)[-1:]:
             delta = run(hidden, delta, places)
-        return self._end(hidden, delta)
-
-    def _end(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
-        """What stands behind the last layer."""
-        norm, config = self._planned.norm, self.config
-        if config.own_heads:
-            return hidden
-        if config.token_beside and delta is not None:
-            return torch.cat([self.ops.add_rms_norm(delta, None, norm, self.shape.epsilon), delta], dim=-1)
-        return self.ops.add_rms_norm(hidden, delta, norm, self.shape.epsilon)
+        return self._planned.end(hidden, delta)
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """As `states`, without what would come of it."""

@@ -211,7 +211,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         else:  # what they add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
-    gain = model.decoder.norm.weight
+    gain = model.decoder.norm.get_parameter("weight")
     gain.copy_(target.norm.get_parameter("weight") if target.standard else target.norm(torch.ones_like(gain)))
     rows = model.d2t.to(target.head.device)
     model.lm_head.weight.copy_(target.head[rows])

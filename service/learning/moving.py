@@ -106,7 +106,7 @@ def described(folder: Path) -> dict[str, Any]:
         "drafter": json.loads(config.to_json()),
         "parameters": sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != VOCABULARY),
         "stores_head": "lm_head.weight" in weights,
-        "dtype": str(weights["decoder.norm.weight"].dtype).removeprefix("torch."),
+        "dtype": str(weights["rank_head.0.weight"].dtype).removeprefix("torch."),
         "tensors": {name: list(shape) for name, shape in shapes.items()},
         "bytes": (folder / WEIGHTS_FILE).stat().st_size,
         "weights_sha256": checkpoint.weights_sha256(folder),
