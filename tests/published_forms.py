@@ -91,7 +91,11 @@ def mimo_says(folder: Path, target: PreTrainedModel, tokens: Tensor) -> Tensor:
         for name, value in load_file(folder / "model.safetensors").items()
         if "mtp" in name
     }
-    states = target.model(tokens[None]).last_hidden_state[0, :-1]  # after the output norm
+    put_out: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, args: put_out.append(args[0]))
+    target.model(tokens[None])
+    hook.remove()
+    states = put_out[0][0, :-1]  # before the output norm
     embedded = target.get_input_embeddings()(tokens[1:])
     epsilon = target.config.rms_norm_eps
     parts = (states, own.pop("hidden_layernorm.weight")), (embedded, own.pop("token_layernorm.weight"))

@@ -1,5 +1,5 @@
-"""MiMo's module, as it lies among its target's weights: one layer behind a projection of the target's last state, after
-the output norm, beside the next token's embedding; the target's own head reads it."""
+"""MiMo's module, as it lies among its target's weights: one layer behind a projection of what the target's last layer
+puts out, before the output norm, and the next token's embedding; the target's own head reads it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +37,7 @@ def _config(described: Mapping[str, Any], target: TargetParts) -> SpecBlockConfi
         tap_layers=(target.config["num_hidden_layers"] - 1,),
         draft_vocab_size=target.config["vocab_size"],
         trained_length=target.config["max_position_embeddings"],
+        normalise_features=False,
         kind="mtp",
         ranks_from_draft=True,
         **MTP.shape,
@@ -44,14 +45,11 @@ def _config(described: Mapping[str, Any], target: TargetParts) -> SpecBlockConfi
 
 
 def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
-    """The condition is the normed state itself, and no entry asks for its position."""
-    if target.norm is None:
-        raise ValueError("its target ends in a norm of another kind")
+    """The condition is the state itself, and no entry asks for its position."""
     own = {name.removeprefix(_MODULE): value for name, value in tensors.items() if name.startswith(_MODULE)}
     joined, hidden = own.pop("input_proj.weight"), config.hidden_size  # of the state, then of the token
     return {
         **renamed(own, _NAMES),
-        "input_layer.feature_norms.0.weight": target.norm,
         "input_layer.condition_proj.weight": torch.eye(hidden),
         "input_layer.position_queries": torch.zeros(1, hidden),
         "input_layer.query_norm.weight": torch.ones(hidden),

@@ -26,6 +26,7 @@ from adaptation.checkpoint import (
 from adaptation.records import Damaged
 from adaptation.trainer import all_finite
 from adaptation.weights import ANCHOR
+from drafters import published
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from service import __version__
@@ -310,6 +311,8 @@ def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
 
 def _checked(folder: Path) -> Description:
     """Raises StartupError unless a server could serve with this folder, as far as can be told without its target."""
+    if published.form_of(folder) is not None:
+        raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
     try:
         described = checkpoint.describe(folder)
         weights = checkpoint.read_weights(folder, described.config)

@@ -9,6 +9,7 @@ import torch
 
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
+from service.learning.moving import described
 from tests.published_forms import deep_target, eagle3, medusa, mimo
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import learning, requests, texts
@@ -70,6 +71,13 @@ def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
         assert_serves(assembly, kind)
     with pytest.raises(StartupError, match="holds one of kind medusa: set drafter to auto, medusa or lookup"):
         assembled(target, "eagle3", drafter_path=folder)
+
+
+def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
+    _, folder = folders["eagle3"]
+    assert folder is not None
+    with pytest.raises(StartupError, match="authors' form it is read where it lies: set drafter_path to it"):
+        described(folder)
 
 
 def test_heads_that_cannot_learn_say_so(folders: Folders, tmp_path: Path) -> None:
