@@ -469,6 +469,12 @@ class Learner:
 def _weights_of(
     drafter: ServedDrafter, tuning: Tuning, folder: Path, device: torch.device, replica_dtype: torch.dtype | None
 ) -> DrafterWeights:
+    """Raises ValueError for a drafter that cannot learn."""
+    if drafter.config.own_heads:
+        raise ValueError(
+            "Medusa's heads in their published form do not learn: set adaptation.enabled to false, or train others "
+            "with `adaptree train drafter --kind medusa`"
+        )
     ring = SnapshotRing(folder / SNAPSHOTS, in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk)
     return DrafterWeights(
         drafter.weights,

@@ -1,6 +1,6 @@
 """What the engine asks of a drafter. docs/drafters.md says how to add a kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,6 +82,9 @@ class Committed:
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
     scores: Scores | None = None  # there if the drafter wants them
+    last_logits: Callable[[], Tensor] | None = (
+        None  # -> [batch, vocab], what chose each last token; before the next step
+    )
     follow: bool = True  # as for `Read`
     host: HostMetadata | None = None  # of rows and roots
 

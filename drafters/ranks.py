@@ -1,5 +1,7 @@
 """Ranks of drafted tokens, and how far what is predicted of them can be trusted, learned from every committed token."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,29 @@ _PRIOR = 30.0  # predicted hits that the trust in a prediction weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
+_LEAST = 1e-9
 _FIELDS = "tokens", "parents", "depths", "predicted", "buckets"  # of a node
+
+
+@cache
+def _members(device: torch.device) -> Tensor:
+    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
+    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), _CLASSES + 1).float()
+
+
+def spread(classes: Tensor, draft: Tensor) -> Tensor:
+    """Probabilities of classes over their ranks, by draft probability. # [..., 4], [..., rank] -> [..., rank]"""
+    members = _members(draft.device)
+    mass = (draft @ members).clamp(min=_LEAST)
+    shares: Tensor = draft * ((classes / mass) @ members.T)
+    return shares
+
+
+def class_logits(logprobs: Tensor) -> Tensor:
+    """What a drafter's own distribution says of the classes. # [..., rank] float32 -> [..., 4]"""
+    mass = logprobs.exp() @ _members(logprobs.device)
+    beyond = 1.0 - mass.sum(-1, keepdim=True)
+    return torch.cat([mass[..., :_CLASSES], beyond], dim=-1).clamp(min=_LEAST).log()
 
 
 class RankCalibration:

@@ -1,6 +1,8 @@
-"""One of two drafters, chosen anew in every step by what steps with it have gained.
+"""One of two drafters, chosen anew in every step by what steps like it have gained: with so many sequences, and where
+the target was as sure of the last token.
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +18,7 @@ from drafters.tree import Candidates
 FIRST, SECOND = 0, 1
 
 _MEMORY = 128.0  # steps, of the pace
+_EDGES = (0.3, 1.5)  # nats, of the entropy of the target's last distribution: sure, one of few, one of many
 
 
 @dataclass(slots=True)
@@ -24,6 +27,7 @@ class _Step:
 
     batch: int
     kind: int | None = None  # None: nobody was asked
+    doubt: int = 0  # the range of the entropy it began with
     seconds: float | None = None
     emitted: float | None = None  # tokens per sequence
 
@@ -47,14 +51,16 @@ class _Pace:
 class Choice:
     """Who drafts. Of two kinds of steps the one that makes more tokens per second is the one with the larger mean of
     n * p - s, n its tokens, s its seconds and p the seconds per token of what is done at present. Each kind has a
-    posterior of it; the one that may be better is asked, and what is not asked becomes uncertain again
-    (drafters/regret.py). What asking the second may lose against the first is the ledger's to say."""
+    posterior of it for every range of the entropy that the target's last distribution can have (of a batch, their
+    mean): the one that may be better is asked, and what is not asked becomes uncertain again (drafters/regret.py). What
+    asking the second may lose against the first is the ledger's to say."""
 
     def __init__(self, account: str, ledger: RegretLedger) -> None:
         self._account = StepAccount(account, ledger)
-        self._gains = PosteriorsBySize()  # in steps, by kind
+        self._gains = PosteriorsBySize()  # in steps, by kind and range of entropy
         self._paces: dict[int, _Pace] = {}  # by size of batch
         self._step = _Step(1)
+        self._doubt = 0
 
     @property
     def affords_text(self) -> bool:
@@ -63,17 +69,17 @@ class Choice:
 
     def choose(self, batch: int, *, second: bool) -> int:
         """FIRST or SECOND, for so many sequences; `second`: whether that can answer."""
-        gains = self._posteriors(batch)
+        gains = self._posteriors(batch, self._doubt)
         acts = second and gains[SECOND].best_case > gains[FIRST].best_case
         acts = acts and self._account.covers(1.0, self._seconds_of(self._step.batch))
         kind = SECOND if acts else FIRST
         gains[1 - kind].elapse()
-        self._step = _Step(batch, kind)
+        self._step = _Step(batch, kind, self._doubt)
         return kind
 
     def end(self) -> partial[None] | None:
         """Of the step's trees it is known what was accepted. What is returned is to be told, sooner or later, how many
-        tokens were emitted; None where nobody was asked."""
+        tokens were emitted, and in which doubt the target is now; None where nobody was asked."""
         return partial(self._observe, self._step) if self._step.kind is not None else None
 
     def took(self, times: StepTimes, *, followed: bool) -> None:
@@ -90,18 +96,19 @@ class Choice:
         """Other weights answer from now on."""
         self._gains.widen()
 
-    def _posteriors(self, batch: int) -> tuple[GainPosterior, GainPosterior]:
-        return self._gains.of(batch, FIRST), self._gains.of(batch, SECOND)
+    def _posteriors(self, batch: int, doubt: int) -> tuple[GainPosterior, GainPosterior]:
+        return self._gains.of(batch, (FIRST, doubt)), self._gains.of(batch, (SECOND, doubt))
 
     def _observe(self, step: _Step, emitted: Sequence[float]) -> None:
-        step.emitted = emitted[0] / step.batch
+        step.emitted, entropy = emitted[0] / step.batch, emitted[1]
+        self._doubt = bisect(_EDGES, entropy)
         self._conclude(step)
 
     def _conclude(self, step: _Step) -> None:
         if step.seconds is None or step.emitted is None or step.kind is None:
             return
         pace = self._paces.setdefault(step.batch.bit_length(), _Pace(step.seconds, step.emitted))
-        gains, gain = self._posteriors(step.batch), pace.gain(step.seconds, step.emitted)
+        gains, gain = self._posteriors(step.batch, step.doubt), pace.gain(step.seconds, step.emitted)
         if step.kind == SECOND:
             self._account.settle((gain - gains[FIRST].mean) * pace.seconds, pace.seconds)
         gains[step.kind].observe(gain)
@@ -207,14 +214,15 @@ class SwitchDrafter(Drafter):
 
     def _learn(self, asked: int, committed: Committed) -> None:
         observe = self._choice.end()
-        totals = torch.stack([committed.counts.sum(), committed.result.num_accepted.sum()])
+        counts = committed.counts.sum(), committed.result.num_accepted.sum()
+        totals = torch.stack([*counts, _entropy(committed)])
         self._outcomes.read(totals, partial(self._observe, self._names[asked], observe))
 
     def _observe(self, name: str, observe: readback.Observe | None, totals: Sequence[float]) -> None:
-        emitted, accepted = totals
+        emitted, accepted, entropy = totals
         self._credits[name] += int(accepted)
         if observe is not None:
-            observe([emitted])
+            observe([emitted, entropy])
 
     def _tapped(self, one: Drafter, features: Tensor) -> Tensor:
         """Of the layers that this one taps. # [..., taps * hidden]"""
@@ -222,3 +230,11 @@ class SwitchDrafter(Drafter):
             return features
         parts = dict(zip(self.tap_layers, features.chunk(len(self.tap_layers), dim=-1), strict=True))
         return torch.cat([parts[layer] for layer in one.tap_layers], dim=-1)
+
+
+def _entropy(committed: Committed) -> Tensor:
+    """Of what the target said last, in nats, before anybody's sampling, a mean over the batch; 0: nobody knows."""
+    if committed.last_logits is None:
+        return torch.zeros((), device=committed.counts.device)
+    entropies: Tensor = torch.special.entr(committed.last_logits().float().softmax(-1)).sum(-1)
+    return entropies.mean()

@@ -2,8 +2,10 @@
 
 from drafters.dflash.kind import DFLASH
 from drafters.eagle3.kind import EAGLE3
+from drafters.falcon.kind import FALCON
 from drafters.jetspec.kind import JETSPEC
 from drafters.medusa.kind import MEDUSA
+from drafters.mtp.kind import MTP
 from drafters.parallel.kind import PARALLEL
 from drafters.specblock.kind import SPECBLOCK, TrainedKind
 from drafters.treeflash.kind import TREEFLASH
@@ -16,4 +18,6 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "dflash": DFLASH,
     "jetspec": JETSPEC,
     "treeflash": TREEFLASH,
+    "mtp": MTP,
+    "falcon": FALCON,
 }

@@ -99,7 +99,11 @@ class DecoderLayer:
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Adds `delta` to `hidden` in place, which is the layer's input then, and later what attention adds; what
         feed-forward adds is the result. # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
-        query = self.store(hidden, delta, places, pool)
+        return self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
+
+    def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
+        """What follows on `store`: attention, whose result is added to `hidden`, and feed-forward, whose is not.
+        # query [rows, query heads, dim] -> like hidden"""
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.output(attended.flatten(1))
         x = self.ops.add_rms_norm(hidden, delta, self.post_norm, self.epsilon)
@@ -107,7 +111,11 @@ class DecoderLayer:
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """The layer's beginning: keys and values go to the pool. # -> queries [rows, query heads, dim]"""
-        joined = self.query_key_value(self.ops.add_rms_norm(hidden, delta, self.input_norm, self.epsilon))
+        return self.keep(self.ops.add_rms_norm(hidden, delta, self.input_norm, self.epsilon), places, pool)
+
+    def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
+        """The same of what attention reads. # x [rows, columns of the joined product] -> like `store`"""
+        joined = self.query_key_value(x)
         return self.ops.rotary_store(
             joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, self.epsilon
         )

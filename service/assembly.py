@@ -7,10 +7,10 @@ import hashlib
 import importlib.util
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from adaptation.config import Tuning
 from drafters.kinds import Need
@@ -18,6 +18,7 @@ from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Drafter
 from drafters.registry import TrainedWeights, needs_of, trained_kind_of
 from drafters.regret import RegretLedger
+from drafters.specblock.model import SpecBlock
 from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.graph_runner import capture_for
@@ -31,7 +32,14 @@ from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.draft_model import DraftModel, taken_over
 from service.engine.drafter_start import unmade_for
-from service.engine.drafter_weights import dummy_drafter, import_place, imported_folder, kind_in, shipped_folder
+from service.engine.drafter_weights import (
+    dummy_drafter,
+    import_place,
+    imported_folder,
+    kind_in,
+    shipped_by_target,
+    shipped_folder,
+)
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -276,15 +284,19 @@ def starts_drafter(config: ServiceConfig) -> bool:
 
 def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
     """How a drafter begins that learning makes, or puts to the proof."""
-    folder = _folder(config)
     is_trained = config.drafter == "auto" or "weights" in _needs(config.drafter)
-    proves = folder is not None and config.adaptation.enabled and is_trained
-    return partial(unmade_for, folder=folder) if proves or starts_drafter(config) else None
+
+    def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:
+        folder = _folder(config)  # what the target ships is there by now
+        return unmade_for(model, identity, folder) if folder or starts_drafter(config) else None
+
+    return begin if config.adaptation.enabled and is_trained else None
 
 
 def _folder(config: ServiceConfig) -> Path | None:
     """Where trained weights for this target lie."""
-    return config.drafter_path or imported_folder(config) or shipped_folder(config.model_source)
+    shipped = shipped_folder(config.model_source) or shipped_by_target(config)
+    return config.drafter_path or imported_folder(config) or shipped
 
 
 def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:

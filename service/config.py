@@ -159,15 +159,15 @@ class ServiceConfig(BaseModel):
         "auto",
         "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
         "small trained network. draft_model: the language model in drafter_path. early_exit(N): the target's first N "
-        "layers. A+B: one tree from both. switch(A,B): one in each step. auto: lookup, and the trained one if there is "
-        "one. none: nobody.",
+        "layers. mtp: the module that came with the target. A+B: one tree from both. switch(A,B): one in each step. "
+        "auto: lookup, and the trained one if there is one. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
         None,
         "Folder with a trained drafter's config.json and model.safetensors; for draft_model the model, as in `model`. "
         "Unset: what `adaptree drafter import` put into state_dir for the model, else the weights that come with this "
-        "package, for the embedded model.",
+        "package, for the embedded model, or with the model.",
     )
     draft_blocks: int = _setting(
         1,

@@ -75,9 +75,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 
 
-def tiny_model(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_model(
+    family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> Path:
     """Save a random checkpoint of this family with its tokenizer; returns the folder."""
-    config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **(_COMMON | _SPECIAL[family]))
+    config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **(_COMMON | _SPECIAL[family] | changes))
     save_model(AutoModelForCausalLM.from_config(config), folder, seed=seed, dtype=dtype)
     return folder
 

@@ -33,3 +33,15 @@ class ResidualHeads(nn.Module):
         hidden = self.heads_bias.shape[1]
         self.condition_proj.weight.zero_()
         self.condition_proj.weight[:, tap * hidden : (tap + 1) * hidden] = torch.eye(hidden)
+
+
+class EntryHeads(nn.Module):
+    """An output layer for each entry of a block, as published weights have them."""
+
+    def __init__(self, entries: int, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(entries, vocab, hidden))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """# [..., entries, hidden] -> [..., entries, vocab]"""
+        return torch.einsum("...ki,kvi->...kv", states, self.weight)

@@ -1,5 +1,6 @@
 """Residual heads as they serve."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -17,3 +18,15 @@ class ServedHeads:
     def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
         """# [rows, hidden] -> [rows, block, hidden]"""
         return context[:, None] + silu(self._product(context).view(-1, *self._shape))
+
+
+class ServedEntryHeads:
+    """As `EntryHeads`."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._products = [hand.product(weight) for weight in hand.weights["lm_head.weight"]]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """# [..., entries, hidden] -> [..., entries, vocab]"""
+        by_entry = zip(self._products, states.unbind(-2), strict=True)
+        return torch.stack([product(own.contiguous()) for product, own in by_entry], dim=-2)

@@ -153,7 +153,7 @@ class Blocks:
         block, logits = self._block(states, live, root, ground, [])
         if self._weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
-            self._weights.recorder.grown(keys.rows, roots, states[:, 0], logits[:, 0])
+            self._weights.recorder.grown(keys.rows, roots, self._read(states)[:, 0], logits[:, 0])
         return ground, block
 
     def _follow(self, ground: Ground, before: Sequence[Block]) -> Block:
@@ -195,7 +195,7 @@ class Blocks:
         """The nodes of one forward's blocks, and its logits. # states [batch, starts, block, hidden]"""
         number = len(before)
         ahead = torch.arange(states.shape[2], device=states.device)
-        proposal = propose(self._network, states, origin.depth[..., None] + 1 + ahead, ground.noise)
+        proposal = propose(self._network, self._read(states), origin.depth[..., None] + 1 + ahead, ground.noise)
         predicted = self._policy(proposal.chances)
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
@@ -209,6 +209,10 @@ class Blocks:
             return Block(nodes, ()), proposal.logits
         further = Further(lattice.pick(self._weights.starts), states, live)
         return Block(nodes, (further,)), proposal.logits
+
+    def _read(self, states: Tensor) -> Tensor:
+        """What the heads read of them. # [..., hidden and more] -> [..., hidden]"""
+        return states[..., : self._network.config.hidden_size].contiguous()
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
         """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class TargetParts:
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
     embedding: Tensor  # [vocab, hidden]
     head: Tensor | None  # [vocab, hidden]; None where it is no longer held in this form
+    norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is no plain one
+    config: Mapping[str, Any] = field(default_factory=dict)  # transformers', of its decoder
 
 
 def identity_of(embedding: Tensor, config: Mapping[str, Any]) -> str:
@@ -127,12 +129,12 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 
 def describe(folder: Path) -> Description:
     """What the folder's config says. Raises DrafterError."""
-    with _refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
+    with refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict) or described.get("format") != _FORMAT:
         found = described.get("format") if isinstance(described, dict) else None
         raise DrafterError(f"drafter {folder}: format {found!r}, this version reads {_FORMAT}")
-    with _refusing(folder, f"{CONFIG_FILE} is not a drafter's", KeyError, TypeError, ValueError):
+    with refusing(folder, f"{CONFIG_FILE} is not a drafter's", KeyError, TypeError, ValueError):
         return Description(
             SpecBlockConfig.from_mapping(described["drafter"]),
             described.get("target_identity"),
@@ -144,20 +146,28 @@ def describe(folder: Path) -> Description:
 def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
     """The stored tensors by the names of `weights_of`, in the types they are stored in; without a head where it is the
     target's. Raises DrafterError for names or shapes that are not the config's."""
-    with _refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
+    with refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
         tensors = load_file(folder / WEIGHTS_FILE)
     vocabulary = _vocabulary(tensors, config, folder)
     wanted = {name: shape for name, shape in shapes_of(config).items() if name != VOCABULARY}
     published = {_published(name): shape for name, shape in wanted.items()}
-    missing, extra = sorted(published.keys() - tensors.keys() - {_HEAD}), sorted(tensors.keys() - published.keys())
+    refuse_misfits(folder, tensors, published, may_lack=(_HEAD,))
+    stored = {name: tensors[_published(name)] for name in wanted if _published(name) in tensors}
+    return {**stored, VOCABULARY: vocabulary}
+
+
+def refuse_misfits(
+    folder: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, may_lack: tuple[str, ...]
+) -> None:
+    """Raise DrafterError unless these are the tensors by name and shape; `may_lack`: beginnings of names."""
+    missing = sorted(name for name in shapes.keys() - tensors.keys() if not name.startswith(may_lack))
+    extra = sorted(tensors.keys() - shapes.keys())
     if missing or extra:
         raise DrafterError(f"drafter {folder}: parameters missing: {missing or 'none'}, unknown: {extra or 'none'}")
     for name, tensor in tensors.items():
-        if tensor.shape != published[name]:
-            found, needed = tuple(tensor.shape), published[name]
+        if tensor.shape != shapes[name]:
+            found, needed = tuple(tensor.shape), shapes[name]
             raise DrafterError(f"drafter {folder}: {name} has shape {found}, the config asks for {needed}")
-    stored = {name: tensors[_published(name)] for name in wanted if _published(name) in tensors}
-    return {**stored, VOCABULARY: vocabulary}
 
 
 def shapes_of(config: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
@@ -168,7 +178,8 @@ def shapes_of(config: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn these errors into a DrafterError that says what is wrong with the folder."""
     try:
         yield
     except errors as error:

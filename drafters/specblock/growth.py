@@ -7,9 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from drafters.ranks import CLASS_OF_RANK
+from drafters.ranks import spread
 from drafters.specblock.heads import BlockChances
-from drafters.specblock.model import RANK_CLASSES
 from kernels.hit_rates import CEILING
 from kernels.rank_features import TOP
 
@@ -21,16 +20,7 @@ _UNIFORM_WIDTH = 4
 
 def best_first(chances: BlockChances) -> Tensor:
     """Every rank that the rank head believes in: class probabilities spread over their ranks by draft probability."""
-    members = _members(chances.draft.device)
-    mass = (chances.draft @ members).clamp(min=1e-9)  # [..., block, 4]
-    spread: Tensor = chances.draft * ((chances.classes / mass) @ members.T)
-    return spread.clamp(max=CEILING)
-
-
-@cache
-def _members(device: torch.device) -> Tensor:
-    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
-    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), RANK_CLASSES).float()
+    return spread(chances.classes, chances.draft).clamp(max=CEILING)
 
 
 def ranked(widths: tuple[int, ...]) -> Policy:

@@ -7,6 +7,8 @@ Context = Literal["run", "injected"]
 """What attention finds of committed positions: the keys and values of entries that were run through the layers, or each
 layer's keys and values of the condition itself."""
 
+_SHORT = 2  # positions; a further forward for so few is asked for only while it pays, as all are
+
 
 class TrainedKind(NamedTuple):
     """Numbers of a kind; blocks behind the first start at the drafter's own states."""
@@ -20,12 +22,14 @@ class TrainedKind(NamedTuple):
     """Blocks of one position, all from one forward of the layers on an injected context, whose states an MLP tells the
     token before them."""
 
+    glancing: float = 0.0  # share of entries on a token guessed wrong that training tells it
+
     def blocks(self, asked: int) -> int:
-        """Of a tree, where so many are asked for: one where it never learnt to go on, and one position at a time goes
-        as far as it learnt, or as far as there are states."""
+        """Of a tree, where so many are asked for: one where it never learnt to go on, and short ones go as far as it
+        learnt, or as far as there are states."""
         if self.trained_blocks == 1 or self.conditioned:
             return self.trained_blocks
-        return max(asked, self.trained_blocks) if self.shape["block_size"] == 1 else asked
+        return max(asked, self.trained_blocks) if self.shape["block_size"] <= _SHORT else asked
 
 
 SPECBLOCK = TrainedKind(trained_blocks=2, shape={"block_size": 4, "num_layers": 2})

@@ -10,22 +10,24 @@ Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.medusa.model import ResidualHeads
+from drafters.eagle3.model import TokenBeside
+from drafters.medusa.model import EntryHeads, ResidualHeads
+from drafters.ranks import class_logits
 from drafters.specblock.condition import condition_of
 from drafters.specblock.kind import TrainedKind
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.treeflash.model import PathHead
-from kernels.rank_features import NUM_FEATURES
+from kernels.rank_features import NUM_FEATURES, TOP
 
 HEADS = ("lm_head.", "rank_head.", "rank_norm.")
 """What the names of parameters behind the decoder layers begin with."""
@@ -49,6 +51,26 @@ KeysValues = tuple[Tensor, Tensor]
 PrefixEntries = Literal["first", "all"]
 RANK_CLASSES = 4
 """Where the target's token stands in the drafter's ranking: 1, 2-4, 5-10, beyond (SpecBlock appendix B)."""
+
+
+_FIRST_FIELDS = frozenset(
+    [
+        "target",
+        "tap_layers",
+        "draft_vocab_size",
+        "num_layers",
+        "block_size",
+        "rank_hidden",
+        "prefix_entries",
+        "normalise_features",
+        "normalise_rank_inputs",
+        "shift",
+        "broadcast",
+        "coupled",
+        "trained_length",
+    ]
+)
+"""Of a drafter's config, always written; later ones where they are not the usual."""
 
 
 def layers_for(target: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -81,6 +103,9 @@ class SpecBlockConfig:
     coupled: bool = True  # rank head trained on scores with the sampling noise
     trained_length: int = 512  # longest context seen in training, tokens
     kind: str = "specblock"  # of `TRAINED_KINDS`
+    ranks_from_draft: bool = False  # the rank head corrects what the draft itself says of ranks
+    token_beside: bool = False  # the first layer reads the token beside the state, and blocks go on before the norm
+    own_heads: bool = False  # an output layer for each entry of a block, and no norm before it
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -90,6 +115,10 @@ class SpecBlockConfig:
                 raise ValueError(f"drafter config: {name} must be at least 1")
         if self.num_layers < 0 or (self.num_layers > 0) is not (TRAINED_KINDS[self.kind].shape["num_layers"] > 0):
             raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
+        if self.token_beside and (self.num_layers, self.block_size, self.shift) != (1, 1, False):
+            raise ValueError("drafter config: token_beside asks for one layer and one position per forward")
+        if self.own_heads and self.num_layers:
+            raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
         if self.prefix_entries == "all" and not self.runs_context:
@@ -110,6 +139,11 @@ class SpecBlockConfig:
     @property
     def target_vocab_size(self) -> int:
         return int(self.target["vocab_size"])
+
+    @property
+    def beside(self) -> int:
+        """How much the first layer reads beside the state."""
+        return self.hidden_size if self.token_beside else 0
 
     @property
     def entries(self) -> int:
@@ -154,7 +188,8 @@ class SpecBlockConfig:
     def described(self) -> dict[str, Any]:
         """As plain values; a SpecBlock's as they were before there were other kinds, for digests are taken of them."""
         values = asdict(self)
-        return {name: value for name, value in values.items() if name != "kind" or value != "specblock"}
+        usual = {field.name: field.default for field in fields(self) if field.name not in _FIRST_FIELDS}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     def to_json(self) -> str:
         return json.dumps(self.described(), indent=2, sort_keys=True)
@@ -243,6 +278,12 @@ class InputLayer(nn.Module):
         """c of tapped target features. # [..., taps * hidden] -> [..., hidden]"""
         return condition_of(features, self.feature_norms, self.condition_proj)
 
+    def token(self, embedded: Tensor) -> Tensor:
+        """What a token adds to h0 of an entry that sees it. # [..., hidden] -> same"""
+        hidden = embedded.shape[-1]
+        normed = self.token_norm(embedded.to(self.token_norm.weight.dtype))
+        return linear(normed, self.fuse.weight[:, hidden : 2 * hidden])
+
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """h0 of some entries of each anchor. # context, embedded [..., hidden] -> [..., entries, hidden]"""
         queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
@@ -260,13 +301,15 @@ class InputLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Queries, keys and values with rotary positions, normed by head where the family does."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, beside: int = 0) -> None:
+        """`beside`: how much it reads before the state."""
         super().__init__()
         joined, output, _ = shape.biases
+        reads = beside + shape.hidden
         wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, wide, bias=joined)
-        self.k_proj = nn.Linear(shape.hidden, narrow, bias=joined)
-        self.v_proj = nn.Linear(shape.hidden, narrow, bias=joined)
+        self.q_proj = nn.Linear(reads, wide, bias=joined)
+        self.k_proj = nn.Linear(reads, narrow, bias=joined)
+        self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
         if shape.head_norms:
             self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
@@ -276,7 +319,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """# [batch, rows, hidden] -> same"""
+        """# [batch, rows, beside + hidden] -> [batch, rows, hidden]"""
         query = self._by_head(self.q_proj(x))
         if self._shape.head_norms:
             query = self.q_norm(query.to(x.dtype))
@@ -315,40 +358,60 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """A standard decoder layer, the differentiable form of `kernels.decoder_layer`; transformers' names."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, beside: int = 0) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.self_attn = SelfAttention(shape)
+        self.self_attn = SelfAttention(shape, beside)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.mlp = FeedForward(shape)
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        beside: Tensor | None = None,
     ) -> Tensor:
-        """# [batch, rows, hidden] -> same"""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
+        """# hidden [batch, rows, hidden], beside [batch, rows, beside] -> like hidden"""
+        normed = self.input_layernorm(hidden)
+        read = normed if beside is None else torch.cat([beside, normed], dim=-1)
+        hidden = hidden + self.self_attn(read, rotary, attend)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
 
 class Decoder(nn.Module):
-    """Layers and the norm behind them."""
+    """Layers and the norm behind them, if there is one; `beside` is what the first one reads beside the state."""
 
-    def __init__(self, shape: LayerShape, num_layers: int) -> None:
+    def __init__(self, shape: LayerShape, num_layers: int, beside: int = 0, *, normed: bool = True) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.layers = nn.ModuleList(Layer(shape, 0 if number else beside) for number in range(num_layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
 
 
-def _heads(config: SpecBlockConfig, shape: LayerShape) -> ResidualHeads:
-    return ResidualHeads(
-        hidden=config.hidden_size,
-        taps=len(config.tap_layers),
-        heads=config.block_size,
-        epsilon=shape.epsilon,
-        normalise=config.normalise_features,
+Input = InputLayer | ResidualHeads | TokenBeside
+"""What makes the first inputs of blocks."""
+
+
+def _input_of(config: SpecBlockConfig, shape: LayerShape) -> Input:
+    hidden, taps, epsilon, normalise = (
+        config.hidden_size,
+        len(config.tap_layers),
+        shape.epsilon,
+        config.normalise_features,
     )
+    if config.token_beside:
+        return TokenBeside(hidden=hidden, taps=taps, epsilon=epsilon, normalise=normalise)
+    if config.num_layers:
+        return InputLayer(config, epsilon)
+    return ResidualHeads(hidden=hidden, taps=taps, heads=config.block_size, epsilon=epsilon, normalise=normalise)
+
+
+def _head_of(config: SpecBlockConfig) -> nn.Linear | EntryHeads:
+    if config.own_heads:
+        return EntryHeads(config.block_size, config.hidden_size, config.draft_vocab_size)
+    return nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -368,12 +431,12 @@ class SpecBlock(nn.Module):
         super().__init__()
         self.config = config
         shape, hidden = LayerShape.of(config), config.hidden_size
-        self.input_layer = InputLayer(config, shape.epsilon) if config.num_layers else _heads(config, shape)
-        self.decoder = Decoder(shape, config.num_layers)
+        self.input_layer = _input_of(config, shape)
+        self.decoder = Decoder(shape, config.num_layers, config.beside, normed=not config.own_heads)
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
         )
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.lm_head = _head_of(config)
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
         )
@@ -390,20 +453,29 @@ class SpecBlock(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.decoder.norm.weight.dtype
+        return self.lm_head.weight.dtype
 
     def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
-        """States after the output norm: what the heads read, and the context of blocks that start at an entry.
-        # -> [batch, rows, hidden]"""
-        hidden = rows.inputs.to(self.dtype)  # under autocast too: rounding is for products
+        """States after the output norm: what the heads read, and the context of blocks that start at an entry; with the
+        token beside the state that context stands behind it. # -> [batch, rows, hidden + beside]"""
+        inputs, width = (
+            rows.inputs.to(self.dtype),
+            self.config.hidden_size,
+        )  # under autocast too: rounding is for products
+        hidden, beside = inputs[..., :width], inputs[..., width:]
         rotary = self.decoder.shape.rotary(rows.positions, self.dtype)
         for number, layer in enumerate(self.decoder.layers):
             if number and self.config.shift:
                 before = torch.take_along_dim(hidden, rows.previous[:, :, None], dim=1)
                 hidden = self.shift_proj[number - 1](torch.cat([hidden, before], dim=-1)).to(self.dtype)
-            hidden = layer(hidden, rotary, partial(attend, number))
+            hidden = layer(hidden, rotary, partial(attend, number), None if number else beside)
         states: Tensor = self.decoder.norm(hidden)
-        return states
+        return torch.cat([states, hidden], dim=-1) if self.config.token_beside else states
+
+    def parted(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the heads read of states, and the context of blocks that start there: mostly the same.
+        # [..., hidden + beside] -> both [..., hidden]"""
+        return states[..., : self.config.hidden_size], states[..., -self.config.hidden_size :]
 
     def injected(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
         """What each layer holds of committed positions that are not run, made of their condition.
@@ -414,8 +486,8 @@ class SpecBlock(nn.Module):
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4] float32"""
-        states, features = states.to(self.dtype), features.to(self.dtype)
+        known, states, features = features, states.to(self.dtype), features.to(self.dtype)
         if self.rank_norm is not None:
             states, features = self.rank_norm(states), features * FEATURE_SCALE
-        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1))
-        return logits.float()
+        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1)).float()
+        return logits + class_logits(known[..., :TOP].float()) if self.config.ranks_from_draft else logits

@@ -3,20 +3,24 @@
 Legend: rows = of all sequences of a forward, hidden, taps, block = K, draft_vocab.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from drafters.medusa.network import ServedHeads
+from drafters.eagle3.network import EndBeside, LayerBeside, ServedBeside
+from drafters.medusa.network import ServedEntryHeads, ServedHeads
+from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import VOCABULARY
 from drafters.specblock.hand import Hand
 from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, LayerShape, SpecBlockConfig
 from drafters.treeflash.network import ServedPathHead
 from kernels import ops
-from kernels.decoder_layer import RowPlaces
+from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers
+from kernels.layers import plan_layers as op_by_op
+from kernels.rank_features import TOP
 
 
 class _FusedInput:
@@ -49,6 +53,23 @@ class _FusedInput:
         return blocks
 
 
+def _served_input(config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `SpecBlock.input_layer.blocks`, of all entries."""
+    if config.token_beside:
+        return ServedBeside(hand, shape.epsilon)
+    return _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
+
+
+def _served_end(config: SpecBlockConfig, shape: LayerShape, hand: Hand) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """States of what went into the last layer and what came out of it."""
+    if config.own_heads:
+        return lambda hidden, delta: hidden
+    norm, ops = hand.vector("decoder.norm.weight"), hand.table
+    if config.token_beside:
+        return EndBeside(ops, norm, shape.epsilon)
+    return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, shape.epsilon)
+
+
 class _Planned:
     """One version of the weights, ready for the ops of their device."""
 
@@ -57,16 +78,18 @@ class _Planned:
         gains = [weights[f"input_layer.feature_norms.{tap}.weight"] for tap in _taps(config)]
         self.gains = hand.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
         self.condition = hand.product(weights["input_layer.condition_proj.weight"])
-        self.blocks = _FusedInput(config, shape, hand) if config.num_layers else ServedHeads(hand)
+        self.blocks = _served_input(config, shape, hand)
         window = config.trained_length * config.entries
-        self.layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        layers = [hand.layer(number, shape, window) for number in range(config.num_layers)]
+        beside = [LayerBeside(layer) for layer in layers] if config.token_beside else []
+        self.layers: Sequence[DecoderLayer | LayerBeside] = beside or layers
         self._runs: list[RunLayers] = []
         self._planned_for: Tensor | None = None  # pool
-        self._plan_layers = hand.table.plan_layers
+        self._plan_layers = op_by_op if config.token_beside else hand.table.plan_layers
         further = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [hand.product(weights[f"shift_proj.{number}.weight"]) for number in further]
-        self.norm = hand.vector("decoder.norm.weight")
-        self.head = hand.product(weights["lm_head.weight"])
+        self.end = _served_end(config, shape, hand)
+        self.head = ServedEntryHeads(hand) if config.own_heads else hand.product(weights["lm_head.weight"])
         self.rank_norm = hand.vector("rank_norm.weight") if config.normalise_rank_inputs else None
         self.rank_hidden = hand.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self.rank_classes = hand.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
@@ -146,12 +169,12 @@ class ServingNetwork:
         return self._planned.blocks(context, embedded)
 
     def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """States after the output norm; keys and values go to the pool. # hidden [rows, hidden], overwritten; previous
-        [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> [rows, hidden]"""
+        """States after the output norm; keys and values go to the pool. # hidden [rows, hidden + beside], overwritten;
+        previous [rows] int64, the row of the entry before, or its own; pool as of `EntryPool` -> as of `SpecBlock`"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
         for run in self._planned.runs(pool)[-1:]:
             delta = run(hidden, delta, places)
-        return self.ops.add_rms_norm(hidden, delta, self._planned.norm, self.shape.epsilon)
+        return self._planned.end(hidden, delta)
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """As `states`, without what would come of it."""
@@ -188,11 +211,12 @@ class ServingNetwork:
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """As of `SpecBlock`. # states [..., hidden], features [..., 15] -> [..., 4] float32"""
-        planned, features = self._planned, features.to(self.dtype)
+        planned, known, features = self._planned, features, features.to(self.dtype)
         if planned.rank_norm is not None:
             states = self.ops.add_rms_norm(states.contiguous(), None, planned.rank_norm, RANK_EPSILON)
             features = features * FEATURE_SCALE
-        return planned.rank_classes(silu(planned.rank_hidden(torch.cat([states, features], dim=-1)))).float()
+        logits = planned.rank_classes(silu(planned.rank_hidden(torch.cat([states, features], dim=-1)))).float()
+        return logits + class_logits(known[..., :TOP]) if self.config.ranks_from_draft else logits
 
 
 def _taps(config: SpecBlockConfig) -> range:

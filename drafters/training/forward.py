@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from drafters.specblock.model import BlockRows, Embed, KeysValues, SpecBlock
+from drafters.specblock.model import BlockRows, Embed, InputLayer, KeysValues, SpecBlock
 from drafters.training.corpus import Batch
 
 
@@ -42,6 +42,7 @@ class Blocks:
 
     anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions further
     states: Tensor  # [batch, anchors, block, hidden]
+    onward: Tensor  # like them, on which the next block goes on
     seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
     held: Sequence[KeysValues]  # of these rows, by layer
     ahead: Tensor | None = (
@@ -59,15 +60,18 @@ class TrainingForward:
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
-    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
-        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors].
-        # -> [batch, length - 1, hidden]"""
+    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
+        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors]; `told`
+        [batch, anchors, block] bool, entries that see the true token they stand on. # -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
-        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
+        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size))
+        if told is not None:
+            rest = rest + self._truth(batch, anchors) * told[:, :, entries:, None]
+        rest = rest.flatten(1, 2)
         device, (size, number) = anchors.device, anchors.shape
         place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
         anchor = torch.cat([place, anchors.repeat_interleave(self._own, dim=1)], dim=1)  # [batch, rows]
@@ -83,18 +87,28 @@ class TrainingForward:
             positions=anchor + 1 + entry,
             previous=torch.where(entry == entries, last, row - (entry > 0).long()),
         )
-        states: Tensor = self._model(rows, attention)
+        states, onward = self._model.parted(self._model(rows, attention))
         held = anchors[:, :, None] * entries + torch.arange(entries, device=device)
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
-        states_of, seen_of = (_at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
-        return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention.layers)
+        states_of, onward_of, seen_of = (
+            _at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
+        )
+        return states[:, :num_stream:entries], Blocks(anchors, states_of, onward_of, seen_of, attention.layers)
+
+    def _truth(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """What the true tokens add to the entries behind an anchor's first. # -> [batch, anchors, own, hidden]"""
+        layer = self._model.input_layer
+        assert isinstance(layer, InputLayer), "only entries of a fused input can be told a token"
+        places = anchors[:, :, None] + 1 + torch.arange(self._entries, self._size, device=anchors.device)
+        tokens = batch.tokens.gather(1, places.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
+        return layer.token(self._embed(tokens).unflatten(1, places.shape[1:]))
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
         place = (cuts - 1)[:, :, None, None]
-        context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.states, before.seen))
+        context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         return self._begin(batch, context, before.anchors + cuts, path, before.held)
 
     def _begin(
@@ -114,16 +128,17 @@ class TrainingForward:
             positions=(anchors[:, :, None] + 1 + torch.arange(self._size, device=anchors.device)).flatten(1),
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
-        states: Tensor = self._model(rows, attention)
-        by_block = (number, self._size)
-        return Blocks(anchors, states.unflatten(1, by_block), seen.unflatten(1, by_block), attention.layers)
+        found = *self._model.parted(self._model(rows, attention)), seen
+        states, onward, seen = (values.unflatten(1, (number, self._size)) for values in found)
+        return Blocks(anchors, states, onward, seen, attention.layers)
 
 
 class InjectedForward(TrainingForward):
     """Of kinds whose committed positions run no layer."""
 
-    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
+    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
         """As of `TrainingForward`; no position has a state of its own. # -> [batch, 0, hidden]"""
+        assert told is None, "entries behind the first see no token"
         context = self._model.input_layer.condition(batch.features[:, :-1])
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
@@ -134,9 +149,9 @@ class InjectedForward(TrainingForward):
 class ConditionedForward(InjectedForward):
     """Of kinds whose layers run once in a tree: each further block is the next state, told the true token before it."""
 
-    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Blocks]:
+    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
         """As of `InjectedForward`."""
-        none, layers = super().first(batch, anchors)
+        none, layers = super().first(batch, anchors, told)
         behind = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
         embedded = self._embed(_behind(batch, behind.flatten(1))).view_as(layers.states)
         assert self._model.path_head is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.medusa.model import ResidualHeads
-from drafters.specblock.model import Embed, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
+from drafters.specblock.model import Embed, Input, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
@@ -114,11 +114,11 @@ class InputSums:
             self._sum_up()
 
     @torch.no_grad()
-    def solve(self, layer: InputLayer | ResidualHeads, generator: torch.Generator) -> None:
+    def solve(self, layer: Input, generator: torch.Generator) -> None:
         """Set all of an input layer. The norm between condition and fusion divides by a size that hardly varies: it is
         taken to be the mean one. The constant enters through the position queries, which `generator` starts close
         together."""
-        assert isinstance(layer, InputLayer), "residual heads are not solved"
+        assert isinstance(layer, InputLayer), "only a fused input is solved"
         self._sum_up()
         hidden, gram = self._hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
@@ -227,7 +227,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         else:  # what they add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
-    gain = model.decoder.norm.weight
+    gain = model.decoder.norm.get_parameter("weight")
     gain.copy_(target.norm.get_parameter("weight") if target.standard else target.norm(torch.ones_like(gain)))
     rows = model.d2t.to(target.head.device)
     model.lm_head.weight.copy_(target.head[rows])

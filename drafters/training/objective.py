@@ -29,6 +29,7 @@ class ObjectiveSettings:
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
+    glancing: float = 0.0  # share of entries on a token guessed wrong that are told it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Objective:
 
     def _entries(self, batch: Batch, generator: torch.Generator) -> _Entries:
         anchors = self._draw_anchors(batch, generator)
-        stream, grown = self._forward.first(batch, anchors)
+        stream, grown = self._forward.first(batch, anchors, self._told(batch, anchors, generator))
         positions = torch.arange(stream.shape[1], device=anchors.device)
         found = [self._labelled(stream, (positions + 2).expand(stream.shape[:2]), batch, place=0)]
         ahead = torch.arange(self._size, device=anchors.device)
@@ -96,6 +97,18 @@ class Objective:
             own = slice(0 if number else self._streams, None)  # the stream holds first entries
             found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
         return _Entries(*map(torch.cat, zip(*found, strict=True)))
+
+    @torch.no_grad()
+    def _told(self, batch: Batch, anchors: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Some of the entries whose own token the entry before guesses wrong. # -> [batch, anchors, block] bool"""
+        if not self._settings.glancing:
+            return None
+        states = self._forward.first(batch, anchors)[1].states
+        predicted = anchors[:, :, None] + 2 + torch.arange(self._size, device=anchors.device)
+        tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
+        wrong = self._model.lm_head(states).argmax(-1) != self._model.t2d[tokens].view(predicted.shape)
+        chosen = torch.rand(wrong.shape, generator=generator).to(wrong.device) < self._settings.glancing
+        return pad((wrong & chosen)[:, :, :-1], (1, 0))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""

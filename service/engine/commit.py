@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ def committed_of(
         result=verified.result,
         features=None if features is None else features[verified.path_rows],
         scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
+        last_logits=partial(_last_logits, output.logits, verified),
         follow=follow,
         host=host,
     )
@@ -84,6 +86,12 @@ def reads(
                 features=features[part],
                 follow=follow,
             )
+
+
+def _last_logits(logits: Tensor, verified: Verified) -> Tensor:
+    """Of the rows that chose the last token of each. # logits [logits, vocab] -> [batch, vocab]"""
+    lines = verified.path_logits.gather(1, verified.counts[:, None] - 1)
+    return logits.index_select(0, lines[:, 0])
 
 
 def _scores(logits: Tensor, lines: Tensor, counts: Tensor) -> Scores:

@@ -11,8 +11,10 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 import drafters
+from drafters import published
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
@@ -43,9 +45,22 @@ def kind_in(folder: Path | None) -> str:
     """Of the drafter that a folder holds. What cannot be read or is yet to be made passes for the usual one: whoever
     loads it says what is wrong."""
     try:
-        return "specblock" if folder is None else checkpoint.read_config(folder).kind
+        return "specblock" if folder is None else published.kind_of(folder)
     except DrafterError:
         return "specblock"
+
+
+def shipped_by_target(config: ServiceConfig) -> Path | None:
+    """Where the target itself lies, if a drafter was published with it, and it has been downloaded."""
+    try:
+        found = cached_file(
+            config.model_source, checkpoint.CONFIG_FILE, revision=config.revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None  # whoever loads the model says why
+    folder = None if found is None else Path(found).parent
+    form = None if folder is None else published.form_of(folder)
+    return folder if form is not None and form.with_target else None
 
 
 def imported_folder(config: ServiceConfig) -> Path | None:
@@ -118,7 +133,7 @@ def embed_with(table: Tensor) -> Embed:
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
     """The network as it is trained. Raises DrafterError."""
-    return checkpoint.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
+    return published.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
 def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int, kind: str = "specblock") -> TrainedWeights:

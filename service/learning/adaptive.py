@@ -17,6 +17,7 @@ from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.trainer import all_finite
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
+from drafters import published
 from drafters.feedback import FeedbackRecorder, Query
 from drafters.regret import RegretLedger
 from drafters.specblock import checkpoint
@@ -262,7 +263,7 @@ def _say_origin(
 ) -> None:
     """Write beside the snapshots what whoever exports them must know; without it they serve as well."""
     try:
-        sha256 = None if deployed is None else checkpoint.weights_sha256(deployed)
+        sha256 = None if deployed is None else hashlib.sha256(published.weights_bytes(deployed)).hexdigest()
         model = drafter_weights.source_of(config)
         write_origin(folder, Origin(loaded.parts.identity, drafter, model, sha256))
     except (NotStored, OSError) as error:
@@ -277,8 +278,8 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
         assert loaded.unmade is not None, "nothing learns"
         digest.update(loaded.unmade.config.to_json().encode())
     else:
-        for name in (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE):
-            digest.update((drafter / name).read_bytes())
+        digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
+        digest.update(published.weights_bytes(drafter))
     return state_dir / "adaptation" / f"{loaded.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 
 

@@ -26,6 +26,7 @@ from adaptation.checkpoint import (
 from adaptation.records import Damaged
 from adaptation.trainer import all_finite
 from adaptation.weights import ANCHOR
+from drafters import published
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from service import __version__
@@ -106,7 +107,7 @@ def described(folder: Path) -> dict[str, Any]:
         "drafter": json.loads(config.to_json()),
         "parameters": sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != VOCABULARY),
         "stores_head": "lm_head.weight" in weights,
-        "dtype": str(weights["decoder.norm.weight"].dtype).removeprefix("torch."),
+        "dtype": str(weights["rank_head.0.weight"].dtype).removeprefix("torch."),
         "tensors": {name: list(shape) for name, shape in shapes.items()},
         "bytes": (folder / WEIGHTS_FILE).stat().st_size,
         "weights_sha256": checkpoint.weights_sha256(folder),
@@ -310,6 +311,8 @@ def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
 
 def _checked(folder: Path) -> Description:
     """Raises StartupError unless a server could serve with this folder, as far as can be told without its target."""
+    if published.form_of(folder) is not None:
+        raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
     try:
         described = checkpoint.describe(folder)
         weights = checkpoint.read_weights(folder, described.config)

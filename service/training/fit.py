@@ -139,6 +139,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
+        glancing=TRAINED_KINDS[plan.options.kind].glancing,
     )
     trainer = Trainer(
         start.model,

@@ -61,12 +61,23 @@ class Part:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
 
 
-def committed(accepted: int, batch: int = 1, features: Tensor | None = None) -> Committed:
-    """Each of a batch of texts goes on by so many accepted tokens and one."""
+def committed(accepted: int, batch: int = 1, features: Tensor | None = None, choices: int = 1) -> Committed:
+    """Each of a batch of texts goes on by so many accepted tokens and one, which was one of so many alike."""
     tokens = torch.ones(batch, accepted + 1).long()
     lengths = torch.full((batch,), accepted)
+    logits = torch.zeros(batch, 64).index_fill(1, torch.arange(choices, 64), float("-inf"))
     result = VerifyResult(tokens[:, 1:], lengths, tokens[:, 0], tokens)
-    return Committed(lengths, tokens, lengths + 1, DraftTree.empty(batch), result, features, lengths, tokens)
+    return Committed(
+        lengths,
+        tokens,
+        lengths + 1,
+        DraftTree.empty(batch),
+        result,
+        features,
+        lengths,
+        tokens,
+        last_logits=lambda: logits,
+    )
 
 
 def run(
@@ -119,6 +130,24 @@ def test_each_size_of_batch_decides_for_itself() -> None:
         alone = run(switch, (1, 3), (1.0, 1.2), steps=5)
         together = run(switch, (1, 3), (1.0, 9.0), steps=5, batch=8)
     assert (sum(alone), sum(together)) == (5, 0)
+
+
+def test_each_doubt_of_the_target_decides_for_itself() -> None:
+    """The second is right where the target chose among many, the first elsewhere; both cost the same."""
+    switch = SwitchDrafter(*parts(), SIZES)
+    switch.start([DraftContext(1, [1])])
+    asked: dict[int, list[int]] = {1: [], 64: []}
+    doubt = 1
+    for step in range(600):
+        before = heard_by(switch)[1].count("grow")
+        switch.grow(ROWS, NOISE)
+        asked[doubt].append(heard_by(switch)[1].count("grow") - before)
+        right = 3 if asked[doubt][-1] == (doubt == 64) else 0
+        doubt = (1, 64)[step % 7 in (1, 2, 4)]
+        switch.commit(committed(right, choices=doubt))
+        switch.timed(StepTimes(1.0, 0.0, reads_prompts=False))
+    assert sum(asked[1][-100:]) < 5
+    assert sum(asked[64][-100:]) > 95
 
 
 def test_traffic_that_changes_is_noticed() -> None:

@@ -1,6 +1,7 @@
 """Captured block forwards draft what forwards draft that run as they are."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ TOLERANCE = 1e-5
 class Texts:
     """Texts with made-up features, told to a drafter position by position."""
 
-    def __init__(self, capture: Capture | None, kind: str, blocks: int) -> None:
+    def __init__(self, capture: Capture | None, kind: str, blocks: int, *published: str) -> None:
         target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
-        model = tiny_drafter(trained_length=192, kind=kind, **TRAINED_KINDS[kind].shape)
+        changes: dict[str, Any] = {**TRAINED_KINDS[kind].shape, **dict.fromkeys(published, True)}
+        model = tiny_drafter(trained_length=192, kind=kind, **changes)
         generator = torch.Generator().manual_seed(5)
         width = len(model.config.tap_layers) * model.config.hidden_size
         self.tokens = torch.randint(VOCAB_SIZE, (TEXTS, LENGTH + 1), generator=generator)
@@ -94,10 +96,20 @@ def _kernels() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks"),
-    [("specblock", 1), ("specblock", 3), ("eagle3", 3), ("medusa", 1), ("dflash", 1), ("jetspec", 1), ("treeflash", 3)],
+    "form",
+    [
+        ("specblock", 1),
+        ("specblock", 3),
+        ("eagle3", 3),
+        ("eagle3", 2, "token_beside", "ranks_from_draft"),
+        ("medusa", 1),
+        ("medusa", 1, "own_heads"),
+        ("dflash", 1),
+        ("jetspec", 1),
+        ("treeflash", 3),
+    ],
 )
-def test_the_same_trees(kind: str, blocks: int) -> None:
+def test_the_same_trees(form: tuple[Any, ...]) -> None:
     calls = 0
 
     def counted(compute: Callable[[], None]) -> Callable[[], None]:
@@ -110,7 +122,7 @@ def test_the_same_trees(kind: str, blocks: int) -> None:
 
         return call
 
-    eager, captured = Texts(None, kind, blocks), Texts(counted, kind, blocks)
+    eager, captured = Texts(None, *form), Texts(counted, *form)
     expected, found = eager.story(), captured.story()
     assert calls >= len(found)
     for one, other in zip(expected, found, strict=True):

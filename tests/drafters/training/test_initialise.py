@@ -94,7 +94,7 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
     own = list(model.decoder.layers)
     for layer, source in zip(own, end().layers[-2:], strict=True):
         assert all(torch.equal(value, source.state_dict()[name]) for name, value in layer.state_dict().items())
-    assert torch.equal(model.decoder.norm.weight, end().norm.get_parameter("weight"))
+    assert torch.equal(model.decoder.norm.get_parameter("weight"), end().norm.get_parameter("weight"))
     assert torch.equal(model.lm_head.weight, end().head[model.d2t])
 
 

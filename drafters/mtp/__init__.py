@@ -1,0 +1,1 @@
+"""A target's own module for further tokens."""

@@ -1,0 +1,156 @@
+"""Published forms: their drafters say here what plain torch says of the same weights, and what is none is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters import published
+from drafters.lattice import Origin, Picked
+from drafters.protocol import DraftingSizes
+from drafters.ranks import class_logits
+from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.network import ServingNetwork
+from drafters.specblock.pool import EntryPool, EntryState
+from drafters.specblock.serving import BlockForward
+from service.engine.weights import LoadedModel
+from tests.published_forms import (
+    deep_target,
+    eagle3,
+    eagle3_says,
+    medusa,
+    medusa_says,
+    mimo,
+    mimo_says,
+    read_as_qwen2,
+)
+from tests.tiny_models import load, stock, tiny_model
+
+torch.set_num_threads(1)
+MORE = torch.tensor([7, 250, 31])
+TEXT = torch.randint(300, (12,), generator=torch.Generator().manual_seed(1))
+
+
+def network_of(model: SpecBlock) -> ServingNetwork:
+    return ServingNetwork(model.config, weights_of(model))
+
+
+@torch.no_grad()
+def said(
+    model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, count: int, more: Tensor | None = None
+) -> Tensor:
+    """Logits of a first block behind so many committed positions, then of those at some further tokens, each behind the
+    one before. # more [steps] int64 -> [(1 + steps) * block, vocab]"""
+    network, slots = network_of(model), torch.arange(count)[None] + 1
+    width = features.shape[-1]
+    pool = EntryPool(network, count + 1, lines=1, live=8)
+    state = EntryState(DraftingSizes(max_sequences=1, max_length=64, max_nodes=0), pool, width, torch.float32)
+    rows, counts = torch.tensor([0]), torch.tensor([count])
+    state.append(rows, torch.tensor([0]), counts, slots)
+    state.wait(rows, counts, features[None, :count], tokens[None, 1 : count + 1])
+    table = loaded.parts.embedding
+    forward = BlockForward(network, lambda ids: table[ids], pool, state)
+    states, nodes = forward.first(rows, state.take(rows, count))
+    logits = [network.head(model.parted(states)[0].contiguous())]
+    for depth, token in enumerate([] if more is None else more, start=1):
+        at = torch.tensor([[depth]])
+        origin = Origin(at, at, torch.ones(1, 1))
+        picked = Picked(origin, token.view(1, 1), start=torch.zeros_like(at), position=torch.zeros_like(at))
+        states, nodes = forward.next(states, picked, nodes, torch.tensor([count]))
+        logits.append(network.head(model.parted(states)[0].contiguous()))
+    return torch.cat(logits, dim=2)[0, 0]
+
+
+@torch.no_grad()
+def tapped(model: object, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """Outputs of a stock model's layers. # -> [length, taps * hidden]"""
+    outputs: dict[int, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, __, output, at=at: outputs.update({at: output if isinstance(output, Tensor) else output[0]})
+        )
+        for at, layer in enumerate(model.model.layers)  # type: ignore[attr-defined]
+    ]
+    model(tokens[None])  # type: ignore[operator]
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([outputs[layer].view(len(tokens), -1) for layer in layers], dim=-1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mimo_target_has_a_drafter_that_says_what_its_module_says(tmp_path: Path, tied: bool) -> None:
+    folder = mimo(tmp_path / "mimo", tied=tied)
+    loaded, stock = load(folder), read_as_qwen2(folder, tmp_path / "qwen2")
+    assert loaded.model.config.model_type == "qwen2"
+    assert published.kind_of(folder) == "mtp"
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert model.config.tap_layers == (2,)
+    expected = mimo_says(folder, stock, TEXT)
+    features = tapped(stock, TEXT, model.config.tap_layers)
+    for count in (1, 4, len(TEXT) - 1):
+        logits = said(model, loaded, features, TEXT, count)[0]
+        assert (logits - expected[count - 1]).abs().max() < 1e-4
+
+
+def test_an_eagle3_drafter_says_what_its_authors_layer_says(tmp_path: Path) -> None:
+    """Behind a text, and behind its own states, which go on before the output norm."""
+    target, folder = deep_target(tmp_path / "target"), eagle3(tmp_path / "drafter")
+    loaded, oracle = load(target), stock(target)
+    assert published.kind_of(folder) == "eagle3"
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert model.config.tap_layers == (1, 3, 4)
+    received = oracle(TEXT[None], output_hidden_states=True).hidden_states  # of layer n it is the n-th
+    features = torch.cat([received[layer][0] for layer in (2, 4, 5)], dim=-1)
+    table = loaded.parts.embedding
+    for count in (1, 4, len(TEXT) - 1):
+        expected = eagle3_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MORE])
+        found = said(model, loaded, features, TEXT, count, MORE)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_medusas_heads_say_what_its_authors_heads_say(tmp_path: Path) -> None:
+    target, folder = tiny_model("llama", tmp_path / "target"), medusa(tmp_path / "drafter")
+    loaded, oracle = load(target), stock(target)
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert (published.kind_of(folder), model.config.block_size) == ("medusa", 3)
+    features = tapped(oracle, TEXT, model.config.tap_layers)
+    states = oracle.model(TEXT[None]).last_hidden_state[0]
+    for count in (1, 7):
+        found = said(model, loaded, features, TEXT, count)
+        assert (found - medusa_says(folder, states[count - 1])).abs().max() < 1e-4
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    parts = load(deep_target(tmp_path / "target")).parts
+    folder = eagle3(tmp_path / "drafter", torn="midlayer.mlp.up_proj.weight")
+    with pytest.raises(DrafterError, match=r"parameters missing: \['decoder.layers.0.mlp.up_proj.weight'\]"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+    described = json.loads((eagle3(folder) / "config.json").read_text())
+    for changes, message in (
+        ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
+        ({"norm_before_residual": True}, "its config sets norm_before_residual, which is not read"),
+        ({"model_type": "mixtral"}, "layers of kind 'mixtral' are none"),
+    ):
+        (folder / "config.json").write_text(json.dumps(described | changes))
+        with pytest.raises(DrafterError, match=message):
+            published.load(folder, parts, dtype=torch.float32, device="cpu")
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": -parts.embedding}, folder / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"its embed_tokens\.weight is not the target's"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+    save_file(tensors | {"embed_tokens.weight": parts.embedding}, folder / "model.safetensors")
+    assert published.load(folder, parts, dtype=torch.float32, device="cpu").config.kind == "eagle3"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DrafterError, match=r"holds no \.safetensors file with its weights"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+
+
+def test_a_rank_head_that_nobody_taught_says_what_the_draft_says() -> None:
+    chances = torch.tensor([0.5, 0.1, 0.1, 0.05, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
+    expected = torch.tensor([0.5, 0.25, 0.1, 0.15])
+    assert torch.allclose(class_logits(chances.log()).softmax(-1), expected, atol=1e-5)

@@ -1,0 +1,103 @@
+"""Drafters in their authors' form serve from where they lie, change no token, and go on learning."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.assembly import Assembly, assemble
+from service.errors import StartupError
+from service.learning.moving import described
+from tests.published_forms import deep_target, eagle3, medusa, mimo
+from tests.service.bench.parts import settings_for
+from tests.service.learning_parts import learning, requests, texts
+from tests.tiny_models import random_prompts, tiny_model
+
+torch.set_num_threads(1)
+TOKENS = 16
+
+Folders = Mapping[str, tuple[Path, Path | None]]
+"""Target and drafter by kind; none: it lies with the target."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    place = tmp_path_factory.mktemp("forms")
+    llama = deep_target(place / "llama")
+    return {
+        "mtp": (mimo(place / "mimo"), None),
+        "eagle3": (llama, eagle3(place / "eagle3")),
+        "medusa": (llama, medusa(place / "medusa")),
+    }
+
+
+def assembled(target: Path, drafter: str, **changes: object) -> Assembly:
+    return assemble(settings_for(target).model_copy(update={"drafter": drafter, "budget_policy": "fixed", **changes}))
+
+
+def asked(temperature: float) -> Any:
+    return requests(list(random_prompts(4, 10)), temperature=temperature, tokens=TOKENS)
+
+
+def assert_serves(assembly: Assembly, kind: str) -> None:
+    for temperature, name in ((0.0, kind), (0.9, f"lookup+{kind}")):
+        plain = texts(assembly.engine(assembly.drafter("none")), asked(temperature))
+        engine = assembly.engine(assembly.drafter(name))
+        assert texts(engine, asked(temperature)) == plain
+        assert engine.drafter.name == name
+        assert engine.drafter.num_blocks > 0
+
+
+def test_a_targets_own_module_drafts_without_a_path(folders: Folders) -> None:
+    target, _ = folders["mtp"]
+    assembly = assembled(target, "auto")
+    assert assembly.drafter_name == "lookup+mtp"
+    assert assembled(target, "mtp").drafter().name == "mtp"
+    assert_serves(assembly, "mtp")
+
+
+def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"drafter mtp needs trained weights for .*set drafter_path"):
+        assembled(tiny_model("qwen2", tmp_path), "mtp")
+
+
+def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
+    for kind in ("eagle3", "medusa"):
+        target, folder = folders[kind]
+        assembly = assembled(target, "auto", drafter_path=folder)
+        assert assembly.drafter_name == f"lookup+{kind}"
+        assert_serves(assembly, kind)
+    with pytest.raises(StartupError, match="holds one of kind medusa: set drafter to auto, medusa or lookup"):
+        assembled(target, "eagle3", drafter_path=folder)
+
+
+def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
+    _, folder = folders["eagle3"]
+    assert folder is not None
+    with pytest.raises(StartupError, match="authors' form it is read where it lies: set drafter_path to it"):
+        described(folder)
+
+
+def test_heads_that_cannot_learn_say_so(folders: Folders, tmp_path: Path) -> None:
+    target, folder = folders["medusa"]
+    with (
+        pytest.raises(StartupError, match=r"published form do not learn: set adaptation\.enabled to false"),
+        learning(assembled(target, "medusa", drafter_path=folder), tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
+    target, folder = folders[kind]
+    assembly = assembled(target, "auto", drafter_path=folder)
+    prompts = requests(list(random_prompts(16, 10)), temperature=0.9, tokens=32)
+    plain = texts(assembly.engine(assembly.drafter("none")), prompts)
+    with learning(assembly, tmp_path) as adaptive:
+        assert texts(adaptive.engine, prompts) == plain
+        assert adaptive.worker.settle(60.0)
+        status = adaptive.status()
+    assert status.failures == {}
+    assert sum(status.updates.values()) > 0

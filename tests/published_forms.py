@@ -1,0 +1,219 @@
+"""Tiny drafters in the form in which their authors publish them, with what they say computed by plain torch alone."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from tests.tiny_models import stock, tiny_model
+
+HIDDEN, VOCAB = 48, 320
+EPSILON = 1e-6
+
+
+def normed(x: Tensor, gain: Tensor, epsilon: float = EPSILON) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * gain
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Random weights under which states keep their size."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: value / value.shape[-1] ** 0.5 if value.ndim > 1 else 1.0 + 0.2 * value if "norm" in name else value * 0.2
+        for name, value in values.items()
+    }
+
+
+def layer_shapes(prefix: str, *, reads: int, biases: bool) -> dict[str, tuple[int, ...]]:
+    """A layer of 4 heads on 2, whose attention reads so much; the feed-forward's width is 96."""
+    attention = {f"self_attn.{name}_proj.weight": (width, reads) for name, width in (("q", 48), ("k", 24), ("v", 24))}
+    bias = {name.replace("weight", "bias"): shape[:1] for name, shape in attention.items()} if biases else {}
+    others: dict[str, tuple[int, ...]] = {
+        "self_attn.o_proj.weight": (HIDDEN, 48),
+        "mlp.gate_proj.weight": (96, HIDDEN),
+        "mlp.up_proj.weight": (96, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, 96),
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+    }
+    return {prefix + name: shape for name, shape in {**attention, **bias, **others}.items()}
+
+
+def mimo(folder: Path, *, tied: bool = False) -> Path:
+    """A target of MiMo's form, with its module: Qwen2's in name and weights but for these."""
+    tiny_model("qwen2", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if not tied:
+        tensors |= drawn({"lm_head.weight": (VOCAB, HIDDEN)}, seed=8)
+        tensors["lm_head.weight"] *= 3.0
+    own: dict[str, tuple[int, ...]] = {f"{name}_layernorm.weight": (HIDDEN,) for name in ("token", "hidden", "final")}
+    own |= {"input_proj.weight": (HIDDEN, 2 * HIDDEN), **layer_shapes("", reads=HIDDEN, biases=True)}
+    tensors |= drawn({f"model.mtp_layers.0.{name}": shape for name, shape in own.items()}, seed=7)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "num_nextn_predict_layers": 1,
+        "attention_bias": True,
+        "tie_word_embeddings": tied,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def read_as_qwen2(folder: Path, copy: Path) -> PreTrainedModel:
+    """The same target by transformers' own code."""
+    config = json.loads((folder / "config.json").read_text())
+    copy.mkdir()
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    del config["auto_map"], config["attention_bias"]
+    (copy / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if "mtp" not in name}
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
+    return stock(copy)
+
+
+@torch.no_grad()
+def mimo_says(folder: Path, target: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits of the module at all positions of a text but the last, of the token after the next one each.
+    # tokens [length] -> [length - 1, vocab]"""
+    own = {
+        name.removeprefix("model.mtp_layers.0."): value
+        for name, value in load_file(folder / "model.safetensors").items()
+        if "mtp" in name
+    }
+    put_out: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, args: put_out.append(args[0]))
+    target.model(tokens[None])
+    hook.remove()
+    states = put_out[0][0, :-1]  # before the output norm
+    embedded = target.get_input_embeddings()(tokens[1:])
+    epsilon = target.config.rms_norm_eps
+    parts = (states, own.pop("hidden_layernorm.weight")), (embedded, own.pop("token_layernorm.weight"))
+    joined = torch.cat([normed(x, gain, epsilon) for x, gain in parts], dim=-1) @ own.pop("input_proj.weight").T
+    final = own.pop("final_layernorm.weight")
+    layer = Qwen2DecoderLayer(target.config, 0)  # type: ignore[arg-type]  # it is Qwen2's
+    layer.load_state_dict(own)
+    length = len(joined)
+    rotary = target.model.rotary_emb(joined[None], torch.arange(length)[None])
+    mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+    output = layer(joined[None], attention_mask=mask, position_embeddings=rotary)
+    output = output if isinstance(output, Tensor) else output[0]
+    head = target.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    logits: Tensor = head(normed(output[0], final, epsilon))
+    return logits
+
+
+def deep_target(folder: Path) -> Path:
+    """A Llama of eight layers: EAGLE-3 taps three that differ."""
+    return tiny_model("llama", folder, num_hidden_layers=8)
+
+
+DRAFT_VOCAB = 40
+
+
+def eagle3(folder: Path, *, torn: str | None = None) -> Path:
+    """A drafter of that form, of other head counts than the target's; `torn`: without this tensor."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **layer_shapes("midlayer.", reads=2 * HIDDEN, biases=False),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+    }
+    tensors = drawn(shapes, seed=5)
+    tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:DRAFT_VOCAB].sort().values
+    tensors |= {"d2t": tokens - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
+    tensors.pop(torn, None) if torn else None
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": 10_000.0,
+    }
+    return written(folder, tensors, config)
+
+
+def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def eagle3_says(folder: Path, features: Tensor, embedded: Tensor, further: Tensor) -> Tensor:
+    """Logits behind a text, then behind each of some further tokens on its own states.
+    # features [length, 3 * hidden], embedded [length, hidden] of the tokens after, further [steps, hidden]"""
+    own = load_file(folder / "model.safetensors")
+    states, tokens, logits = features @ own["fc.weight"].T, embedded, []
+    for step in range(len(further) + 1):
+        layer = {name.removeprefix("midlayer."): value for name, value in own.items()}
+        token = normed(tokens, layer["input_layernorm.weight"])
+        read = torch.cat([token, normed(states, layer["hidden_norm.weight"])], dim=-1)
+        last = states[-1] + attention(read, layer)[-1]
+        x = normed(last, layer["post_attention_layernorm.weight"])
+        gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        last = last + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        logits.append(normed(last, own["norm.weight"]) @ own["lm_head.weight"].T)
+        if step < len(further):
+            states, tokens = torch.cat([states, last[None]]), torch.cat([tokens, further[step : step + 1]])
+    return torch.stack(logits)
+
+
+def attention(read: Tensor, layer: dict[str, Tensor]) -> Tensor:
+    """Causal, of 4 heads on 2 with 12 dimensions. # read [length, ...] -> [length, hidden]"""
+    length = len(read)
+    query, key, value = (
+        (read @ layer[f"self_attn.{name}_proj.weight"].T).view(length, -1, 12).transpose(0, 1) for name in "qkv"
+    )
+    angles = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, 12, 2) / 12)
+    cos, sin = (torch.cat([wave, wave], dim=-1) for wave in (angles.cos(), angles.sin()))
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cos + torch.cat([-x[..., 6:], x[..., :6]], dim=-1) * sin
+
+    key, value = (x.repeat_interleave(2, dim=0) for x in (turned(key), value))
+    scores = turned(query) @ key.transpose(1, 2) / 12**0.5
+    mixed = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1) @ value
+    return mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T
+
+
+def medusa(folder: Path, heads: int = 3) -> Path:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        shapes |= {f"{head}.0.linear.weight": (HIDDEN, HIDDEN), f"{head}.0.linear.bias": (HIDDEN,)}
+        shapes |= {f"{head}.1.weight": (VOCAB, HIDDEN)}
+    folder.mkdir(exist_ok=True)
+    save_file(drawn(shapes, seed=9), folder / "medusa_lm_head.safetensors")
+    config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": "somebody/model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def medusa_says(folder: Path, state: Tensor, heads: int = 3) -> Tensor:
+    """# state [hidden], after the output norm -> [heads, vocab]"""
+    own, logits = load_file(folder / "medusa_lm_head.safetensors"), []
+    for head in range(heads):
+        inner = state + nn.functional.silu(own[f"{head}.0.linear.weight"] @ state + own[f"{head}.0.linear.bias"])
+        logits.append(own[f"{head}.1.weight"] @ inner)
+    return torch.stack(logits)
