@@ -62,7 +62,7 @@ class TrainingForward:
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
-        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
+        rest = layer.blocks(at(context, anchors), at(embedded, anchors), slice(entries, self._size)).flatten(1, 2)
         device, (size, number) = anchors.device, anchors.shape
         place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
         anchor = torch.cat([place, anchors.repeat_interleave(self._own, dim=1)], dim=1)  # [batch, rows]
@@ -82,8 +82,25 @@ class TrainingForward:
         held = anchors[:, :, None] * entries + torch.arange(entries, device=device)
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
-        states_of, seen_of = (_at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
+        states_of, seen_of = (at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, seen))
         return states[:, :num_stream:entries], Blocks(anchors, states_of, seen_of, attention)
+
+    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
+        """The states of first entries at these anchors, on these tokens in place of the text's, behind the `first`
+        blocks' stream. # anchors, tokens [batch, rows] -> [batch, rows, hidden]"""
+        layer, number = self._model.input_layer, anchors.shape[1]
+        context = layer.condition(at(batch.features, anchors))
+        row = torch.arange(number, device=anchors.device)
+        num_stream, known = (batch.tokens.shape[1] - 1) * self._entries, first.seen.shape[3]
+        seen = pad(_up_to(num_stream, anchors * self._entries - 1), (0, known - num_stream))
+        own = (row[:, None] == row).expand(len(anchors), -1, -1)
+        rows = BlockRows(
+            inputs=layer.blocks(context, self._embed(tokens), slice(1)).flatten(1, 2),
+            positions=anchors + 1,
+            previous=row.expand_as(anchors),
+        )
+        states: Tensor = self._model(rows, MaskedAttention(torch.cat([seen, own], dim=2), first.attention))
+        return states
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
@@ -119,6 +136,6 @@ def _causal_blocks(number: int, size: int, device: torch.device) -> Tensor:
     return (blocks[:, None] == blocks).tril()
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
-    """values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
+def at(values: Tensor, places: Tensor) -> Tensor:
+    """The values there. # values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
     return torch.take_along_dim(values, places[:, :, None], dim=1)

@@ -1,5 +1,5 @@
 """The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
-Cross-entropy of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
+A loss of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
 valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, pad
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import TrainingForward
+from drafters.training.forward import Blocks, TrainingForward, at
+from drafters.training.losses import LOSSES, Loss, total_variation
 from kernels.rank_features import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
@@ -29,6 +30,7 @@ class ObjectiveSettings:
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
+    loss: Loss = LOSSES["cross_entropy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class StepScores:
 
     draft_loss: Tensor
     rank_loss: Tensor
+    distance: Tensor  # total variation to the target, mean over all entries
     hits: Tensor  # [reach], the target's likeliest token ranked first
     covered: Tensor  # [reach], ranked first to fourth
     seen: Tensor  # [reach], entries with a label and a valid prefix
@@ -49,6 +52,7 @@ class _Entries(NamedTuple):
     logits: Tensor  # [flat, draft_vocab]
     labels: Tensor  # [flat] int64, row of the batch's labels
     place: Tensor  # [flat] int64, on the path from the anchor
+    reach: Tensor  # [flat] float32, how often the target gets there, of once for each position
 
 
 class Objective:
@@ -66,8 +70,11 @@ class Objective:
         entries = self._entries(batch, generator)
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(entries.logits.detach(), favourite)
+        said = _said(entries, batch, self._model.t2d)
+        weights = entries.reach**self._settings.loss.reach
         return StepScores(
-            draft_loss=_draft_loss(entries, batch, self._model.t2d),
+            draft_loss=(self._settings.loss.of_entries(*said) * weights).sum() / weights.sum(),
+            distance=total_variation(*map(Tensor.detach, said)).mean(),
             rank_loss=self._rank_loss(entries, batch, generator),
             hits=self._count(entries.place, ranks == 0),
             covered=self._count(entries.place, ranks < 4),
@@ -78,20 +85,27 @@ class Objective:
         anchors = self._draw_anchors(batch, generator)
         stream, grown = self._forward.first(batch, anchors)
         positions = torch.arange(stream.shape[1], device=anchors.device)
-        found = [self._labelled(stream, (positions + 2).expand(stream.shape[:2]), batch, place=0)]
-        ahead = torch.arange(self._size, device=anchors.device)
-        place = torch.zeros_like(anchors)[:, :, None] + ahead
+        labelled = batch.label_index[:, 2:] >= 0
+        drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions for an anchor
+        ahead = (positions + 2).expand(stream.shape[:2])
+        found = [self._labelled(stream, ahead, batch, place=0, drawn=torch.ones_like(drawn))]
+        if self._settings.loss.reach and batch.branches.tokens.shape[2]:
+            found.append(self._branched(batch, anchors, grown, drawn))
+        block = torch.arange(self._size, device=anchors.device)
+        place = torch.zeros_like(anchors)[:, :, None] + block
         valid = torch.ones_like(place, dtype=torch.bool)  # of what a block starts at
         for number in range(self._blocks):
             if number:
                 cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator).to(anchors.device)
                 grown = self._forward.next(batch, grown, cuts)
                 place, valid = place + cuts[:, :, None], valid.gather(2, cuts[:, :, None])
-            predicted = grown.anchors[:, :, None] + 2 + ahead
+            predicted = grown.anchors[:, :, None] + 2 + block
             valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
             taught = predicted.masked_fill(~valid[:, :, :-1], -1)
             own = slice(0 if number else 1, None)  # the stream holds first entries
-            found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
+            found.append(
+                self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
+            )
         return _Entries(*map(torch.cat, zip(*found, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -114,15 +128,31 @@ class Objective:
         ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
-    def _labelled(self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int) -> _Entries:
-        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]"""
+    def _branched(self, batch: Batch, anchors: Tensor, grown: Blocks, drawn: Tensor) -> _Entries:
+        """First entries at these anchors, on what the target might have said instead. # anchors [batch, anchors]; drawn
+        [batch], positions for which each stands"""
+        labels, tokens, odds = (at(values, anchors + 1).flatten(1) for values in batch.branches)
+        anchors = anchors.repeat_interleave(tokens.shape[1] // anchors.shape[1], dim=1)
+        known = labels >= 0
+        states = self._forward.beside(batch, anchors, tokens, grown)[known]
+        place = torch.zeros_like(labels[known])
+        return _Entries(states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known])
+
+    def _labelled(
+        self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
+    ) -> _Entries:
+        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]; drawn
+        [batch], positions for which each stands"""
         width = batch.label_index.shape[1]
         flat = predicted.flatten(1)
         labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
         known = (labels >= 0) & (predicted >= 0)
         places = torch.as_tensor(place, device=states.device).expand(predicted.shape)
         kept = states[known]
-        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known])
+        passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
+        before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
+        reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
+        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
 
     def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
         """Cross-entropy of the rank head, half of it at a temperature: labels are ranks of the token noise selects."""
@@ -152,13 +182,12 @@ class Objective:
         return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
-def _draft_loss(entries: _Entries, batch: Batch, t2d: Tensor) -> Tensor:
-    """Mean of -sum_v p(v) log q(v) over the target's top tokens that can be drafted."""
+def _said(entries: _Entries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
+    """p and log q as of `Loss`. # -> both [flat, top]"""
     drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
-    weight = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
+    p = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
     logits = entries.logits.float()
-    expected = (weight * logits.gather(1, drafted.clamp(min=0))).sum(1)
-    return (weight.sum(1) * logits.logsumexp(1) - expected).mean()
+    return p, logits.gather(1, drafted.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
 
 
 def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:

@@ -39,6 +39,10 @@ _MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longes
 _Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Prompts answered at the same time.")]
 _Seed = Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")]
 _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; a run there goes on.")]
+_Branches = Annotated[
+    int,
+    typer.Option(min=0, max=16, help="Also ask the target what follows so many other tokens at each of an answer's."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,12 @@ class FitOptions:
         int | None,
         typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
     ] = None
+    loss: Annotated[
+        Literal["cross_entropy", "total_variation", "tree"],
+        typer.Option(
+            help="What is lowered; tree: cross-entropy over what the target may say, with features of --branches."
+        ),
+    ] = "cross_entropy"
     prefix_entries: Annotated[
         Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
     ] = "first"
@@ -120,6 +130,7 @@ def _drafter(
     threads: _Threads = None,
     max_new_tokens: _MaxTokens = 256,
     concurrency: _Concurrency = 16,
+    branches: _Branches = 0,
 ) -> None:
     """From prompts to a drafter in a given time: 40 % of it for answers if there are none, at most 30 % for features.
 
@@ -141,7 +152,7 @@ def _drafter(
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
-        make_features(config, responses, features, deadline=_deadline(_FEATURE_SHARE * minutes))
+        make_features(config, responses, features, branches=branches, deadline=_deadline(_FEATURE_SHARE * minutes))
     ranks.wait()
     left = minutes * 60 - (time.monotonic() - began)
     say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
@@ -176,6 +187,7 @@ def _features(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
     target: _Target = "smollm2-135m",
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
+    branches: _Branches = 0,
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
@@ -184,7 +196,7 @@ def _features(
     from service.training.features import make_features, processes
 
     processes(config)
-    make_features(config, responses, out, deadline=_deadline(minutes))
+    make_features(config, responses, out, branches=branches, deadline=_deadline(minutes))
 
 
 def _fit(

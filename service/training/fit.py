@@ -27,6 +27,7 @@ from drafters.training.fit import (
     vocabulary_of,
 )
 from drafters.training.initialise import initialise
+from drafters.training.losses import LOSSES
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Scores, examine
@@ -87,6 +88,7 @@ class FitPlan:
             "betas": list(settings.betas),
             "draft_vocab_size": options.draft_vocab,
             "kind": options.kind,
+            "loss": options.loss,
             **self.shape,
             "prefix_entries": options.prefix_entries,
             "anchored_rows": ObjectiveSettings().anchored_rows,
@@ -139,6 +141,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
+        loss=LOSSES[plan.options.loss],
     )
     trainer = Trainer(
         start.model,
