@@ -24,6 +24,8 @@ _ANSWER_SHARE = 0.4
 _FEATURE_SHARE = 0.3
 """Most of the time these stages may take in a run of all stages; what they leave goes to training."""
 
+_TREE_BRANCHES = 2
+
 _Target = Annotated[
     str,
     typer.Option(
@@ -39,10 +41,6 @@ _MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longes
 _Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Prompts answered at the same time.")]
 _Seed = Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")]
 _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; a run there goes on.")]
-_Branches = Annotated[
-    int,
-    typer.Option(min=0, max=16, help="Also ask the target what follows so many other tokens at each of an answer's."),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +83,11 @@ class FitOptions:
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:
             raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
+
+    @property
+    def branches(self) -> int:
+        """That the loss learns from, at each token of an answer."""
+        return _TREE_BRANCHES if self.loss == "tree" else 0
 
     @property
     def without(self) -> frozenset[str]:
@@ -130,7 +133,6 @@ def _drafter(
     threads: _Threads = None,
     max_new_tokens: _MaxTokens = 256,
     concurrency: _Concurrency = 16,
-    branches: _Branches = 0,
 ) -> None:
     """From prompts to a drafter in a given time: 40 % of it for answers if there are none, at most 30 % for features.
 
@@ -152,7 +154,8 @@ def _drafter(
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
-        make_features(config, responses, features, branches=branches, deadline=_deadline(_FEATURE_SHARE * minutes))
+        deadline = _deadline(_FEATURE_SHARE * minutes)
+        make_features(config, responses, features, branches=options.branches, deadline=deadline)
     ranks.wait()
     left = minutes * 60 - (time.monotonic() - began)
     say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
@@ -187,7 +190,9 @@ def _features(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
     target: _Target = "smollm2-135m",
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
-    branches: _Branches = 0,
+    branches: Annotated[
+        int, typer.Option(min=0, max=16, help="Also ask what follows so many other tokens at each of an answer's.")
+    ] = 0,
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:

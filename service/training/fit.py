@@ -136,6 +136,8 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     examples = load_examples(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
     trained, apart = held_out(examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
     _refuse_too_few(trained, plan, ranks)
+    if plan.options.branches and not trained[0].num_branches:
+        raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
     objective = ObjectiveSettings(
