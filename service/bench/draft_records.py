@@ -225,6 +225,7 @@ def observed(assembly: Assembly) -> tuple[Drafter, Recorder]:
         recorder.listen_to_source(name, sources[-1])
     whole = sources[0] if len(sources) == 1 else _joined(assembly, *sources)
     vars(whole)["timed"] = lambda times: None  # without times nobody is found too dear
+    # A property, of which one object cannot have one of its own.
     whole.__class__ = type(type(whole).__name__, (type(whole),), {"wants_scores": True})
     recorder.listen(whole)
     return whole, recorder

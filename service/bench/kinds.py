@@ -6,7 +6,7 @@ from that, for looking takes time.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -16,8 +16,6 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from drafters.protocol import Drafter
-from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.draft_records import observed, without_noise
@@ -123,47 +121,43 @@ def _rows_of(
     budgets: Sequence[int | None],
     limit: int | None,
 ) -> list[Row]:
+    """With the noise withheld engines run last, for from then on their drafters know how it is without."""
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
     prompts = list(chain.from_iterable(chosen.prompts for chosen in sets))
-    contestants = contestants_of(assembly, budgets)
-    contestants[PLAIN] = partial(generate, plain_engine(assembly))
-    warm_up(contestants, prompts[0], measures[0])
-    rows = []
+    engines = {SERVED if nodes is None else str(nodes): assembly.engine(policy=_policy(nodes)) for nodes in budgets}
+    contestants: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
+    everybody: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly)), **contestants}
+    warm_up(everybody, prompts[0], measures[0])
     with counted(len(measures) * len(prompts), kind.title) as advance:
-        for measure in measures:
-            runs = take_turns(prompts, contestants, measure, advance)
-            plain = runs.pop(PLAIN)
-            known = knowledge_of(assembly, prompts, measure)
-            withheld: dict[str, list[Run]] = {}
-            if measure.temperature:
-                withheld = take_turns(prompts, contestants_of(assembly, budgets, without_noise), measure)
-            named = {"kind": kind.title, "temperature": measure.temperature}
-            rows += [
-                {**named, "nodes": nodes, **figures_of(mine, plain, withheld.get(nodes, ())), **known}
-                for nodes, mine in runs.items()
-            ]
-    return rows
+        runs = [take_turns(prompts, everybody, measure, advance) for measure in measures]
+    known = _known(assembly, prompts, measures)
+    for engine in engines.values():
+        without_noise(engine.drafter)
+    withheld = [take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures]
+    return [
+        {
+            **{"kind": kind.title, "temperature": measure.temperature, "nodes": nodes},
+            **figures_of(mine[nodes], mine[PLAIN], blind.get(nodes, ())),
+            **quality,
+        }
+        for measure, mine, blind, quality in zip(measures, runs, withheld, known, strict=True)
+        for nodes in engines
+    ]
 
 
-def contestants_of(
-    assembly: Assembly, budgets: Sequence[int | None], changed: Callable[[Drafter], Drafter] = lambda drafter: drafter
-) -> dict[str, Contestant]:
-    """The assembly's drafter, or what is made of it, behind each budget."""
-    contestants: dict[str, Contestant] = {}
-    for nodes in budgets:
-        ledger = RegretLedger()
-        policy = None if nodes is None else FixedBudget(nodes)
-        engine = assembly.engine(changed(assembly.drafter(ledger=ledger)), policy, ledger=ledger)
-        contestants[SERVED if nodes is None else str(nodes)] = partial(generate, engine)
-    return contestants
+def _policy(nodes: int | None) -> FixedBudget | None:
+    return None if nodes is None else FixedBudget(nodes)
 
 
-def knowledge_of(assembly: Assembly, prompts: Sequence[Sequence[int]], measure: Measure) -> Row:
+def _known(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
     """As `quality_of`, with as many nodes as any budget has."""
     drafter, recorder = observed(assembly)
     engine = assembly.engine(drafter, FixedBudget(assembly.limits.max_budget))
-    take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
-    return quality_of(recorder.take())
+    known = []
+    for measure in measures:
+        take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
+        known.append(quality_of(recorder.take()))
+    return known
 
 
 def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run] = ()) -> Row:
