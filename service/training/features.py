@@ -102,7 +102,7 @@ class FeatureReader:
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._device = model.device
-        self._batch_tokens = batch_tokens
+        self._batch_tokens = batch_tokens // 4 if branches else batch_tokens  # of twice the rows; scores are squares
         self._num_layers = len(decoder_layers(model))
         self._taps = FeatureTaps(decoder_layers(model), tap_layers)
         config = model.config.get_text_config()
