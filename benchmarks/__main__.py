@@ -9,8 +9,6 @@ from collections.abc import Callable
 import typer
 
 from benchmarks import (
-    ablation,
-    anatomy,
     calibration,
     gpu_kernels,
     mixed,
@@ -30,8 +28,6 @@ from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
-    "ablation": ablation.run,
-    "anatomy": anatomy.run,
     "calibration": calibration.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.draft_records import StepRecord, TokenPath, observed
 from service.assembly import Assembly
 from service.bench.commands import Seed, Temperature
+from service.bench.draft_records import StepRecord, TokenPath, observed
 from service.bench.driver import Answer, generate
 from service.bench.experiment import prepare
 from service.config import LoadedConfig
@@ -83,7 +83,7 @@ def tokens_of(assembly: Assembly, prompt: str, *, raw: bool) -> list[int]:
 def answered(assembly: Assembly, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Answer, list[StepRecord]]:
     """The answer and its steps. Raises StartupError for a prompt that leaves no room."""
     refuse_too_long([prompt], sampling.max_tokens, assembly.limits.max_model_len, "--prompt")
-    drafter, recorder = observed(assembly, assembly.drafter_name, assembly.weights)
+    drafter, recorder = observed(assembly)
     request = GenerationRequest(request_id="prompt", prompt=prompt, sampling=sampling)
     return generate(assembly.engine(drafter=drafter), [request]).answers[0], recorder.take()
 
@@ -148,11 +148,10 @@ def _below(parent: TokenPath, indent: str, step: StepRecord, text_of: Callable[[
 
 
 def origins_of(step: StepRecord, path: TokenPath) -> list[str]:
-    """Who proposed a node; of a trained drafter's forwards the first that did."""
+    """Who proposed a node; where forwards said so, of these the first that did."""
+    forwards = {p.source: p.forward for p in reversed(step.places) if p.node == path[:-1] and path[-1] in p.tokens}
     named = [source for source, tree in step.proposals.items() if path in tree]
-    forwards = [block.forward for block in step.blocks if path in block.paths()]
-    trained = [f"specblock, forward {min(forwards) + 1}"] if "specblock" in named and forwards else []
-    return [source for source in named if source != "specblock"] + trained
+    return [f"{source}, forward {forwards[source] + 1}" if source in forwards else source for source in named]
 
 
 def answer_pieces(steps: Sequence[StepRecord], num_tokens: int, decode: Callable[[Sequence[int]], str]) -> list[Piece]:

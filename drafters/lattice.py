@@ -5,6 +5,7 @@ ranks hang beside it as leaves. Blocks of one position make a beam: all of its n
 are those that go on. A chain is a block that says the same behind every path, so that its own likeliest paths go on.
 Legend: batch, starts = blocks begun at once, block = positions of one, rank = TOP, nodes = starts * block * rank."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ class Origin(NamedTuple):
 
     node: Tensor  # int64, number among all nodes grown so far, ROOT for the root
     depth: Tensor  # int64, 0 for the root
-    survival: Tensor  # float32, 1 for the root
+    survival: Tensor  # float32, 1 for the root; 0 where nothing can begin, and no node then survives
 
     @staticmethod
     def root(batch: int, device: torch.device) -> "Origin":
@@ -103,3 +104,12 @@ class Chain:
         """As of `Lattice`. # four [batch, paths * block * rank]"""
         tokens, parents, depths, survival = (value.flatten(1) for value in self._by_node)
         return tokens, parents, depths, survival
+
+
+Witness = Callable[[Lattice, Tensor, Tensor], None]
+"""Is told of each forward what it says of the tokens that its nodes were chosen from: before the sampling noise, and
+not of forwards that are captured. # logits [batch, starts, block, draft_vocab], their target ids [draft_vocab] int64"""
+
+
+def unwitnessed(lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
+    """A witness that keeps nothing."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafters.lattice import Witness, unwitnessed
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
@@ -118,6 +119,7 @@ class DraftingSizes:
     device: torch.device | str = "cpu"
     capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
     ledger: RegretLedger = field(default_factory=RegretLedger)  # of the server; by default nobody else's
+    witness: Witness = unwitnessed  # of what a drafter says that has distributions
 
 
 class Drafter(Protocol):

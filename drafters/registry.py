@@ -23,6 +23,7 @@ from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.specblock.growth import POLICIES
 from drafters.switch import SwitchDrafter
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
@@ -48,9 +49,13 @@ class NoDrafter(Drafter):
 
 
 def _trained(kind: str, parts: Parts) -> Drafter:
+    """The argument is a policy of growth."""
     if parts.weights is None:
         raise ValueError(f"drafter {kind!r} needs trained weights: set drafter_path")
-    return SpecBlockDrafter(parts.sizes, parts.weights)
+    policy = parts.argument or parts.weights.policy
+    if policy not in POLICIES:
+        raise ValueError(f"drafter {kind}({policy}): trees grow by one of {', '.join(POLICIES)}")
+    return SpecBlockDrafter(parts.sizes, replace(parts.weights, policy=policy))
 
 
 _KINDS = {
@@ -84,7 +89,8 @@ def needs_of(name: str) -> frozenset[Need]:
 
 def trained_kind_of(name: str) -> str | None:
     """Which of the drafters of that name is served from a folder of this package's form, if one is."""
-    return next((part for part in sources_of(name) if part in TRAINED_KINDS), None)
+    kinds = (part.partition("(")[0] for part in sources_of(name))
+    return next((kind for kind in kinds if kind in TRAINED_KINDS), None)
 
 
 def sources_of(name: str) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class LanguageModelDrafter(Drafter):
         # A model that shares the target's tokenizer may have more rows of padding in its head, or fewer.
         self._ids = torch.arange(min(model.vocab_size, sizes.vocab_size), device=sizes.device)
         self._ops = ops.on(self._ids.device)
+        self._witness = sizes.witness
         self._calibration = RankCalibration(1, sizes)
         self._gates = ForwardGates(self._depth - 1, sizes)
         self._has_grown = False  # since the last commit
@@ -141,7 +142,9 @@ class LanguageModelDrafter(Drafter):
         predicted = features[..., :TOP].exp().clamp(max=CEILING)  # [batch, beam, 1, rank]
         corrected = self._calibration.correct(predicted, number)
         before = 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
-        return _Level(Lattice(origin, tokens, corrected, before), predicted.flatten(1))
+        lattice = Lattice(origin, tokens, corrected, before)
+        self._witness(lattice, known, self._ids)
+        return _Level(lattice, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
         """The likeliest nodes of all levels; keeps what is needed to learn from them."""

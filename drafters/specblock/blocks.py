@@ -65,7 +65,6 @@ class Ground(NamedTuple):
     """What all blocks of a tree stand on."""
 
     keys: Keys
-    anchored: Tensor  # [batch] bool; a text whose last token alone is still to be read has no anchor
     noise: TreeNoise
 
 
@@ -106,6 +105,7 @@ class Blocks:
         self._max_nodes = sizes.max_nodes
         self._ops = weights.network.ops
         live = config.live(weights.blocks, weights.starts)
+        self._witness = sizes.witness
         self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)
         width = len(config.tap_layers) * config.hidden_size
         self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
@@ -142,14 +142,15 @@ class Blocks:
 
     def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
-        anchored = self.state.num_waiting(keys.rows) > 0
+        anchored = self.state.num_waiting(keys.rows) > 0  # not a text whose last token alone is still to be read
         waiting = self.state.take(keys.rows, sizes.waiting)
         self.pool.hold(waiting.slots)
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
         depth = self._weights.blocks * self._network.config.block_size
-        ground = Ground(keys, anchored, TreeNoise.of(noise, depth, self._network.d2t))
+        ground = Ground(keys, TreeNoise.of(noise, depth, self._network.d2t))
         states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, hidden]
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
+        root = root._replace(survival=root.survival * anchored[:, None])
         block, logits = self._block(states, live, root, ground, [])
         if self._weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
@@ -162,11 +163,11 @@ class Blocks:
         states, live = self._forward.next(states, picked, live, ground.keys.roots)
         return self._block(states, live, picked.origin, ground, before)[0]
 
-    def _tree(self, rows: Tensor, anchored: Tensor, grown: Sequence[Nodes]) -> DraftTree:
+    def _tree(self, rows: Tensor, grown: Sequence[Nodes]) -> DraftTree:
         """One tree of all blocks' nodes; keeps what is needed to learn from it."""
         parts = zip(*grown, strict=True)
         tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
-        likely = survival * ((survival >= MIN_SURVIVAL) & anchored[:, None])
+        likely = survival * (survival >= MIN_SURVIVAL)
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
         tree, chosen = merge(raw, self._max_nodes)
@@ -200,10 +201,11 @@ class Blocks:
         corrected = self.calibration.correct(predicted, number)
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         offered, paths = (origin, proposal.tokens, corrected, first_number), self._network.config.traits.paths
+        lattice = Lattice(*offered)
+        self._witness(lattice, proposal.logits, self._network.d2t)
         if paths > 1:
             nodes = Nodes(*Chain(*offered, paths=paths).nodes(), predicted.expand(-1, paths, -1, -1).flatten(1))
             return Block(nodes, ()), proposal.logits
-        lattice = Lattice(*offered)
         nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
         if number + 1 == self._weights.blocks:
             return Block(nodes, ()), proposal.logits
@@ -221,6 +223,6 @@ class Blocks:
         return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
 
 
-def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, Tensor, tuple[Nodes, ...]]:
+def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, tuple[Nodes, ...]]:
     """What `Blocks.tree` asks for."""
-    return ground.keys.rows, ground.anchored, tuple(block.nodes for block in grown)
+    return ground.keys.rows, tuple(block.nodes for block in grown)

@@ -1,13 +1,15 @@
 """What a target answered and what its layers said meanwhile, as shards on disk that training reads.
 
 One shard is one safetensors file of sequences laid end to end. Legend: sequences; tokens = positions of all sequences;
-labels = predicted positions of all sequences: a response of n tokens has n + 1, the last is what would have come next.
+labels = predicted positions of all sequences: a response of n tokens has n + 1, the last is what would have come next;
+said = response tokens of all sequences; branches = tokens that the target might have said instead of each of them.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,11 +34,18 @@ class Shard:
     temps: Tensor  # [sequences] float32, the temperature the response was sampled at
     top_ids: Tensor  # [labels, TOP] int32, the target's likeliest tokens
     top_logprobs: Tensor  # [labels, TOP] float16
+    branch_ids: Tensor | None = None  # [said, branches, TOP] int32, the target's likeliest tokens behind each branch
+    branch_logprobs: Tensor | None = None  # [said, branches, TOP] float16
+
+    @property
+    def num_branches(self) -> int:
+        return 0 if self.branch_ids is None else self.branch_ids.shape[1]
 
     def save(self, path: Path) -> None:
         """Write under a temporary name first, so that a broken-off run leaves no half shard."""
         part = path.with_suffix(".part")
-        save_file({name: getattr(self, name) for name in self.__slots__}, part)
+        values = {name: getattr(self, name) for name in self.__slots__}
+        save_file({name: value for name, value in values.items() if value is not None}, part)
         part.rename(path)
 
     @staticmethod
@@ -54,16 +63,23 @@ class Example:
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
     temperature: float = 0.0  # the response was sampled at
+    branch_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
+    branch_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
 
     @property
     def length(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def num_branches(self) -> int:
+        return self.branch_ids.shape[1]
+
     def first(self, length: int) -> "Example":
         """Its beginning."""
         labels = length - self.prompt + 1
         tops = self.top_ids[:labels], self.top_logprobs[:labels]
-        return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature)
+        branches = self.branch_ids[: labels - 1], self.branch_logprobs[: labels - 1]
+        return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature, *branches)
 
     @property
     def prompt_digest(self) -> bytes:
@@ -71,19 +87,27 @@ class Example:
         return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
+def likeliest_others(top_ids: Tensor, said: Tensor, count: int) -> Tensor:
+    """Ranks of so many tokens that the target might have said instead. # top_ids [said, TOP], said [said]
+    -> [said, count] int64"""
+    return (top_ids == said[:, None]).byte().argsort(dim=1, stable=True)[:, :count]
+
+
 def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
     """All sequences of some shards, memory-mapped, cut at so many tokens."""
     examples = []
     for shard in map(Shard.load, paths):
-        token, label = 0, 0
+        token, label, said = 0, 0, 0
         sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
         for length, prompt, temperature in sequences:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
             if min(length, max_length) > prompt:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
-                whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
+                behind = (values for values in (shard.branch_ids, shard.branch_logprobs) if values is not None)
+                own = (values[said : said + length - prompt] for values in behind)
+                whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature, *own)
                 examples.append(whole.first(min(length, max_length)))
-            token, label = mine.stop, labelled.stop
+            token, label, said = mine.stop, labelled.stop, said + length - prompt
     return examples
 
 
@@ -96,6 +120,14 @@ def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[
     return [example for example, digest in zip(examples, digests, strict=True) if digest not in kept], apart
 
 
+class Branches(NamedTuple):
+    """By position, what the target might have said there; all [batch, length, branches]."""
+
+    labels: Tensor  # int64, of the position behind, -1 where there is no branch
+    tokens: Tensor  # int64
+    odds: Tensor  # float32
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences side by side, padded to the longest."""
@@ -103,8 +135,10 @@ class Batch:
     tokens: Tensor  # [batch, length] int64, 0 padded
     features: Tensor  # [batch, length, taps * hidden]
     label_index: Tensor  # [batch, length + block] int64, the label of each position, -1 where there is none
-    top_ids: Tensor  # [labels, TOP] int64
+    top_ids: Tensor  # [labels, TOP] int64, behind those of positions those of branches
     top_logprobs: Tensor  # [labels, TOP] float32
+    passed: Tensor  # [batch, length + reach] float32, log-probability of the response up to each position
+    branches: Branches
     num_tokens: int
 
     @staticmethod
@@ -114,6 +148,7 @@ class Batch:
         tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
         features = torch.zeros(len(examples), longest, examples[0].features.shape[1], dtype=examples[0].features.dtype)
         label_index = torch.full((len(examples), longest + reach), -1)
+        passed = torch.zeros(len(examples), longest + reach)
         base = 0
         for line, example in enumerate(examples):
             tokens[line, : example.length] = example.tokens
@@ -121,14 +156,42 @@ class Batch:
             labels = example.top_ids.shape[0]
             label_index[line, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
             base += labels
+            passed[line, example.prompt : example.length] = _logprobs_said(example).cumsum(0)
+        behind = [e for e in examples if e.num_branches]
+        ids = [e.top_ids for e in examples] + [e.branch_ids.flatten(0, 1) for e in behind]
+        logprobs = [e.top_logprobs for e in examples] + [e.branch_logprobs.flatten(0, 1) for e in behind]
         return Batch(
             tokens=tokens.to(device),
             features=features.to(device),
             label_index=label_index.to(device),
-            top_ids=torch.cat([e.top_ids for e in examples]).long().to(device),
-            top_logprobs=torch.cat([e.top_logprobs.float() for e in examples]).to(device),
+            top_ids=torch.cat(ids).long().to(device),
+            top_logprobs=torch.cat([values.float() for values in logprobs]).to(device),
+            passed=passed.to(device),
+            branches=Branches(*(values.to(device) for values in _branches(examples, longest, first_label=base))),
             num_tokens=sum(e.length for e in examples),
         )
+
+
+def _logprobs_said(example: Example) -> Tensor:
+    """Of the response's tokens; of one beyond the likeliest ones that of the last of these. # -> [said] float32"""
+    said = example.tokens[example.prompt :]
+    found = example.top_ids[: len(said)] == said[:, None]
+    rank = torch.where(found.any(1), found.byte().argmax(1), found.shape[1] - 1)
+    return example.top_logprobs[: len(said)].float().gather(1, rank[:, None])[:, 0]
+
+
+def _branches(examples: Sequence[Example], longest: int, *, first_label: int) -> Branches:
+    """Those of a batch, whose labels count up from the first."""
+    shape = len(examples), longest, examples[0].num_branches
+    labels, tokens, odds = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for line, example in enumerate(examples):
+        response, said = slice(example.prompt, example.length), example.length - example.prompt
+        ranks = likeliest_others(example.top_ids[:said], example.tokens[response], example.num_branches)
+        labels[line, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
+        tokens[line, response] = example.top_ids[:said].long().gather(1, ranks)
+        odds[line, response] = example.top_logprobs[:said].float().gather(1, ranks).exp()
+        first_label += ranks.numel()
+    return Branches(labels, tokens, odds)
 
 
 def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:

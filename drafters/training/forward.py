@@ -68,7 +68,7 @@ class TrainingForward:
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
-        rest = layer.blocks(_at(context, anchors), _at(embedded, anchors), slice(entries, self._size))
+        rest = layer.blocks(at(context, anchors), at(embedded, anchors), slice(entries, self._size))
         if told is not None:
             rest = rest + self._truth(batch, anchors) * told[:, :, entries:, None]
         rest = rest.flatten(1, 2)
@@ -92,7 +92,7 @@ class TrainingForward:
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
         states_of, onward_of, seen_of = (
-            _at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
+            at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
         )
         return states[:, :num_stream:entries], Blocks(anchors, states_of, onward_of, seen_of, attention.layers)
 
@@ -104,20 +104,38 @@ class TrainingForward:
         tokens = batch.tokens.gather(1, places.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
         return layer.token(self._embed(tokens).unflatten(1, places.shape[1:]))
 
+    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
+        """The states of first entries at these anchors, on these tokens in place of the text's, behind the `first`
+        blocks' stream. # anchors, tokens [batch, rows] -> [batch, rows, hidden]"""
+        layer, number = self._model.input_layer, anchors.shape[1]
+        context = layer.condition(at(batch.features, anchors))
+        row = torch.arange(number, device=anchors.device)
+        num_stream, known = (batch.tokens.shape[1] - 1) * self._entries, first.seen.shape[3]
+        seen = pad(_up_to(num_stream, anchors * self._entries - 1), (0, known - num_stream))
+        own = (row[:, None] == row).expand(len(anchors), -1, -1)
+        rows = BlockRows(
+            inputs=layer.blocks(context, self._embed(tokens), slice(1)).flatten(1, 2),
+            positions=anchors + 1,
+            previous=row.expand_as(anchors),
+        )
+        states = self._model(rows, MaskedAttention(torch.cat([seen, own], dim=2), first.held))
+        return self._model.parted(states)[0]
+
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
         place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
-        return self._begin(batch, context, before.anchors + cuts, path, before.held)
+        anchors = before.anchors + cuts
+        return self._begin(context, _behind(batch, anchors), anchors, path, before.held)
 
     def _begin(
-        self, batch: Batch, context: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
+        self, context: Tensor, tokens: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
     ) -> Blocks:
-        """Blocks on the true token behind each anchor, all of whose rows are their own. # context [batch, anchors,
-        hidden], path [batch, anchors, rows before] bool"""
+        """Blocks on the tokens behind anchors, all of whose rows are their own. # context [batch, anchors, hidden],
+        path [batch, anchors, rows before] bool"""
         size, number = anchors.shape
-        inputs = self._model.input_layer.blocks(context, self._embed(_behind(batch, anchors)), slice(self._size))
+        inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
         own = own if self._model.config.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
@@ -143,7 +161,14 @@ class InjectedForward(TrainingForward):
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
         path = _up_to(context.shape[1], anchors)
-        return context[:, :0], self._begin(batch, _at(context, anchors), anchors, path, held)
+        return context[:, :0], self._begin(at(context, anchors), _behind(batch, anchors), anchors, path, held)
+
+    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
+        """As of `TrainingForward`."""
+        context = self._model.input_layer.condition(at(batch.features, anchors))
+        positions, known = batch.tokens.shape[1] - 1, first.seen.shape[3]
+        path = pad(_up_to(positions, anchors), (0, known - positions))
+        return self._begin(context, tokens, anchors, path, first.held).states[:, :, 0]
 
 
 class ConditionedForward(InjectedForward):
@@ -157,6 +182,12 @@ class ConditionedForward(InjectedForward):
         assert self._model.path_head is not None
         told = self._model.path_head(layers.states, embedded)
         return none, replace(layers, states=told[:, :, :1], ahead=told[:, :, 1:])
+
+    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
+        """As of `TrainingForward`."""
+        assert self._model.path_head is not None
+        states: Tensor = self._model.path_head(super().beside(batch, anchors, tokens, first), self._embed(tokens))
+        return states
 
     def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
         """As of `TrainingForward`; cuts are 1."""
@@ -188,6 +219,6 @@ def _blocks(number: int, size: int, device: torch.device) -> Tensor:
     return blocks[:, None] == blocks
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
-    """values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
+def at(values: Tensor, places: Tensor) -> Tensor:
+    """The values there. # values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
     return torch.take_along_dim(values, places[:, :, None], dim=1)

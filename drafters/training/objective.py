@@ -1,8 +1,9 @@
 """The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
-Cross-entropy of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
+A loss of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
 valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from torch.nn.functional import cross_entropy, pad
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import forward_of
+from drafters.training.forward import Blocks, at, forward_of
+from drafters.training.losses import LOSSES, Loss, total_variation
 from kernels.rank_features import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
@@ -29,6 +31,7 @@ class ObjectiveSettings:
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
+    loss: Loss = LOSSES["cross_entropy"]
     glancing: float = 0.0  # share of entries on a token guessed wrong that are told it
 
 
@@ -38,6 +41,7 @@ class StepScores:
 
     draft_loss: Tensor
     rank_loss: Tensor
+    distance: Tensor  # total variation to the target, mean over all entries
     hits: Tensor  # [reach], the target's likeliest token ranked first
     covered: Tensor  # [reach], ranked first to fourth
     seen: Tensor  # [reach], entries with a label and a valid prefix
@@ -50,6 +54,7 @@ class _Entries(NamedTuple):
     logits: Tensor  # [flat, draft_vocab]
     labels: Tensor  # [flat] int64, row of the batch's labels
     place: Tensor  # [flat] int64, on the path from the anchor
+    reach: Tensor  # [flat] float32, how often the target gets there, of once for each position
 
 
 class Objective:
@@ -68,8 +73,11 @@ class Objective:
         entries = self._entries(batch, generator)
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(entries.logits.detach(), favourite)
+        said = _said(entries, batch, self._model.t2d)
+        weights = entries.reach**self._settings.loss.reach
         return StepScores(
-            draft_loss=_draft_loss(entries, batch, self._model.t2d),
+            draft_loss=(self._settings.loss.of_entries(*said) * weights).sum() / weights.sum(),
+            distance=total_variation(*map(Tensor.detach, said)).mean(),
             rank_loss=self._rank_loss(entries, batch, generator),
             hits=self._count(entries.place, ranks == 0),
             covered=self._count(entries.place, ranks < 4),
@@ -80,22 +88,27 @@ class Objective:
         anchors = self._draw_anchors(batch, generator)
         stream, grown = self._forward.first(batch, anchors, self._told(batch, anchors, generator))
         positions = torch.arange(stream.shape[1], device=anchors.device)
-        found = [self._labelled(stream, (positions + 2).expand(stream.shape[:2]), batch, place=0)]
-        ahead = torch.arange(self._size, device=anchors.device)
-        place = torch.zeros_like(anchors)[:, :, None] + ahead
+        labelled = batch.label_index[:, 2:] >= 0
+        drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions for an anchor
+        ahead = (positions + 2).expand(stream.shape[:2])
+        found = [self._labelled(stream, ahead, batch, place=0, drawn=torch.ones_like(drawn))]
+        if self._settings.loss.reach and batch.branches.tokens.shape[2]:
+            found.append(self._branched(batch, anchors, grown, drawn))
+        block = torch.arange(self._size, device=anchors.device)
+        place = torch.zeros_like(anchors)[:, :, None] + block
         valid = torch.ones_like(place, dtype=torch.bool)  # of what a block starts at
         for number in range(self._blocks):
             if number:
-                cuts = torch.randint(1, self._size + 1, anchors.shape, generator=generator, device=generator.device).to(
-                    anchors.device
-                )
+                cuts = 1 + (_uniform(anchors.shape, generator, anchors.device) * self._size).long()
                 grown = self._forward.next(batch, grown, cuts)
                 place, valid = place + cuts[:, :, None], valid.gather(2, cuts[:, :, None])
-            predicted = grown.anchors[:, :, None] + 2 + ahead
+            predicted = grown.anchors[:, :, None] + 2 + block
             valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
             taught = predicted.masked_fill(~valid[:, :, :-1], -1)
             own = slice(0 if number else self._streams, None)  # the stream holds first entries
-            found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
+            found.append(
+                self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
+            )
         return _Entries(*map(torch.cat, zip(*found, strict=True)))
 
     @torch.no_grad()
@@ -107,7 +120,7 @@ class Objective:
         predicted = anchors[:, :, None] + 2 + torch.arange(self._size, device=anchors.device)
         tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
         wrong = self._model.lm_head(states).argmax(-1) != self._model.t2d[tokens].view(predicted.shape)
-        chosen = torch.rand(wrong.shape, generator=generator).to(wrong.device) < self._settings.glancing
+        chosen = _uniform(wrong.shape, generator, wrong.device) < self._settings.glancing
         return pad((wrong & chosen)[:, :, :-1], (1, 0))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -115,7 +128,7 @@ class Objective:
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
         share = (self._settings.anchored_rows + 1 - self._streams) / max(1, self._reach - self._streams)
         number = max(1, int(labelled.sum() * share / labelled.shape[0]))
-        keys = torch.rand(labelled.shape, generator=generator, device=generator.device).to(labelled.device)
+        keys = _uniform(labelled.shape, generator, labelled.device)
         return keys.masked_fill(~labelled, -1.0).topk(min(number, labelled.shape[1]), dim=1).indices
 
     @torch.no_grad()
@@ -130,35 +143,49 @@ class Objective:
         ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
-    def _labelled(self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int) -> _Entries:
-        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]"""
+    def _branched(self, batch: Batch, anchors: Tensor, grown: Blocks, drawn: Tensor) -> _Entries:
+        """First entries at these anchors, on what the target might have said instead. # anchors [batch, anchors]; drawn
+        [batch], positions for which each stands"""
+        labels, tokens, odds = (at(values, anchors + 1).flatten(1) for values in batch.branches)
+        anchors = anchors.repeat_interleave(tokens.shape[1] // anchors.shape[1], dim=1)
+        known = labels >= 0
+        states = self._forward.beside(batch, anchors, tokens, grown)[known]
+        place = torch.zeros_like(labels[known])
+        return _Entries(states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known])
+
+    def _labelled(
+        self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
+    ) -> _Entries:
+        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]; drawn
+        [batch], positions for which each stands"""
         width = batch.label_index.shape[1]
         flat = predicted.flatten(1)
         labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
         known = (labels >= 0) & (predicted >= 0)
         places = torch.as_tensor(place, device=states.device).expand(predicted.shape)
         kept = states[known]
-        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known])
+        passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
+        before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
+        reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
+        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
 
     def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
         """Cross-entropy of the rank head, half of it at a temperature: labels are ranks of the token noise selects."""
         flat = entries.labels.shape[0]
-        chosen = torch.randperm(flat, generator=generator, device=generator.device)[: self._settings.rank_rows].to(
-            entries.labels.device
-        )
+        chosen = _uniform((flat,), generator, entries.labels.device).argsort()[: self._settings.rank_rows]
         logits = entries.logits.detach()[chosen].float()
         labels = entries.labels[chosen]
         warm = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
         if self._settings.coupled:
             warm[: logits.shape[0] // 2] = True
-        noise = _gumbel(logits.shape, generator).to(logits.device)
-        spread = torch.rand(logits.shape[0], 1, generator=generator, device=generator.device).to(logits.device)
+        noise = _gumbel(logits.shape, generator, logits.device)
+        spread = _uniform((logits.shape[0], 1), generator, logits.device)
         temperature = _COOLEST + (_HOTTEST - _COOLEST) * spread
         scores = logits.log_softmax(-1)
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
         features, ids = rank_features(scores)
         drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
-        fresh = _gumbel(drafted.shape, generator).to(drafted.device)
+        fresh = _gumbel(drafted.shape, generator, drafted.device)
         shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)
         said = batch.top_logprobs[labels]
         said = torch.where(warm[:, None], said / temperature + shared, said)
@@ -170,13 +197,12 @@ class Objective:
         return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
-def _draft_loss(entries: _Entries, batch: Batch, t2d: Tensor) -> Tensor:
-    """Mean of -sum_v p(v) log q(v) over the target's top tokens that can be drafted."""
+def _said(entries: _Entries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
+    """p and log q as of `Loss`. # -> both [flat, top]"""
     drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
-    weight = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
+    p = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
     logits = entries.logits.float()
-    expected = (weight * logits.gather(1, drafted.clamp(min=0))).sum(1)
-    return (weight.sum(1) * logits.logsumexp(1) - expected).mean()
+    return p, logits.gather(1, drafted.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
 
 
 def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
@@ -185,7 +211,11 @@ def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
     return torch.where(drafted >= 0, (logits > own).sum(1), logits.shape[1])
 
 
-def _gumbel(shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _uniform(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Drawn where the generator is."""
+    return torch.rand(tuple(shape), generator=generator, device=generator.device).to(device)
+
+
+def _gumbel(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
     """-log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
-    uniform = torch.rand(shape, generator=generator, device=generator.device).clamp_(min=_SMALLEST)
-    return uniform.log_().neg_().log_().neg_()
+    return _uniform(shape, generator, device).clamp_(min=_SMALLEST).log_().neg_().log_().neg_()

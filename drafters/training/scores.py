@@ -23,13 +23,14 @@ _TEXT_TOKENS = 64
 class Scores:
     """What a drafter can do; tuples are by place on the path from the anchor, the next token first."""
 
-    loss: float
+    loss: float  # cross-entropy to the target
     rank_loss: float
     alpha: tuple[float | None, ...]  # share of places whose likeliest token is the target's; None: never reached
     covered: tuple[float | None, ...]  # the same for the first four ranks
     seen: tuple[int, ...]
     chain_tau: float
     tree_tau: float  # best-first trees of 16 nodes
+    total_variation: float | None = None  # distance to the target, by its likeliest tokens; None: not measured
 
 
 @torch.no_grad()
@@ -39,17 +40,17 @@ def examine(model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_t
     replayed = _to_replay(texts)
     objective = Objective(model, embed, ObjectiveSettings(anchored_rows=_ANCHORED_ROWS))
     drawn = torch.Generator().manual_seed(_SEED)
-    losses, counts, groups = torch.zeros(2), torch.zeros(3, reach), 0
+    losses, counts, groups = torch.zeros(3), torch.zeros(3, reach), 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         chain = sum((replay_chain(model, embed, text) for text in replayed), Replayed())
         for group in batches(list(texts), tokens=batch_tokens, generator=drawn):
             scores = objective(Batch.of(group, reach, device), drawn)
-            losses += torch.stack([scores.draft_loss, scores.rank_loss]).float().cpu()
+            losses += torch.stack([scores.draft_loss, scores.rank_loss, scores.distance]).float().cpu()
             counts += torch.stack([scores.hits, scores.covered, scores.seen])
             groups += 1
         tree = replay_trees(serving(model, embed), replayed, max_nodes=TREE_NODES, device=model.d2t.device)
     hits, covered, seen = counts
-    loss, rank_loss = (losses / max(1, groups)).tolist()
+    loss, rank_loss, distance = (losses / max(1, groups)).tolist()
     return Scores(
         loss=loss,
         rank_loss=rank_loss,
@@ -58,6 +59,7 @@ def examine(model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_t
         seen=tuple(seen.int().tolist()),
         chain_tau=chain.tau,
         tree_tau=tree.tau,
+        total_variation=distance,
     )
 
 

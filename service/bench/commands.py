@@ -152,8 +152,8 @@ def _drafters(
         str | None,
         typer.Option(
             metavar="KIND[=FOLDER],...",
-            help="Compare these drafters instead, each with the weights in its folder: tau, acceptance by depth, costs "
-            "and speedup, and a picture beside --out.",
+            help="Compare these drafters instead, each with the weights in its folder: what it knows, tau, costs and "
+            "speedup, and a picture beside --out.",
         ),
     ] = None,
     nodes: Annotated[

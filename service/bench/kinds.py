@@ -1,11 +1,12 @@
 """`adaptree bench drafters --kinds`: drafters against each other, each beside plain decoding of the same prompts.
 
 Every kind gets the target anew, because what it taps of it is planned with it; its own plain decoding, in turn with it
-at every budget, is what it is compared with. Steps that read prompts are left out.
+at every budget, is what it is compared with. Steps that read prompts are left out. What a kind knows is looked at apart
+from that, for looking takes time.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -13,9 +14,11 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
+from service.bench.draft_records import observed, without_noise
 from service.bench.driver import Run, TimedStep, generate
 from service.bench.experiment import (
     PLAIN,
@@ -35,12 +38,13 @@ from service.bench.experiment import (
     tau,
     warm_up,
 )
+from service.bench.quality import COVERED, quality_of
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 
-SERVED = "served"
-"""In place of a number of nodes: the budget as it is configured."""
+SERVED, OBSERVED = "served", "observed"
+"""The first in place of a number of nodes: the budget as it is configured."""
 
 _COMMA = re.compile(r",(?![^(]*\))")  # outside of parentheses
 _CONTOURS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
@@ -95,7 +99,8 @@ def run_kinds(
     limit: int | None,
     out: Path | None,
 ) -> bool:
-    """Let every kind answer every prompt at every budget and report; whether all texts were the same."""
+    """Let every kind answer every prompt at every budget and report; whether all texts were the same. A row has all
+    columns: those of the kind at this temperature are the same at every budget."""
     rows: list[Row] = []
     most = max([config.max_budget, *(nodes for nodes in budgets if nodes is not None)])
     for kind in kinds:
@@ -105,8 +110,7 @@ def run_kinds(
     mismatched = sum(row["mismatched_tokens"] for row in rows)
     if out is not None:
         plot_kinds(rows, out.with_suffix(".png"))
-    table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: (row["kind"], row["temperature"]))
-    return conclude(assembly, out, rows, {"kinds": len(kinds), "mismatched_tokens": mismatched}, table)
+    return conclude(assembly, out, rows, {"kinds": len(kinds), "mismatched_tokens": mismatched}, *tables_of(rows))
 
 
 def _rows_of(
@@ -117,34 +121,48 @@ def _rows_of(
     budgets: Sequence[int | None],
     limit: int | None,
 ) -> list[Row]:
+    """With the noise withheld engines run last, for from then on their drafters know how it is without."""
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
     prompts = list(chain.from_iterable(chosen.prompts for chosen in sets))
-    contestants = contestants_of(assembly, budgets)
-    warm_up(contestants, prompts[0], measures[0])
-    rows = []
+    engines = {SERVED if nodes is None else str(nodes): assembly.engine(policy=_policy(nodes)) for nodes in budgets}
+    contestants: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
+    everybody: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly)), **contestants}
+    warm_up(everybody, prompts[0], measures[0])
     with counted(len(measures) * len(prompts), kind.title) as advance:
-        for measure in measures:
-            runs = take_turns(prompts, contestants, measure, advance)
-            plain = runs.pop(PLAIN)
-            rows += [
-                {"kind": kind.title, "temperature": measure.temperature, "nodes": nodes, **figures_of(mine, plain)}
-                for nodes, mine in runs.items()
-            ]
-    return rows
+        runs = [take_turns(prompts, everybody, measure, advance) for measure in measures]
+    known = _known(assembly, prompts, measures)
+    for engine in engines.values():
+        without_noise(engine.drafter)
+    withheld = [take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures]
+    return [
+        {
+            **{"kind": kind.title, "temperature": measure.temperature, "nodes": nodes},
+            **figures_of(mine[nodes], mine[PLAIN], blind.get(nodes, ())),
+            **quality,
+        }
+        for measure, mine, blind, quality in zip(measures, runs, withheld, known, strict=True)
+        for nodes in engines
+    ]
 
 
-def contestants_of(assembly: Assembly, budgets: Sequence[int | None]) -> dict[str, Contestant]:
-    """Plain decoding, and the assembly's drafter behind each budget."""
-    engines = {PLAIN: plain_engine(assembly)}
-    for nodes in budgets:
-        policy = None if nodes is None else FixedBudget(nodes)
-        engines[SERVED if nodes is None else str(nodes)] = assembly.engine(policy=policy)
-    return {name: partial(generate, engine) for name, engine in engines.items()}
+def _policy(nodes: int | None) -> FixedBudget | None:
+    return None if nodes is None else FixedBudget(nodes)
 
 
-def figures_of(runs: Sequence[Run], plain: Sequence[Run]) -> Row:
-    """What a drafter was worth. `alpha` [depth] is the share of steps that accepted a node there, of those that
-    accepted its parent; costs are in plain steps."""
+def _known(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
+    """As `quality_of`, with as many nodes as any budget has."""
+    drafter, recorder = observed(assembly)
+    engine = assembly.engine(drafter, FixedBudget(assembly.limits.max_budget))
+    known = []
+    for measure in measures:
+        take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
+        known.append(quality_of(recorder.take()))
+    return known
+
+
+def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run] = ()) -> Row:
+    """What a drafter was worth, and its tau where the noise was withheld from it. `alpha` [depth] is the share of steps
+    that accepted a node there, of those that accepted its parent; costs are in plain steps."""
     steps, without = _decoding(runs), _decoding(plain)
     drafted = [step for step in steps if step.stats.drafts]
     plain_seconds = fmean(step.seconds for step in without)
@@ -152,15 +170,18 @@ def figures_of(runs: Sequence[Run], plain: Sequence[Run]) -> Row:
     return {
         "tokens": sum(run.num_tokens for run in runs),
         "tau": tau(runs),
+        "tau_withheld": tau(withheld) if withheld else None,
         "alpha": _alpha([count for run in runs for answer in run.answers for count in answer.accepted_per_step]),
         "mean_nodes": _mean([step.stats.drafted_nodes for step in drafted]),
         "draft_milliseconds": 1000 * _mean([step.stats.draft_seconds for step in drafted]),
+        "step_milliseconds": 1000 * _mean([step.seconds for step in drafted]),
+        "plain_milliseconds": 1000 * plain_seconds,
         "drafting_cost": _mean([step.stats.draft_seconds + step.stats.follow_seconds for step in drafted])
         / plain_seconds,
         "step_cost": _mean([step.seconds for step in drafted]) / plain_seconds,
         "speedup": decode_tokens_per_second(runs) / decode_tokens_per_second(plain),
         "survival_error": errors[-1] if errors else None,  # expected calibration error
-        "mismatched_tokens": mismatches(plain, runs),
+        "mismatched_tokens": mismatches(plain, runs) + (mismatches(plain, withheld) if withheld else 0),
     }
 
 
@@ -200,24 +221,60 @@ def plot_kinds(rows: Sequence[Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _of_depths(row: Mapping[str, list[float]]) -> str:
-    return " ".join(f"{share:.2f}" for share in row["alpha"][:4])
+def tables_of(rows: Sequence[Row]) -> tuple[Table, Table]:
+    """What each kind knows, and what that is worth at each budget."""
+
+    def group(row: Row) -> tuple[str, float]:
+        return row["kind"], row["temperature"]
+
+    first = list({group(row): row for row in reversed(rows)}.values())[::-1]
+    known = table_of((*_NAMES, *_KNOWN), first, caption=_KNOWN_CAPTION, section=lambda row: row["kind"])
+    return known, table_of((*_NAMES, *_WORTH), rows, caption=_WORTH_CAPTION, section=group)
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("kind", lambda row: row["kind"]),
-    ("T", lambda row: f"{row['temperature']:g}"),
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _numbers(values: Iterable[float | None]) -> str:
+    return " ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def _covered(k: int) -> Column:
+    return f"top {k}", lambda row: _number(row["covered"][str(k)])
+
+
+_NAMES: tuple[Column, ...] = (("kind", lambda row: row["kind"]), ("T", lambda row: f"{row['temperature']:g}"))
+_KNOWN: tuple[Column, ...] = (
+    ("places", lambda row: f"{row['places']:,}"),
+    ("named", lambda row: _number(row["named"])),
+    *map(_covered, COVERED),
+    ("right by rank", lambda row: _numbers(row["right_by_rank"][:4])),
+    ("TVD", lambda row: _number(row["total_variation"])),
+    ("ECE, claimed", lambda row: _number(row["claimed_error"])),
+    ("ECE, corrected", lambda row: _number(row["corrected_error"])),
+)
+_KNOWN_CAPTION = (
+    "places: tokens of the text behind a root or an accepted node; named: share of them at which the drafter names a "
+    "token; top k: of these, at which the target's token is among its k likeliest; right by rank: at which it is that "
+    "of rank 1, 2, 3, 4; TVD: total variation distance to the target's distribution at temperature 1, empty where a "
+    "kind has none; ECE: calibration error of survival, as the drafter claims it and as it is corrected"
+)
+_WORTH: tuple[Column, ...] = (
     ("nodes", lambda row: row["nodes"]),
     ("tau", lambda row: f"{row['tau']:.2f}"),
-    ("alpha by depth", _of_depths),
+    ("withheld", lambda row: _number(row["tau_withheld"])),
+    ("alpha by depth", lambda row: _numbers(row["alpha"][:4])),
     ("drafting, ms", lambda row: f"{row['draft_milliseconds']:.1f}"),
+    ("step, ms", lambda row: f"{row['step_milliseconds']:.1f}"),
     ("drafting cost", lambda row: f"{row['drafting_cost']:.2f}"),
     ("step cost", lambda row: f"{row['step_cost']:.2f}"),
     ("speedup", lambda row: f"{row['speedup']:.2f}"),
     ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
-_CAPTION = (
-    "steps that read prompts are left out; alpha: share of steps whose node at depth 1, 2, 3, 4 was accepted, of those "
-    "that accepted the one above; costs of a drafted step, and of what its drafter did, in plain steps; speedup: "
-    "decoded tokens per second by plain decoding's on the same prompts"
+_WORTH_CAPTION = (
+    "steps that read prompts are left out; withheld: tau where the drafter does not see the sampling noise, empty "
+    "where there is none; alpha: share of steps whose node at depth 1, 2, 3, 4 was accepted, of those that accepted "
+    "the one above; costs of a drafted step, and of what its drafter did, in plain steps; speedup: decoded tokens per "
+    "second by plain decoding's on the same prompts"
 )

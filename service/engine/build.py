@@ -1,8 +1,11 @@
 """Building the engine's parts and measuring what they cost on this machine. Takes plain values, no configuration."""
 
+from dataclasses import replace
+
 import torch
 
 from drafters.kinds import Parts
+from drafters.lattice import Witness
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.registry import TrainedWeights, build_drafter
 from drafters.regret import RegretLedger
@@ -36,10 +39,12 @@ def make_drafter(
     weights: TrainedWeights | None = None,
     ledger: RegretLedger | None = None,
     draft_model: DraftModel | None = None,
+    witness: Witness | None = None,
 ) -> Drafter:
-    """The drafter of that name, sized for the engine. Raises StartupError."""
+    """The drafter of that name, sized for the engine; before a witness nothing is captured. Raises StartupError."""
+    sizes = drafting_sizes(target, limits, ledger)
     parts = Parts(
-        sizes=drafting_sizes(target, limits, ledger),
+        sizes=sizes if witness is None else replace(sizes, capture=None, witness=witness),
         weights=weights,
         draft_model=None if draft_model is None else draft_model.model.with_pool,
         first_layers=target.first_layers,

@@ -24,6 +24,8 @@ _ANSWER_SHARE = 0.4
 _FEATURE_SHARE = 0.3
 """Most of the time these stages may take in a run of all stages; what they leave goes to training."""
 
+_TREE_BRANCHES = 2
+
 _Target = Annotated[
     str,
     typer.Option(
@@ -54,6 +56,12 @@ class FitOptions:
         int | None,
         typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
     ] = None
+    loss: Annotated[
+        Literal["cross_entropy", "total_variation", "tree"],
+        typer.Option(
+            help="What is lowered; tree: cross-entropy over what the target may say, with features of --branches."
+        ),
+    ] = "cross_entropy"
     prefix_entries: Annotated[
         Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
     ] = "first"
@@ -77,6 +85,11 @@ class FitOptions:
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:
             raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
+
+    @property
+    def branches(self) -> int:
+        """That the loss learns from, at each token of an answer."""
+        return _TREE_BRANCHES if self.loss == "tree" else 0
 
     @property
     def without(self) -> frozenset[str]:
@@ -143,7 +156,8 @@ def _drafter(
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
-        make_features(config, responses, features, deadline=_deadline(_FEATURE_SHARE * minutes))
+        deadline = _deadline(_FEATURE_SHARE * minutes)
+        make_features(config, responses, features, branches=options.branches, deadline=deadline)
     ranks.wait()
     left = minutes * 60 - (time.monotonic() - began)
     say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
@@ -178,6 +192,9 @@ def _features(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
     target: _Target = "smollm2-135m",
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
+    branches: Annotated[
+        int, typer.Option(min=0, max=16, help="Also ask what follows so many other tokens at each of an answer's.")
+    ] = 0,
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
@@ -186,7 +203,7 @@ def _features(
     from service.training.features import make_features, processes
 
     processes(config)
-    make_features(config, responses, out, deadline=_deadline(minutes))
+    make_features(config, responses, out, branches=branches, deadline=_deadline(minutes))
 
 
 def _fit(

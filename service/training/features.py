@@ -1,8 +1,8 @@
 """Stage 2: what the target's layers say while it reads its own answers, and what else it might have said.
 
-Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, in shards on disk that are kept
-when they hold these very texts. The manifest says for which target they are and from which files.
-Legend: batch, heads, length, dim.
+Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, perhaps also of those behind other
+tokens than the response's, in shards on disk that are kept when they hold these very texts. The manifest says for which
+target they are and from which files.
 """
 
 import hashlib
@@ -11,27 +11,27 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from drafters.training.corpus import TOP, Shard, by_length
+from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target, refuse_widened
 from service.config import ServiceConfig
 from service.engine.drafter_start import tap_layers_for
-from service.engine.modules import FeatureTaps, decoder_layers, refuse_unknown
+from service.engine.modules import FeatureTaps, decoder_layers
 from service.errors import StartupError
 from service.logging import bar
 from service.prompts import source_of
+from service.training.attention import ATTENTION_NAME, Rows
 from service.training.regenerate import Response, read_responses
-
-ATTENTION_NAME = "adaptree_dense"
 
 MANIFEST_FILE = "features.json"
 
@@ -40,55 +40,6 @@ _LABEL_BYTES = TOP * 6
 _SPARE = 1.02
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 16384
-
-
-def dense_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    attended: list[int],
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: object,
-) -> tuple[Tensor, None]:
-    """query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
-
-    `attended` collects the layers that came by. Raises StartupError for anything that would change the result unseen.
-    """
-    refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "so its features cannot be read here")
-    attended.append(module.layer_idx)  # type: ignore[arg-type]
-    dtype = query.dtype
-    if query.device.type == "cpu":
-        query, key, value = query.float(), key.float(), value.float()
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    length = query.shape[2]
-    if softcap is None and (sliding_window is None or sliding_window >= length):
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    else:
-        out = _masked(query * scale, key, value, sliding_window, softcap)
-    return out.transpose(1, 2).to(dtype).contiguous(), None
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
-    """softmax(cap(q k)) v over positions behind, and with a window only so many, the own one included."""
-    positions = torch.arange(query.shape[2], device=query.device)
-    behind = positions[:, None] - positions
-    seen = (behind >= 0) & (behind < (window if window is not None else query.shape[2]))
-    grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
-    scores = grouped @ key[:, :, None].transpose(3, 4)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
-    out: Tensor = weights @ value[:, :, None]
-    return out.flatten(1, 2)
-
-
-AttentionInterface.register(ATTENTION_NAME, dense_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +94,15 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 class FeatureReader:
     """Runs a target over whole texts."""
 
-    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int, branches: int = 0
+    ) -> None:
+        """`branches`: other tokens at each of a response's behind which the target is asked."""
+        self.branches = branches
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._device = model.device
-        self._batch_tokens = batch_tokens
+        self._batch_tokens = batch_tokens // 4 if branches else batch_tokens  # of twice the rows; scores are squares
         self._num_layers = len(decoder_layers(model))
         self._taps = FeatureTaps(decoder_layers(model), tap_layers)
         config = model.config.get_text_config()
@@ -157,7 +112,6 @@ class FeatureReader:
     @torch.inference_mode()
     def read(self, responses: Sequence[Response]) -> Shard:
         """Everything about these texts, in their order. Raises StartupError for tokens the target does not have."""
-        texts = [response.prompt + response.response for response in responses]
         for response in responses:
             largest = max(*response.prompt, *response.response)
             if largest >= self.vocab_size:
@@ -165,45 +119,110 @@ class FeatureReader:
                     f"response {response.id}: token {largest}, but this target has {self.vocab_size}; "
                     "it was written by another target: answer the prompts with this one"
                 )
-        found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        for places in by_length([len(text) for text in texts], self._batch_tokens):
-            prompts = [len(responses[place].prompt) for place in places]
-            found.update(zip(places, self._run([texts[place] for place in places], prompts), strict=True))
-        features, logprobs, ids = zip(*(found[place] for place in range(len(texts))), strict=True)
-        return Shard(
-            tokens=torch.tensor([token for text in texts for token in text], dtype=torch.int32),
-            features=torch.cat(features),
-            lengths=torch.tensor([len(text) for text in texts]),
+        texts = [_Text(response.prompt + response.response, len(response.prompt)) for response in responses]
+        found: dict[int, _Read] = {}
+        for places in by_length([response.num_tokens for response in responses], self._batch_tokens):
+            found.update(zip(places, self._read([texts[place] for place in places]), strict=True))
+        reads = [found[place] for place in range(len(responses))]
+        shard = Shard(
+            tokens=torch.tensor([t for one in responses for t in (*one.prompt, *one.response)], dtype=torch.int32),
+            features=torch.cat([read.features for read in reads]),
+            lengths=torch.tensor([response.num_tokens for response in responses]),
             prompts=torch.tensor([len(response.prompt) for response in responses]),
             temps=torch.tensor([response.temperature for response in responses]),
-            top_ids=torch.cat(ids),
-            top_logprobs=torch.cat(logprobs),
+            top_ids=torch.cat([read.said.ids for read in reads]),
+            top_logprobs=torch.cat([read.said.logprobs for read in reads]),
         )
+        if not self.branches:
+            return shard
+        ids, logprobs = (torch.cat(values) for values in zip(*(read.branches for read in reads), strict=True))
+        return replace(shard, branch_ids=ids, branch_logprobs=logprobs)
 
-    def _run(self, texts: Sequence[list[int]], prompts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each text: features [length, taps * hidden], top log-probabilities and ids [labels, TOP]."""
-        length = max(map(len, texts))
-        ids = torch.zeros(len(texts), length, dtype=torch.int64)
-        for line, text in enumerate(texts):
-            ids[line, : len(text)] = torch.tensor(text)
-        first = min(prompts) - 1  # the position that predicts the first response token
+    def _read(self, texts: Sequence["_Text"]) -> list["_Read"]:
+        """Texts together, then the branches of all of them, one of each position at a time."""
+        reads = list(self._run(texts))
+        if not self.branches:
+            return reads
+        others = [
+            read.said.ids[:-1].gather(1, likeliest_others(read.said.ids[:-1], torch.tensor(response), self.branches))
+            for read, response in zip(reads, (text.tokens[text.prompt :] for text in texts), strict=True)
+        ]
+        behind = [
+            list(self._run_branches(texts, [tokens[:, number] for tokens in others])) for number in range(self.branches)
+        ]
+        return [
+            read._replace(branches=_Tops(*(torch.stack(values, dim=1) for values in zip(*mine, strict=True))))
+            for read, mine in zip(reads, zip(*behind, strict=True), strict=True)
+        ]
+
+    def _run(self, texts: Sequence["_Text"]) -> Iterator["_Read"]:
+        length = max(len(text.tokens) for text in texts)
+        ids = _padded([torch.tensor(text.tokens) for text in texts])
+        first = min(text.prompt for text in texts) - 1  # the position that predicts the first response token
+        logits = self._logits(ids, torch.arange(first, length))
+        for line, (tokens, prompt) in enumerate(texts):
+            features = self._taps.take(len(tokens), line).to(torch.bfloat16).cpu()
+            yield _Read(features, _Tops.of(logits[line, prompt - 1 - first : len(tokens) - first]))
+
+    def _run_branches(self, texts: Sequence["_Text"], others: Sequence[Tensor]) -> Iterator["_Tops"]:
+        """What follows these tokens in place of each text's response. # others [response] each"""
+        ids, beside = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
+        length = ids.shape[1]
+        parents = _padded([torch.arange(text.prompt - 1, len(text.tokens) - 1) for text in texts])
+        rows = Rows.branched(length, parents.to(self._device))
+        kept = torch.arange(length, length + beside.shape[1])
+        logits = self._logits(torch.cat([ids, beside], dim=1), kept, rows)
+        for line, tokens in enumerate(others):
+            yield _Tops.of(logits[line, : len(tokens)])
+
+    def _logits(self, ids: Tensor, kept: Tensor, rows: Rows | None = None) -> Tensor:
+        """# ids [batch, rows], kept [logits] -> [batch, logits, vocab]"""
         attended: list[int] = []
+        asked = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
         output = self._model(
             input_ids=ids.to(self._device),
             use_cache=False,
-            logits_to_keep=torch.arange(first, length, device=self._device),
+            logits_to_keep=kept.to(self._device),
             attended=attended,
+            **asked,
         )
         if attended != list(range(self._num_layers)):
             raise StartupError(
                 "this model has layers whose attention is not one plain attention each; its features cannot be read"
             )
-        for line, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-            logits = output.logits[line, prompt - 1 - first : len(text) - first].float()
-            top = logits.topk(TOP)
-            logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-            features = self._taps.take(len(text), line).to(torch.bfloat16).cpu()
-            yield features, logprobs.to(torch.float16).cpu(), top.indices.to(torch.int32).cpu()
+        logits: Tensor = output.logits
+        return logits
+
+
+class _Text(NamedTuple):
+    tokens: list[int]
+    prompt: int
+
+
+class _Tops(NamedTuple):
+    """The target's likeliest tokens."""
+
+    ids: Tensor  # [..., TOP] int32
+    logprobs: Tensor  # [..., TOP] float16
+
+    @staticmethod
+    def of(logits: Tensor) -> "_Tops":
+        logits = logits.float()
+        top = logits.topk(TOP)
+        logprobs = top.values - logits.logsumexp(-1, keepdim=True)
+        return _Tops(top.indices.to(torch.int32).cpu(), logprobs.to(torch.float16).cpu())
+
+
+class _Read(NamedTuple):
+    """All about one text."""
+
+    features: Tensor  # [length, taps * hidden]
+    said: _Tops  # of [labels]
+    branches: _Tops | None = None  # of [response, branches]
+
+
+def _padded(lines: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(lines), batch_first=True).long()
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:
@@ -211,9 +230,11 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
     make_folder(folder)
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
-    missing = [chunk for path, chunk in zip(paths, chunks, strict=True) if not _holds(path, chunk)]
+    kept = [_holds(path, chunk, reader.branches) for path, chunk in zip(paths, chunks, strict=True)]
+    missing = [chunk for is_kept, chunk in zip(kept, chunks, strict=True) if not is_kept]
     needed = sum(
-        response.num_tokens * (reader.bytes_per_token + 4) + (len(response.response) + 1) * _LABEL_BYTES
+        response.num_tokens * (reader.bytes_per_token + 4)
+        + (len(response.response) * (1 + reader.branches) + 1) * _LABEL_BYTES
         for chunk in missing
         for response in chunk
     )
@@ -223,8 +244,8 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
             f"the features need {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free: "
             "give another folder or fewer responses"
         )
-    for path, chunk in zip(paths, chunks, strict=True):
-        if not _holds(path, chunk):
+    for path, chunk, is_kept in zip(paths, chunks, kept, strict=True):
+        if not is_kept:
             shard = reader.read(chunk)
             try:
                 shard.save(path)
@@ -235,18 +256,24 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
         yield chunk
 
 
-def _holds(path: Path, responses: Sequence[Response]) -> bool:
+def _holds(path: Path, responses: Sequence[Response], branches: int) -> bool:
     """Whether the shard is there with all these texts, not the first of them only. Raises StartupError for others."""
     if not path.exists():
         return False
     try:
         with safe_open(path, framework="pt") as shard:
             tokens, lengths = shard.get_tensor("tokens"), shard.get_tensor("lengths")
+            names = list(shard.keys())
+            held = shard.get_slice("branch_ids").get_shape()[1] if "branch_ids" in names else 0
     except (OSError, SafetensorError) as error:
         raise StartupError(f"{path} cannot be read ({error}); delete it") from error
     wanted = [token for response in responses for token in (*response.prompt, *response.response)]
     if lengths.shape[0] > len(responses) or tokens.tolist() != wanted[: tokens.shape[0]]:
         raise StartupError(f"{path} holds other texts than these responses; give another folder or delete it")
+    if held != branches:
+        raise StartupError(
+            f"{path} was made with --branches {held}, not {branches}; give that number or another folder"
+        )
     return int(lengths.shape[0]) == len(responses)
 
 
@@ -258,7 +285,9 @@ def make_folder(folder: Path) -> None:
         raise StartupError(f"the folder {folder} cannot be made: {error}") from error
 
 
-def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *, deadline: float | None) -> None:
+def make_features(
+    config: ServiceConfig, responses: Sequence[Path], out: Path, *, branches: int = 0, deadline: float | None
+) -> None:
     """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
     wanted = read_responses(responses)
     device = device_of(config.device)
@@ -266,7 +295,7 @@ def make_features(config: ServiceConfig, responses: Sequence[Path], out: Path, *
     loaded = load_target(config, device)
     taps = tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
-    reader = FeatureReader(loaded.model, taps, batch_tokens=most)
+    reader = FeatureReader(loaded.model, taps, batch_tokens=most, branches=branches)
     began = time.monotonic()
     shards, tokens, kept = 0, 0, list[Response]()
     with bar("reading features", sum(response.num_tokens for response in wanted)) as advance:

@@ -27,6 +27,7 @@ from drafters.training.fit import (
     vocabulary_of,
 )
 from drafters.training.initialise import initialise
+from drafters.training.losses import LOSSES
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Scores, examine
@@ -87,6 +88,7 @@ class FitPlan:
             "betas": list(settings.betas),
             "draft_vocab_size": options.draft_vocab,
             "kind": options.kind,
+            "loss": options.loss,
             **self.shape,
             "prefix_entries": options.prefix_entries,
             "anchored_rows": ObjectiveSettings().anchored_rows,
@@ -134,12 +136,15 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     examples = load_examples(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
     trained, apart = held_out(examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
     _refuse_too_few(trained, plan, ranks)
+    if plan.options.branches and not trained[0].num_branches:
+        raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
         glancing=TRAINED_KINDS[plan.options.kind].glancing,
+        loss=LOSSES[plan.options.loss],
     )
     trainer = Trainer(
         start.model,

@@ -64,7 +64,7 @@ class CurvePoint:
         return (
             f"step {self.step}, {self.tokens / 1e6:.2f}M tokens, {self.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
             f"alpha {alphas}, ranks 1-4 {scores.covered[0] or 0.0:.2f}, "
-            f"tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
+            f"distance {scores.total_variation or 0.0:.3f}, tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
         )
 
 
@@ -99,10 +99,13 @@ def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, shares, taus = figure.subplots(1, 3)
     tokens = [point.tokens / 1e6 for point in points]
-    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts")
+    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts, cross-entropy")
     trained = [point for point in points if point.train_loss is not None]
-    losses.plot([p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts")
-    losses.set_title("cross-entropy to the target")
+    losses.plot(
+        [p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts, as trained"
+    )
+    losses.plot(tokens, [p.scores.total_variation for p in points], marker=".", label="held-out texts, total variation")
+    losses.set_title("distance to the target")
     for place in range(min(4, len(points[0].scores.alpha))):
         values = [point.scores.alpha[place] for point in points]
         shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"place {place + 1}")
@@ -174,6 +177,7 @@ Proposes draft trees for this one target; the target verifies them, so the draft
 | trained on | {data["response_tokens"]:,} response tokens of the target itself; {training["tokens_seen"]:,} seen |
 | cost | {training["minutes"]} minutes, {training["steps"]} steps ({training["skipped_steps"]} skipped) |
 | machine | {machine["processor"]}, device {machine["device"]}, {machine["threads"]} threads, {processes} |
+| trained to lower | {training["loss"]} |
 | left out of the method | {without} |
 | versions | {", ".join(f"{name} {version}" for name, version in facts["versions"].items())} |
 | command | `{facts["command"]}` |
@@ -208,6 +212,7 @@ def _score_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     rows.insert(1, ("ranks 1-4 at place 1", "covered", 0))
     lines = [f"| {title} | {_shown(before[name][at])} | {_shown(now[name][at])} |" for title, name, at in rows]
     plain = {"tau, chain": "chain_tau", "tau, tree of 16 nodes": "tree_tau", "cross-entropy": "loss"}
+    plain["total variation to the target"] = "total_variation"
     lines += [f"| {title} | {_shown(before[name])} | {_shown(now[name])} |" for title, name in plain.items()]
     return "\n".join(lines)
 

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.draft_records import BlockRecord, StepRecord
 from benchmarks.tree import Piece, answer_pieces, answered, chosen_steps, draw, picture_of, title_of, tree_of
 from service.assembly import Assembly
+from service.bench.draft_records import Place, StepRecord
 from service.engine.requests import SamplingParams
 from service.errors import StartupError
 
@@ -22,12 +22,13 @@ STEP = StepRecord(
     accepted=2,
     candidates=CANDIDATES,
     proposals={"lookup": {(2,): 0.3, (1,): 0.1}, "specblock": {path: 1.0 for path in CANDIDATES if path != (2,)}},
-    blocks=[
-        BlockRecord(0, (), ((1, 9), (5, 6)), (0, 0)),
-        BlockRecord(1, (1, 6), ((7, 8), (8, 9)), (0, 0)),
-        BlockRecord(1, (1,), ((6, 5), (7, 8)), (0, 0)),
+    places=[
+        Place("specblock", 0, (), (1, 9)),
+        Place("specblock", 0, (1,), (5, 6)),
+        Place("specblock", 1, (1, 6), (7, 8)),
+        Place("specblock", 1, (1,), (6, 5)),
     ],
-    verified=frozenset(CANDIDATES) - {(1, 5)},
+    verified={path: odds for path, odds in CANDIDATES.items() if path != (1, 5)},
 )
 PICTURE: list[Piece] = [*tree_of(STEP, WORDS.__getitem__), ("first line\nsec", "bonus"), ("ond & last", "accepted")]
 
@@ -87,7 +88,7 @@ def test_pieces_follow_acceptance_and_never_split_a_character() -> None:
 
 def test_steps_are_chosen_by_number_or_by_accepted_path() -> None:
     plain = StepRecord(root=0, truth=(1,), accepted=0)
-    short = StepRecord(root=0, truth=(1, 2), accepted=1, verified=frozenset({(1,)}))
+    short = StepRecord(root=0, truth=(1, 2), accepted=1, verified={(1,): 1.0})
     steps = [plain, short, plain, STEP, short]
     assert chosen_steps(steps, first=None, count=1) == [3]
     assert chosen_steps(steps, first=1, count=2) == [1, 3]

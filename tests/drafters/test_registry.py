@@ -8,7 +8,7 @@ import torch
 
 from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes, Noise
-from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, sources_of
+from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, sources_of, trained_kind_of
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 _OTHERS = """
@@ -119,6 +119,11 @@ def test_a_switch_between_unknown_ones_is_refused(name: str) -> None:
 def test_tokens_are_credited_to_parts() -> None:
     assert sources_of("lookahead") == ("lookahead",)
     assert sources_of("lookup+specblock") == sources_of("switch(lookup,specblock)") == ("lookup", "specblock")
+
+
+def test_a_trained_kind_is_known_whatever_its_trees_grow_by() -> None:
+    assert trained_kind_of("lookup+eagle3(uniform)") == trained_kind_of("switch(lookup,eagle3)") == "eagle3"
+    assert trained_kind_of("lookup+early_exit(3)") is None
 
 
 def test_without_a_drafter_the_tree_is_empty() -> None:

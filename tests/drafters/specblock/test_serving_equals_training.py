@@ -12,7 +12,7 @@ from drafters.specblock.forwards import Live, forward_of
 from drafters.specblock.model import InputLayer, SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import Batch
+from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
@@ -34,7 +34,8 @@ class Text:
 
     def batch(self) -> Batch:
         none = torch.zeros(0, 64)
-        return Batch(self.tokens, self.features, torch.zeros(2, LENGTH), none.long(), none, 2 * LENGTH)
+        branches = Branches(none.long(), none.long(), none)
+        return Batch(self.tokens, self.features, torch.zeros(2, LENGTH), none.long(), none, none, branches, 2 * LENGTH)
 
 
 class Serving:

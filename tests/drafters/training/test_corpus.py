@@ -28,10 +28,12 @@ def corpus(tmp_path: Path) -> list[Example]:
 
 
 def test_a_shard_comes_back_as_it_was(tmp_path: Path) -> None:
-    shard = random_shard(5)
+    shard = random_shard(5, branches=2)
     shard.save(tmp_path / "a.safetensors")
     again = Shard.load(tmp_path / "a.safetensors")
-    assert all(torch.equal(getattr(again, name), getattr(shard, name)) for name in Shard.__slots__)
+    assert all(
+        torch.equal(getattr(again, name), getattr(shard, name)) for name in Shard.__slots__ if "branch" not in name
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
@@ -47,6 +49,28 @@ def test_long_texts_are_cut_and_those_without_response_left_out(tmp_path: Path) 
     random_shard(4).save(tmp_path / "a.safetensors")
     cut = load_examples([tmp_path / "a.safetensors"], max_length=7)
     assert [(e.length, e.prompt, e.top_ids.shape[0]) for e in cut] == [(7, 6, 2), (7, 6, 2)]
+
+
+def test_a_batch_knows_what_else_might_have_been_said(tmp_path: Path) -> None:
+    random_shard(5, branches=2).save(tmp_path / "a.safetensors")
+    group = load_examples([tmp_path / "a.safetensors"], max_length=31)
+    batch, longest = Batch.of(group, 8, "cpu"), max(example.length for example in group)
+    assert batch.branches.tokens.shape == (5, longest, 2)
+    for line, example in enumerate(group):
+        for place in range(longest):
+            said, labels = place - example.prompt, batch.branches.labels[line, place]
+            if not 0 <= said < example.length - example.prompt:
+                assert labels.tolist() == [-1, -1]
+                continue
+            others = [
+                (int(token), float(logprob.float().exp()))
+                for token, logprob in zip(example.top_ids[said], example.top_logprobs[said], strict=True)
+                if token != example.tokens[place]
+            ]
+            assert batch.branches.tokens[line, place].tolist() == [token for token, _ in others[:2]]
+            assert batch.branches.odds[line, place].tolist() == pytest.approx([odds for _, odds in others[:2]])
+            assert torch.equal(batch.top_ids[labels], example.branch_ids[said].long())
+            assert torch.equal(batch.top_logprobs[labels], example.branch_logprobs[said].float())
 
 
 def test_a_batch_knows_the_label_of_every_position(corpus: list[Example]) -> None:

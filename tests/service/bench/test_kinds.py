@@ -54,7 +54,9 @@ def test_figures_are_in_plain_steps() -> None:
     assert (figures["tau"], figures["alpha"]) == (2.0, [0.75, 1 / 3, 0.0])
     assert (figures["step_cost"], figures["drafting_cost"], figures["mean_nodes"]) == (1.5, 0.5, 6)
     assert figures["speedup"] == (4 / 2.5) / 1.0
-    assert figures["mismatched_tokens"] == 0
+    assert (figures["step_milliseconds"], figures["plain_milliseconds"]) == (1500, 1000)
+    assert (figures["tau_withheld"], figures["mismatched_tokens"]) == (None, 0)
+    assert figures_of([mine], [plain], [plain])["tau_withheld"] == 1.0
 
 
 def test_the_command_compares_kinds(tmp_path: Path, prompt_file: Path, quiet: None) -> None:
@@ -64,19 +66,33 @@ def test_the_command_compares_kinds(tmp_path: Path, prompt_file: Path, quiet: No
     code, output = run_command(
         *(
             "bench drafters --queries 2 --max-tokens 12 --temperature 0 --temperature 0.8 --nodes 4,served --model",
-            folder,
+            f"widen({folder},2)",
         ),
         *("--device cpu --load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --state-dir", tmp_path),
-        *("--budget-policy fixed --kinds", f"lookup,specblock={drafter}", "--prompts", prompt_file, "--out", out),
+        *(
+            "--budget-policy fixed --kinds",
+            f"lookup,specblock(uniform)={drafter},early_exit(1)",
+            "--prompts",
+            prompt_file,
+            "--out",
+            out,
+        ),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
-    assert report["summary"] == {"kinds": 2, "mismatched_tokens": 0}
+    assert report["summary"] == {"kinds": 3, "mismatched_tokens": 0}
     assert [(row["kind"], row["temperature"], row["nodes"]) for row in report["rows"]] == [
         (kind, temperature, nodes)
-        for kind in ("lookup", "specblock=drafter")
+        for kind in ("lookup", "specblock(uniform)=drafter", "early_exit(1)")
         for temperature in (0.0, 0.8)
         for nodes in ("4", "served")
     ]
-    assert all(row["tokens"] == 2 * 12 for row in report["rows"])
+    assert len({tuple(row) for row in report["rows"]}) == 1, "all rows have the same columns"
+    for row in report["rows"]:
+        assert (row["tokens"], row["plain_milliseconds"] > 0) == (2 * 12, True)
+        assert (row["tau_withheld"] is None) == (row["temperature"] == 0)
+        assert (row["total_variation"] is None) == (row["kind"] == "lookup")
+        assert row["kind"] == "lookup" or 0 <= row["covered"]["1"] <= row["covered"]["8"] <= 1
+    for words in ("top 8", "right by rank", "TVD", "ECE, corrected", "withheld"):
+        assert words in output
     assert out.with_suffix(".png").stat().st_size > 1000

@@ -168,6 +168,20 @@ def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp
     assert "cannot be read" in refused(*common, "--steps", 1, "--start-from", tmp_path, "--out", tmp_path / "no")
 
 
+def test_a_tree_is_learnt_from_features_with_branches(target: Path, features: Path, tmp_path: Path) -> None:
+    fit = ("fit", "--target", target, "--steps", 2, "--loss", "tree", "--out", tmp_path / "tree", *QUICK)
+    assert "make features with --branches 2" in refused(*fit, "--features", features)
+    read = ("--responses", features.parent / "r.jsonl", "--branches", 1, "--out", tmp_path / "f")
+    run("features", "--target", target, "--threads", 1, *read)
+    run(*fit, "--features", tmp_path / "f")
+    facts = json.loads((tmp_path / "tree" / "config.json").read_text())["facts"]
+    assert facts["training"]["loss"] == "tree"
+    assert 0 < facts["scores"]["total_variation"] < 1
+    card = (tmp_path / "tree" / "README.md").read_text()
+    assert "| trained to lower | tree |" in card
+    assert "total variation to the target" in card
+
+
 def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) -> None:
     entries = ("--prefix-entries", "all")
     run("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 2, *entries, *QUICK)

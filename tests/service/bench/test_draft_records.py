@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.draft_records import StepRecord, listen, observed, without_noise
 from drafters.protocol import Noise
 from drafters.registry import NoDrafter
 from drafters.tree import Candidates
 from service.assembly import Assembly
+from service.bench.draft_records import StepRecord, listen, observed, paths_of, total_variation, without_noise
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, requests_from
 from service.engine.budget import FixedBudget
@@ -37,8 +38,8 @@ def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list
 def watched(
     assembly: Assembly, name: str, temperature: float, *, coupled: bool = True, concurrency: int = 4
 ) -> tuple[list[StepRecord], list[Run]]:
-    drafter, recorder = observed(assembly, name, assembly.weights, coupled=coupled)
-    engine = assembly.engine(drafter=drafter, policy=POLICY)
+    drafter, recorder = observed(replace(assembly, drafter_name=name))
+    engine = assembly.engine(drafter=drafter if coupled else without_noise(drafter), policy=POLICY)
     runs = answers(engine, temperature, concurrency=concurrency)
     return recorder.take(), runs
 
@@ -67,7 +68,7 @@ def test_records_tell_the_whole_answer(trained_assembly: Assembly, name: str) ->
     assert emitted == [token for run in runs for answer in run.answers for token in answer.token_ids]
     assert sum(step.accepted for step in steps) == sum(map(sum, accepted_of(runs)))
     for step in steps:
-        assert step.verified <= set(step.candidates)
+        assert set(step.verified) <= set(step.candidates)
         for depth in range(1, step.accepted + 1):
             assert step.truth[:depth] in step.verified
         assert step.truth[: step.accepted + 1] not in step.verified
@@ -75,30 +76,71 @@ def test_records_tell_the_whole_answer(trained_assembly: Assembly, name: str) ->
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("coupled", [True, False])
-def test_every_node_of_the_trained_drafter_is_found_in_a_forward(
+def test_every_node_of_the_trained_drafter_was_said_by_a_forward(
     trained_assembly: Assembly, temperature: float, coupled: bool
 ) -> None:
     steps, _ = watched(trained_assembly, MERGED, temperature, coupled=coupled)
-    asked = [step for step in steps if "specblock" in step.proposals]
-    assert len(asked) == len([step for step in steps if step.proposals]) > 20, "one source was passed over"
+    asked = [step for step in steps if step.proposals.get("specblock")]
+    assert len(asked) > 20, "one source was passed over"
+    late = 0
     for step in asked:
-        assert {block.forward for block in step.blocks} == {0, 1, 2}
-        assert set(step.proposals["specblock"]) <= {path for block in step.blocks for path in block.paths()}
-        before = {(): -1} | {path: block.forward for block in step.blocks for path in block.paths()}
-        assert all(before[block.start] >= block.forward - 1 for block in step.blocks)
-    late = [
-        path
-        for step in asked
-        for path in step.proposals["specblock"]
-        if not any(path in block.paths() for block in step.blocks if block.forward == 0)
-    ]
+        assert {place.forward for place in step.places} == {0, 1, 2}
+        assert {place.source for place in step.places} == {"specblock"}
+        first = {(*place.node, token) for place in step.places if place.forward == 0 for token in place.tokens}
+        said = {(*place.node, token) for place in step.places for token in place.tokens}
+        assert set(step.proposals["specblock"]) <= said
+        assert {place.node for place in step.places} <= {(), *said}
+        late += len(set(step.proposals["specblock"]) - first)
     assert late, "later forwards added nothing"
+
+
+def test_distances_are_those_of_a_run_of_target_and_drafter_by_themselves(trained_assembly: Assembly) -> None:
+    """The first place of each step of the trained drafter, against whole forwards of the target's modules."""
+    steps, runs = watched(trained_assembly, "specblock", 0.0, concurrency=1)
+    assembly = replace(trained_assembly, drafter_name="specblock")
+    heard: list[torch.Tensor] = []
+    drafter = assembly.drafter(witness=lambda lattice, logits, ids: heard.append(logits[0, 0, 0].clone()))
+    vars(drafter)["timed"] = lambda times: None
+    answers(assembly.engine(drafter=drafter, policy=POLICY), 0.0, concurrency=1)
+    drafted = heard[::3]  # of three forwards the first
+    model = AutoModelForCausalLM.from_pretrained(assembly.config.model, dtype=torch.float32).eval()
+    checked = 0
+    for prompt, run in zip(PROMPTS, runs, strict=True):
+        answer = run.answers[0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0]
+        place, end = len(prompt) - 1, len(logits) - 1
+        while place < end:
+            step = steps.pop(0)
+            own = [found for found in step.places if found.node == ()]
+            assert bool(own) == (place >= len(prompt)), "no draft before the first token"
+            if own:
+                target, mine = logits[place].softmax(0), torch.zeros(logits.shape[1])
+                mine[: len(drafted[0])] = drafted[0].softmax(0)  # draft ids are target ids here
+                drafted = drafted[1:]
+                assert own[0].distance == pytest.approx(0.5 * float((target - mine).abs().sum()), abs=1e-4)
+                assert list(own[0].tokens) == mine.topk(10).indices.tolist()
+                checked += 1
+            place += len(step.emitted)
+    assert checked > 20
+    assert (drafted, steps) == ([], [])
+
+
+def test_total_variation_is_half_of_all_differences() -> None:
+    target, drafter = torch.tensor([0.5, 0.3, 0.2, 0.0]).log(), torch.tensor([0.6, 0.4]).log()
+    ids = torch.tensor([2, 0])  # the drafter says 0.6 of token 2 and 0.4 of token 0
+    assert total_variation(target, drafter, ids) == pytest.approx((0.1 + 0.3 + 0.4) / 2)
+    assert total_variation(target, target, torch.arange(4)) == pytest.approx(0.0)
+
+
+def test_paths_follow_parents() -> None:
+    assert paths_of([1, 2, 5, 7], [-1, -1, 0, 2]) == [(1,), (2,), (1, 5), (1, 5, 7)]
 
 
 def test_withholding_noise_changes_what_is_proposed_above_temperature_zero(trained_assembly: Assembly) -> None:
     def proposals(temperature: float, coupled: bool) -> list[object]:
         steps, _ = watched(trained_assembly, "specblock", temperature, coupled=coupled, concurrency=1)
-        return [(step.proposals, step.blocks) for step in steps]
+        return [(step.proposals, [(place.node, place.tokens) for place in step.places]) for step in steps]
 
     assert proposals(0.0, False) == proposals(0.0, True)
     assert proposals(1.0, False) != proposals(1.0, True)

@@ -1,0 +1,92 @@
+"""Attention of whole texts, and of branches behind them, for reading what a target's layers say.
+
+Legend: batch, heads, length = rows of a line, dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from service.engine.modules import refuse_unknown
+
+ATTENTION_NAME = "adaptree_dense"
+
+
+def dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attended: list[int],
+    rows: "Rows | None" = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
+
+    `attended` collects the layers that came by; `rows` are there where they are no plain texts. Raises StartupError for
+    anything that would change the result unseen.
+    """
+    refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "so its features cannot be read here")
+    attended.append(module.layer_idx)  # type: ignore[arg-type]
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    length = query.shape[2]
+    if rows is None and softcap is None and (sliding_window is None or sliding_window >= length):
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        rows = rows or Rows.of_text(length, query.device)
+        out = _masked(query * scale, key, value, rows.seen(sliding_window), softcap)
+    return out.transpose(1, 2).to(dtype).contiguous(), None
+
+
+class Rows(NamedTuple):
+    """Texts, each with branches behind it: rows that stand below one of its positions and see nothing else there."""
+
+    positions: Tensor  # [batch or 1, rows] int64
+    ends: Tensor  # [batch or 1, rows] int64, the last of the text that a row sees
+    branches: int  # rows at the end that are branches, which see themselves
+
+    @staticmethod
+    def of_text(length: int, device: torch.device) -> "Rows":
+        positions = torch.arange(length, device=device)[None]
+        return Rows(positions, positions, 0)
+
+    @staticmethod
+    def branched(length: int, parents: Tensor) -> "Rows":
+        """# parents [batch, branches] int64, the position that each stands below"""
+        text = torch.arange(length, device=parents.device).expand(len(parents), -1)
+        return Rows(torch.cat([text, parents + 1], dim=1), torch.cat([text, parents], dim=1), parents.shape[1])
+
+    def seen(self, window: int | None) -> Tensor:
+        """Which rows each sees, with a window only so many positions, its own included.
+        # -> [batch or 1, rows, rows] bool"""
+        count = self.positions.shape[1]
+        row = torch.arange(count, device=self.positions.device)
+        in_text = (row <= self.ends[:, :, None]) & (row < count - self.branches)
+        near = self.positions[:, :, None] - self.positions[:, None] < (count if window is None else window)
+        return (in_text & near) | (row[:, None] == row)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, softcap: float | None) -> Tensor:
+    """softmax(cap(q k)) v over the rows that are seen. # seen [batch or 1, length, length]"""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
+    scores = grouped @ key[:, :, None].transpose(3, 4)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    out: Tensor = weights @ value[:, :, None]
+    return out.flatten(1, 2)
+
+
+AttentionInterface.register(ATTENTION_NAME, dense_attention)
