@@ -181,7 +181,7 @@ class ConditionedForward(InjectedForward):
         embedded = self._embed(_behind(batch, behind.flatten(1))).view_as(layers.states)
         assert self._model.path_head is not None
         told = self._model.path_head(layers.states, embedded)
-        return none, replace(layers, states=told[:, :, :1], ahead=told[:, :, 1:])
+        return none, replace(layers, states=told[:, :, :1], onward=told[:, :, :1], ahead=told[:, :, 1:])
 
     def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
         """As of `TrainingForward`."""
@@ -193,7 +193,7 @@ class ConditionedForward(InjectedForward):
         """As of `TrainingForward`; cuts are 1."""
         assert before.ahead is not None
         states, ahead = before.ahead[:, :, :1], before.ahead[:, :, 1:]
-        return replace(before, anchors=before.anchors + cuts, states=states, ahead=ahead)
+        return replace(before, anchors=before.anchors + cuts, states=states, onward=states, ahead=ahead)
 
 
 def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:

@@ -136,7 +136,7 @@ def test_the_distance_is_that_of_the_loss_by_that_name(text: Example) -> None:
 def test_every_kind_learns_by_every_loss(text: Example, kind: str, loss: str) -> None:
     model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape).requires_grad_(True)
     objective = Objective(model, EMBED, ObjectiveSettings(rank_rows=8, valid_prefix=False, loss=LOSSES[loss]))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     batch, found = Batch.of([text], model.config.reach, "cpu"), list[float]()
     for _ in range(8):
         scores = objective(batch, drawn())
