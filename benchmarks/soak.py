@@ -6,7 +6,6 @@ middle, or ask for what cannot be had. After all loads comes a rest, in which no
 
 import asyncio
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import typer
 from scipy import stats
 
 from benchmarks.processes import Process, Servers
-from benchmarks.streams import Said, ask, questions, undisturbed
+from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
 from service.bench.commands import AnswerTokens, Out, Seed
 from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, report, table_of
@@ -31,8 +30,6 @@ from service.config import LoadedConfig
 from service.prompts import read_chats
 
 _MIB = 1024**2
-_POLL_SECONDS = 0.1
-_REST_SECONDS = 60.0  # within which a server without requests has given everything back
 _SETTLING = 0.25  # of the rests, before which memory may grow: caches fill
 _LEAST_RESTS = 4  # for a line through them
 _BOUND = 0.95
@@ -71,20 +68,15 @@ class _Soak:
     failures: list[str] = field(default_factory=list)
     rests: list[Row] = field(default_factory=list)
 
-    async def metric(self, name: str) -> float:
-        page = (await self.client.get(f"{self.server.url}/metrics")).text
-        (value,) = re.findall(rf"^adaptree_{name} (\S+)$", page, re.MULTILINE)
-        return float(value)
-
     async def cycle(self, loads: Sequence[int], seconds: float, began: float) -> None:
         """All loads in some order, and a rest."""
         done = Counter(self.acts)
-        await self.metric("event_loop_lag_seconds")  # the longest since it was last asked for
+        await metric(self.client, self.server.url, "event_loop_lag_seconds")  # the longest since it was last asked for
         for load in self.rng.sample(loads, len(loads)):
             deadline = time.monotonic() + seconds
             await asyncio.gather(*(self._client_until(deadline) for _ in range(load)))
-        lag = await self.metric("event_loop_lag_seconds")
-        slots = await self._come_to_rest()
+        lag = await metric(self.client, self.server.url, "event_loop_lag_seconds")
+        slots = await slots_at_rest(self.client, self.server.url)
         self.rests.append(
             {
                 "hours": (time.monotonic() - began) / 3600,
@@ -118,16 +110,6 @@ class _Soak:
         else:
             self.tokens += said.num_tokens
             self.mismatched_tokens += said.differs(expected)
-
-    async def _come_to_rest(self) -> float:
-        """# -> share of the slots that somebody still holds"""
-        deadline = time.monotonic() + _REST_SECONDS
-        while time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            if not any([await self.metric(name) for name in names]):
-                return 0.0
-        return await self.metric("kv_cache_usage_perc")
 
     def _resident_bytes(self) -> int:
         process = psutil.Process(self.server.running.pid)

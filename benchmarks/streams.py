@@ -1,6 +1,8 @@
 """Clients of servers: what they ask, what they are told, and whether it is what they would be told undisturbed."""
 
+import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,9 @@ from service.bench.experiment import count_mismatches
 from service.errors import StartupError
 
 PATIENCE_SECONDS = 300.0
+_REST_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["question", "answer"]}, "marks": {"type": "array", "items": {"type": "integer"}}},
@@ -84,6 +89,22 @@ def questions(model: str, prompts: Sequence[Sequence[Mapping[str, str]]], max_to
         {**fields, "messages": messages, "seed": number, **_VARIANTS[number % len(_VARIANTS)]}
         for number, messages in enumerate(prompts)
     ]
+
+
+async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
+    page = (await client.get(f"{url}/metrics")).text
+    (value,) = re.findall(rf"^adaptree_{name} (\S+)$", page, re.MULTILINE)
+    return float(value)
+
+
+async def slots_at_rest(client: httpx.AsyncClient, url: str) -> float:
+    """Share of its slots that are in use though nobody asks for anything, for a minute at most."""
+    deadline = time.monotonic() + _REST_SECONDS
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+        if not any([await metric(client, url, name) for name in _BUSY]):
+            return 0.0
+    return await metric(client, url, "kv_cache_usage_perc")
 
 
 async def undisturbed(client: httpx.AsyncClient, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Said]:
