@@ -3,6 +3,7 @@
 Exit code 1 if a token differs that should not, or a comparison fails.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -11,14 +12,17 @@ import typer
 from benchmarks import (
     calibration,
     gpu_kernels,
+    inputs,
     mixed,
     neighbours,
     observing,
     poison,
     prefill,
     prefix,
+    replicas,
     schema_suite,
     side_channel,
+    soak,
     structured,
     tree,
     weight_types,
@@ -31,14 +35,17 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "calibration": calibration.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,
+    "inputs": inputs.run,
     "mixed": mixed.run,
     "neighbours": neighbours.run,
     "observing": observing.run,
     "poison": poison.run,
     "prefill": prefill.run,
     "prefix": prefix.run,
+    "replicas": replicas.run,
     "schema-suite": schema_suite.run,
     "side-channel": side_channel.run,
+    "soak": soak.run,
     "structured": structured.run,
     "tree": tree.run,
     "weight-types": weight_types.run,
@@ -52,7 +59,8 @@ for _name, _run in EXPERIMENTS.items():
 
 
 def main() -> None:
-    """What a user can cause ends in a message, never in a traceback."""
+    """What a user can cause ends in a message, never in a traceback; processes that were begun end with this one."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app(prog_name="python -m benchmarks")
     except StartupError as error:

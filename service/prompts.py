@@ -40,9 +40,14 @@ class _BenchLine(BaseModel):
             raise ValueError("none of `messages`, `turns` and `prompt` says anything")
         return self
 
-    def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """Empty where it is plain text."""
         first = [Message(role="user", content=turn) for turn in self.turns[:1]]
-        chat = [message.model_dump() for message in self.messages or first]
+        return [message.model_dump() for message in self.messages or first]
+
+    def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+        chat = self.chat
         return tokenizer.render_chat(chat) if chat else tokenizer.encode(self.prompt, add_special_tokens=True)
 
 
@@ -81,6 +86,14 @@ def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None =
     if not prompts:
         raise StartupError(f"prompt file {file} holds no prompt")
     return PromptSet(file.stem, tuple(prompts))
+
+
+def read_chats(file: Path) -> list[list[dict[str, str]]]:
+    """The prompts of a file as messages; plain text is what a user says. Raises StartupError naming file and line."""
+    lines = [line for _, line in read_lines(file, _BenchLine, "prompt file")]
+    if not lines:
+        raise StartupError(f"prompt file {file} holds no prompt")
+    return [line.chat or [{"role": "user", "content": line.prompt}] for line in lines]
 
 
 def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int, source: str) -> None:

@@ -1,7 +1,9 @@
-"""What every test starts from: the same random numbers, the same examples, no variable of ours set."""
+"""What every test starts from: the same random numbers, the same examples, no variable of ours set; and how large the
+long ones are, and what becomes of their figures."""
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,42 @@ if not Path("/dev/nvidiactl").exists():
 # A time limit per example would fail on a busy machine and say nothing about the code.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--size", type=int, metavar="N", help="of long tests, in what each counts; unset: its own")
+    parser.addoption("--figures", type=Path, metavar="FILE", help="also write what long tests tell, as JSON")
+
+
+@pytest.fixture
+def sized(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """The size that is asked for, or a long test's own."""
+    asked: int | None = pytestconfig.getoption("--size")
+    return lambda own: own if asked is None else asked
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Figures of a long test by their names: a line at the end of all tests, and of the file for figures."""
+    return lambda **figures: record_property("figures", figures)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = [
+        {"test": report.nodeid, "outcome": report.outcome, **figures}
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+        for name, figures in report.user_properties
+        if name == "figures"
+    ]
+    for row in rows:
+        terminalreporter.write_line(", ".join(f"{name} {value}" for name, value in row.items()))
+    if (file := config.getoption("--figures")) is not None:
+        from service.bench.conditions import surroundings, write_report  # torch comes with it
+
+        failed = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
+        write_report(file, surroundings(), rows, {"failed": len(failed)})
 
 
 @pytest.fixture(autouse=True)

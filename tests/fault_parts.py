@@ -171,7 +171,17 @@ class Stream:
         adaptive.engine.assert_conserved()
         assert adaptive.status().version == adaptive.learner.weights.version
         assert serves(adaptive.network, adaptive.learner.weights._served.weights)
-        print(f"{self.arm} updates", *map(self._told, self.recoveries), sep="\n  ")
+        print(f"{self.arm} updates", *map(self._recovery, self.recoveries), sep="\n  ")
+
+    def told(self) -> dict[str, float]:
+        """How many faults of how many classes struck, and the longest that learning took to be back."""
+        took = [one for every in self.recoveries.values() for one in every]
+        return {
+            "classes": len(self.recoveries),
+            "strikes": len(took),
+            "longest_turns": max(one.turns for one in took),
+            "longest_cpu_seconds": round(max(one.cpu_seconds for one in took), 2),
+        }
 
     def _since(self, strike: Strike, *kinds: str) -> list[Success]:
         return [one for one in self.witness.successes if one.what in kinds and one.wall_seconds > strike.wall_seconds]
@@ -187,7 +197,7 @@ class Stream:
         assert took.cpu_seconds <= RECOVERY_SECONDS, (name, took)
         self.recoveries.setdefault(name, []).append(took)
 
-    def _told(self, name: str) -> str:
+    def _recovery(self, name: str) -> str:
         took = self.recoveries[name]
         turns, cpu = max(one.turns for one in took), max(one.cpu_seconds for one in took)
         wall = max(one.wall_seconds for one in took)

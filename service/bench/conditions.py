@@ -30,16 +30,23 @@ def conditions_of(assembly: Assembly) -> Conditions:
     device, dtype = assembly.target.device, assembly.loaded.dtype_name
     made_up = ", random weights: costs only" if assembly.config.is_dummy else ""
     return {
+        **surroundings(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "model": f"{assembly.config.model} {dtype}{_widened(assembly)}{made_up}",
+        "drafter": assembly.drafter_name,
+        "numerics": assembly.numerics,
+    }
+
+
+def surroundings() -> Conditions:
+    """What every run depends on, now."""
+    return {
         "command": command_line(sys.argv),
         "commit": commit_of(CHECKOUT),
         "machine": processor_name(),
         "cpu_count": os.cpu_count() or 1,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": f"{assembly.config.model} {dtype}{_widened(assembly)}{made_up}",
-        "drafter": assembly.drafter_name,
-        "numerics": assembly.numerics,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -68,8 +68,19 @@ def conclude(
     beside: Conditions | None = None,
 ) -> bool:
     """Print what is to be shown and write the report, with conditions `beside` ours; whether no token differed."""
+    return report({**conditions_of(assembly), **(beside or {})}, out, rows, summary, *shown)
+
+
+def report(
+    conditions: Conditions,
+    out: Path | None,
+    rows: Sequence[object],
+    summary: Mapping[str, object],
+    *shown: RenderableType,
+) -> bool:
+    """The same under conditions that are known."""
     Console().print(*shown, sep="\n")
-    write_report(out, {**conditions_of(assembly), **(beside or {})}, rows, summary)
+    write_report(out, conditions, rows, summary)
     return summary.get("mismatched_tokens", 0) == 0
 
 
@@ -136,6 +147,11 @@ def take_turns(
 def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measure: Measure) -> None:
     """One answer that is not measured: first calls allocate and choose code paths."""
     take_turns([prompt] * measure.concurrency, contestants, measure)
+
+
+def in_one_line(summary: Mapping[str, object]) -> str:
+    figures = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in summary.items())
+    return ", ".join(f"{name} {value}" for name, value in figures)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,10 @@ from tests.practised import Practised, practised
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
+
+
+Sized = Callable[[int], int]
+Tell = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -74,22 +79,24 @@ def _quick_disk(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("scale", "kind", "arm"), STRIKES)
 def test_serving_does_not_notice_and_learning_goes_on(
-    known: Practised, tmp_path: Path, scale: Scale, kind: str, arm: Arm
+    known: Practised, tmp_path: Path, scale: Scale, kind: str, arm: Arm, sized: Sized, tell: Tell
 ) -> None:
     with learning_stream(known, tmp_path, arm=arm, seed=scale.seed) as struck:
         strike = few_kills if kind == "kills" and scale is FEW else KINDS[kind]
-        strike(struck, scale.times)
+        strike(struck, sized(scale.times))
         struck.check()
+    tell(**struck.told())
 
 
 @at_both_scales
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_serving_does_not_notice_that_the_process_that_trains_is_dead(
-    known: Practised, tmp_path: Path, scale: Scale
+    known: Practised, tmp_path: Path, scale: Scale, sized: Sized, tell: Tell
 ) -> None:
     with learning_stream(known, tmp_path, arm="full", seed=1, train_in="process") as struck:
-        dead_processes(struck, scale.deaths)
+        dead_processes(struck, sized(scale.deaths))
         struck.check()
+    tell(**struck.told())
 
 
 @at_both_scales

@@ -4,7 +4,7 @@ not one token is another."""
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,9 +92,9 @@ def serve(
     plain: list[tuple[int, ...]],
     publishes: int,
     parts: tuple[str, ...],
-) -> int:
-    """Answer the same requests over and over while weights change. # -> preemptions"""
-    seen, preemptions = Seen(), 0
+) -> dict[str, int]:
+    """Answer the same requests over and over while weights change. # -> how often what happened"""
+    seen, preemptions, tokens = Seen(), 0, 0
     seen.watch(adaptive)
 
     def count(_: int) -> None:
@@ -105,8 +105,11 @@ def serve(
             run = generate(adaptive.engine, asked, before_step=count)
             assert [answer.token_ids for answer in run.answers] == plain
             preemptions += sum(step.stats.preemptions for step in run.steps)
-    assert seen.check() > publishes / 10
-    return preemptions
+            tokens += run.num_tokens
+    versions = seen.check()
+    assert versions > publishes / 10
+    published = adaptive.learner.weights.version
+    return {"publishes": published, "versions_seen": versions, "tokens": tokens, "preemptions": preemptions}
 
 
 def publish_in_mid_stream(
@@ -118,7 +121,7 @@ def publish_in_mid_stream(
     parts: tuple[str, ...] = ("",),
     prompts: Sequence[Sequence[int]] = varied_prompts(),
     slots: int = SCARCE_SLOTS,
-) -> None:
+) -> dict[str, int]:
     """`parts` are the beginnings of the names of the weights that change; an empty one begins them all."""
     asked = requests(prompts[:SEQUENCES], temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
@@ -126,7 +129,9 @@ def publish_in_mid_stream(
     adaptive = build_adaptive(
         assembly, AdaptationConfig(), folder=folder, emit=lambda event: None, limits=limits, tuning=tuning
     )
-    assert serve(adaptive, asked, plain, publishes, parts) > 0
+    told = serve(adaptive, asked, plain, publishes, parts)
+    assert told["preemptions"] > 0
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +148,23 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("publishes", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_plain_whatever_is_published(
-    assembly: Assembly, tmp_path: Path, temperature: float, publishes: int
+    assembly: Assembly,
+    tmp_path: Path,
+    temperature: float,
+    publishes: int,
+    sized: Callable[[int], int],
+    tell: Callable[..., None],
 ) -> None:
-    publish_in_mid_stream(assembly, tmp_path, temperature, publishes)
+    tell(**publish_in_mid_stream(assembly, tmp_path, temperature, sized(publishes)))
 
 
 @pytest.mark.slow
-def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(tmp_path: Path) -> None:
+def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(
+    tmp_path: Path, sized: Callable[[int], int], tell: Callable[..., None]
+) -> None:
     assembly = assemble(ServiceConfig(device="cpu", drafter="specblock", budget_policy="fixed", max_budget=16))
     prompts = built_in_prompts(assembly.tokenizer)
-    publish_in_mid_stream(assembly, tmp_path, 0.7, 1_000, parts=HEADS, prompts=prompts, slots=EMBEDDED_SLOTS)
+    told = publish_in_mid_stream(
+        assembly, tmp_path, 0.7, sized(1_000), parts=HEADS, prompts=prompts, slots=EMBEDDED_SLOTS
+    )
+    tell(**told)

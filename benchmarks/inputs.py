@@ -1,0 +1,370 @@
+"""Tens of thousands of bad requests against a real server: none may end in a 5xx, hang, or harm anybody else.
+
+Each begins as a request that clients really send, and is spoilt: fields of its JSON become something else, go, come or
+change places; bytes of its body or of the whole HTTP message are lost, doubled or others. What is left of it is sent
+over a connection of its own, of which the client then closes its half.
+"""
+
+import asyncio
+import copy
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
+
+import httpx
+import typer
+
+from benchmarks.processes import Servers
+from benchmarks.streams import questions, slots_at_rest, undisturbed
+from service.bench.commands import Concurrency, Out, Seed
+from service.bench.conditions import refuse_unwritable, surroundings
+from service.bench.experiment import Row, counted, in_one_line, report, table_of
+from service.config import LoadedConfig
+
+_PATIENCE_SECONDS = 60.0
+_SHORT_ANSWERS = 16  # tokens, where nothing else is asked for
+_MOST_CHANGES = 3
+_SHOWN = 5  # requests that went wrong
+_SHOWN_BYTES = 600
+_VERSION = b"HTTP/1.1 "
+_ERROR_FIELDS = {"message", "type", "param", "code"}
+
+
+class Original(NamedTuple):
+    """A good request."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+
+
+class Sent(NamedTuple):
+    """A spoilt one, as bytes of a connection."""
+
+    way: str  # how it was spoilt
+    data: bytes
+
+
+def originals(model: str) -> list[Original]:
+    """Requests that clients really send."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    called = [
+        {"role": "user", "content": "Rome?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": 5, "stop": ["end"], "n": 2}
+    weighing = {"logprobs": True, "top_logprobs": 3, "logit_bias": {"5": -3.5}, "presence_penalty": 0.1}
+    form = {"type": "json_schema", "json_schema": {"name": "note", "strict": True, "schema": schema}}
+    chat, text, responses = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (chat, {"messages": talk, "max_tokens": 4, **sampling}),
+        (chat, {"messages": talk, "max_completion_tokens": 4, **weighing}),
+        (chat, {"messages": talk, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4}),
+        (chat, {"messages": talk, "stream": True, "resume_from": 2, "seed": 1, "max_tokens": 4}),
+        (chat, {"messages": called, "tools": [tool], "tool_choice": "auto", "parallel_tool_calls": True}),
+        (chat, {"messages": talk, "response_format": form, "speculation": {"detailed": True}}),
+        (chat, {"messages": talk, "prediction": {"type": "content", "content": "Hello"}, "return_token_ids": True}),
+        (text, {"prompt": "Hello", "max_tokens": 4, "echo": True, "logprobs": 2, **sampling}),
+        (text, {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "stream": True, "suffix": None}),
+        (responses, {"input": "Hi", "max_output_tokens": 4, "instructions": "Be brief.", "store": True}),
+        (responses, {"input": talk[1:], "max_output_tokens": 4, "stream": True, "temperature": 0.5}),
+        ("/tokenize", {"prompt": "Hello", "add_special_tokens": True}),
+        ("/tokenize", {"messages": talk}),
+        ("/detokenize", {"tokens": [1, 2, 3]}),
+    ]
+    gets = ("/v1/models", f"/v1/models/{model}", "/v1/responses/resp_1", "/openapi.json", "/metrics", "/readyz", "/")
+    return [
+        *(Original("POST", path, {"model": model, **body}) for path, body in bodies),
+        *(Original("GET", path) for path in gets),
+        Original("DELETE", "/v1/responses/resp_1"),
+    ]
+
+
+def spoilt(known: Sequence[Original], rng: random.Random) -> Sent:
+    """One of them with one to three changes of a kind."""
+    method, path, body = rng.choice(known)
+    changes = range(rng.randint(1, _MOST_CHANGES))
+    way = rng.choice([*_WAYS]) if body is not None else "message"
+    data = b"" if body is None else json.dumps(body).encode()
+    if way == "values":
+        changed: Any = copy.deepcopy(body)
+        for _ in changes:
+            changed = _with_other_value(changed, rng)
+        data = _written(changed)
+    elif way == "bytes":
+        for _ in changes:
+            data = _with_other_bytes(data, rng)
+    headers = {"host": "localhost", "connection": "close", "content-type": "application/json"}
+    if way == "headers":
+        for _ in changes:
+            headers[rng.choice(_HEADERS)] = rng.choice(_HEADER_VALUES)
+        method = rng.choice((method, method, *_METHODS))
+        path += rng.choice(_ENDS_OF_PATHS)
+    if body is not None:
+        headers.setdefault("content-length", str(len(data)))
+    head = "".join([f"{method} {path} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items())])
+    message = head.encode("utf-8", "surrogatepass") + b"\r\n" + data
+    if way == "message":
+        for _ in changes:
+            message = _with_other_bytes(message, rng)
+    return Sent(way, message)
+
+
+_WAYS = ("values", "values", "values", "bytes", "headers", "message")
+_METHODS = ("GET", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "post", "POST\t")
+_ENDS_OF_PATHS = ("", "", "", "/", "//", "/..", "?stream=true", "?a=%ff", "%00", "%2e%2e/", "/" + "x" * 5000)
+_HEADERS = (
+    *("content-type", "content-length", "transfer-encoding", "content-encoding", "accept", "host", "expect", "upgrade"),
+    *("authorization", "last-event-id", "x-request-id", "x-forwarded-for", "origin", "cookie", "connection"),
+)
+_HEADER_VALUES = (
+    *("", "0", "-1", "5", "1e3", "99999999999999999999", "chunked", "gzip, deflate", "text/plain", "*/*", "Bearer "),
+    *("Bearer ÿ", "application/json; charset=utf-16", "multipart/form-data", "100-continue", "websocket", "h2c"),
+    *("a,b,,c", "evil.example", "::1", "127.0.0.1, 10.0.0.1", "x" * 9000, "AAAA.1+2:3.end", "\x00", "\x7f", "é"),
+)
+
+
+class _Raw(str):
+    """JSON as it is to stand in the body."""
+
+
+_VALUES: tuple[Callable[[random.Random], Any], ...] = (
+    lambda rng: rng.choice((None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64, 10**40)),
+    lambda rng: rng.choice((0.5, -0.0, 1e-320, 1e308, -1e308, 3.0000000000000004)),
+    lambda rng: _Raw(rng.choice(("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "01", "0x1", "'a'", ""))),
+    lambda rng: rng.choice(("", " ", "\x00", "\ud800", "\u202e", "é" * 3, "🐕", "null", "true", "[1]", "{{ 7 * 7 }}")),
+    lambda rng: rng.choice(("<|im_start|>", "<|im_end|>", "<|end|>", "user", "tool", "text", "auto", "required")),
+    lambda rng: rng.choice('ab \n\\"%') * rng.choice((10, 300, 5000)),
+    lambda rng: rng.choice(([], {}, [[]], [{}], [None], {"": None}, {"type": "text"}, {"$ref": "#"}, [0] * 2000)),
+    lambda rng: {"type": rng.choice(("object", "array", "x", None)), "properties": {"a": {"$ref": "#"}}},
+    lambda rng: _Raw("[" * (depth := rng.choice((50, 1000, 50_000))) + "]" * depth),
+    lambda rng: {str(number): number for number in range(rng.choice((3, 400)))},
+    lambda rng: {"type": "string", "pattern": rng.choice(("(a+)+$", "[", "(?<=a)b", "\\p{L}{1,999}", "a{0,100000}"))},
+)
+"""What stands in the place of something else."""
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything inside."""
+    inside: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*path, key)
+        yield from _places(one, (*path, key))
+
+
+def _with_other_value(body: Any, rng: random.Random) -> Any:
+    places = list(_places(body))
+    if not places or rng.random() < 0.03:
+        return rng.choice(_VALUES)(rng)
+    *way, key = rng.choice(places)
+    inside = body
+    for step in way:
+        inside = inside[step]
+    act = rng.choice(("replace", "replace", "replace", "remove", "swap", "add", "repeat"))
+    if act == "remove":
+        del inside[key]
+    elif act == "swap":
+        *other_way, other = rng.choice(places)
+        beside = body
+        for step in other_way:
+            beside = beside[step]
+        inside[key] = copy.deepcopy(beside[other])
+    elif act == "add" and isinstance(inside, dict):
+        inside[rng.choice(("unknown", "n", "stream", "best_of", "echo", "stop", "seed", "", "\x00"))] = inside[key]
+    elif act == "repeat" and isinstance(inside, list):
+        inside += [copy.deepcopy(inside[key])] * rng.choice((1, 7, 300))
+    else:
+        inside[key] = rng.choice(_VALUES)(rng)
+    return body
+
+
+def _written(value: Any) -> bytes:
+    """As JSON, and what is no JSON as it is."""
+    raw: list[_Raw] = []
+
+    def marked(one: Any) -> Any:
+        if isinstance(one, _Raw):
+            raw.append(one)
+            return f"raw-{len(raw) - 1}-raw"
+        if isinstance(one, dict):
+            return {name: marked(inner) for name, inner in one.items()}
+        return [marked(inner) for inner in one] if isinstance(one, list) else one
+
+    return re.sub(r'"raw-(\d+)-raw"', lambda match: raw[int(match[1])], json.dumps(marked(value))).encode()
+
+
+def _with_other_bytes(data: bytes, rng: random.Random) -> bytes:
+    if not data:
+        return rng.randbytes(8)
+    begin = rng.randrange(len(data))
+    end = min(len(data), begin + rng.choice((1, 1, 2, 8, 64)))
+    act = rng.choice(("flip", "remove", "double", "insert", "cut"))
+    if act == "flip":
+        return data[:begin] + bytes([data[begin] ^ (1 << rng.randrange(8))]) + data[begin + 1 :]
+    if act == "cut":
+        return data[:begin]
+    middle = {"remove": b"", "double": data[begin:end] * 2, "insert": rng.randbytes(end - begin) + data[begin:end]}[act]
+    return data[:begin] + middle + data[end:]
+
+
+def verdict(answer: bytes | None) -> tuple[str, str]:
+    """The kind of the first answer, and what is wrong with any of them. # answer: None where its end did not come"""
+    if answer is None:
+        return "hang", "no end within a minute"
+    if not answer:
+        return "closed", ""
+    answers = list(_answers(answer)) or [("100", b"")]
+    wrongs = [_wrong_with(status, body) for status, body in answers]
+    return answers[0][0], next(filter(None, wrongs), "")
+
+
+def _answers(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Status and body of each: what is left of a spoilt request may be another one."""
+    while data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        status = head[9:12].decode(errors="replace") if head.startswith(_VERSION) else "no HTTP"
+        length = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+        if rest.startswith(_VERSION) or status == "100":  # HEAD has no body
+            body, data = b"", rest
+        elif length is not None:
+            body, data = rest[: int(length[1])], rest[int(length[1]) :]
+        else:
+            body, _, data = rest.partition(b"\r\n0\r\n\r\n")
+        if status != "100":
+            yield status, body
+
+
+def _wrong_with(status: str, body: bytes) -> str:
+    if not status.isdigit() or status >= "500":
+        return "not the client's fault"
+    if b'"server_error"' in body:
+        return "an error of the server within the answer"
+    if status >= "400" and body and not _is_refusal(body):
+        return "a refusal in another form"
+    return ""
+
+
+def _is_refusal(body: bytes) -> bool:
+    try:
+        return set(json.loads(body)["error"]) == _ERROR_FIELDS
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+async def answer_of(host: str, port: int, data: bytes) -> bytes | None:
+    """Everything a server says to this; None where it takes too long."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            try:
+                writer.write(data)
+                await writer.drain()
+                writer.write_eof()
+            except OSError:  # closed in our face, which the answer explains
+                pass
+            try:
+                return await reader.read()
+            except OSError:
+                return b""
+    except TimeoutError:
+        return None
+    finally:
+        writer.close()
+
+
+@dataclass
+class _Fuzz:
+    """What became of all requests so far."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by way and kind of answer
+    wrong: list[Row] = field(default_factory=list)
+
+    async def run(self, url: str, known: Sequence[Original], *, count: int, clients: int, seed: int) -> None:
+        address, numbers = httpx.URL(url), iter(range(count))
+        with counted(count, "bad requests") as advance:
+
+            async def ask() -> None:
+                for number in numbers:
+                    sent = spoilt(known, random.Random(f"{seed}-{number}"))
+                    kind, wrong = verdict(await answer_of(address.host, address.port or 80, sent.data))
+                    self.counts[sent.way, kind] += 1
+                    if wrong:
+                        shown = sent.data[:_SHOWN_BYTES].decode("latin-1")
+                        self.wrong.append({"number": number, "kind": kind, "wrong": wrong, "request": shown})
+                    advance(1)
+
+            await asyncio.gather(*(ask() for _ in range(clients)))
+
+    def rows(self) -> list[Row]:
+        kinds = sorted({kind for _, kind in self.counts})
+        return [{"way": way, **{kind: self.counts[way, kind] for kind in kinds}} for way in dict.fromkeys(_WAYS)]
+
+
+async def _all_of_it(url: str, model: str, fuzz: _Fuzz, *, count: int, clients: int, seed: int) -> dict[str, object]:
+    """Bad requests between two rounds of good ones."""
+    good = questions(model, [[{"role": "user", "content": text}] for text in ("Hi", "Count.", "Why?", "A note")], 12)
+    async with httpx.AsyncClient() as client:
+        before = await undisturbed(client, url, good)
+        await fuzz.run(url, originals(model), count=count, clients=clients, seed=seed)
+        after = await undisturbed(client, url, good)
+        slots = await slots_at_rest(client, url)
+    return {
+        "requests": count,
+        "wrong_answers": len(fuzz.wrong),
+        "hangs": sum(row["kind"] == "hang" for row in fuzz.wrong),
+        "refused": sum(number for (_, kind), number in fuzz.counts.items() if kind.startswith("4")),
+        "answered": sum(number for (_, kind), number in fuzz.counts.items() if kind.startswith("2")),
+        "slots_lost": slots,
+        "mismatched_tokens": sum(said.differs(expected) for said, expected in zip(after, before, strict=True)),
+    }
+
+
+def run(
+    loaded: LoadedConfig,
+    count: Annotated[int, typer.Option(min=1, help="Bad requests.")] = 60_000,
+    clients: Concurrency = 8,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Bad requests against a real server. Exit code 1 for a 5xx, a hang, a lost slot, or a token that differs after."""
+    refuse_unwritable(out)
+    fuzz = _Fuzz()
+    with TemporaryDirectory() as folder:
+        server = Servers(loaded.config, Path(folder)).begin("server", max_output_tokens=_SHORT_ANSWERS)
+        try:
+            doing = _all_of_it(
+                server.url, loaded.config.public_model_name, fuzz, count=count, clients=clients, seed=seed
+            )
+            summary = asyncio.run(doing)
+            server.end()
+        finally:
+            server.kill()
+    rows = fuzz.rows()
+    columns = [(name, lambda row, name=name: str(row[name])) for name in rows[0]]
+    shown = [f"request {one['number']}: {one['kind']}, {one['wrong']}: {one['request']!r}" for one in fuzz.wrong]
+    conditions = {**surroundings(), "model": loaded.config.model}
+    same = report(conditions, out, [*rows, *fuzz.wrong], summary, table_of(columns, rows), *shown[:_SHOWN])
+    print(in_one_line(summary))
+    return same and not fuzz.wrong and not summary["slots_lost"]

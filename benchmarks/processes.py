@@ -1,0 +1,90 @@
+"""Programs as processes of their own: begun with settings, waited for, killed, or ended as operators end them."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from service.config import ServiceConfig
+from service.errors import StartupError
+
+PATIENCE_SECONDS = 900.0
+ADAPTREE = (sys.executable, "-m", "service")
+_READY = re.compile(r"ready: (\S+)")
+_POLL_SECONDS = 0.05
+_SECRETS = {"api_keys", "admin_key"}
+_OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
+
+
+@dataclass
+class Process:
+    """One of them; its log says how it is."""
+
+    name: str
+    log: Path
+    running: subprocess.Popen[bytes]
+
+    @classmethod
+    def begin(cls, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> Self:
+        with log.open("w") as stream:
+            return cls(name, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))
+
+    @cached_property
+    def ready(self) -> str:
+        """What it says behind `ready:`, once it is. Raises StartupError."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.running.poll() is None and time.monotonic() < deadline:
+            if (found := _READY.search(self.log.read_text())) is not None:
+                return found[1]
+            time.sleep(_POLL_SECONDS)
+        self.kill()
+        raise StartupError(f"{self.name} did not become ready:\n{self.log.read_text()[-4000:]}")
+
+    @property
+    def url(self) -> str:
+        return self.ready.removesuffix("/v1")
+
+    def kill(self) -> None:
+        self.running.kill()
+        self.running.wait()
+
+    def end(self) -> None:
+        """Ask it to end, if it still runs. Once all is done it ends by that very signal, as servers do."""
+        if self.running.poll() is None:
+            self.running.send_signal(signal.SIGTERM)
+            assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Server processes of one configuration, in whose folder lie their settings and logs.
+
+    They listen on this machine only and ask for no keys.
+    """
+
+    config: ServiceConfig
+    folder: Path
+
+    def begin(self, name: str, port: int = 0, **changes: Any) -> Process:
+        """One with such changes; a name is used once."""
+        given = self.config.model_dump(mode="json", exclude_unset=True, exclude=_SECRETS)
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({**given, **changes}))
+        command = [*ADAPTREE, "serve", "--config", str(file), *_OPEN, "--port", str(port)]
+        return Process.begin(name, command, self.folder / f"{name}.log")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,171 @@
+"""Clients of servers: what they ask, what they are told, and whether it is what they would be told undisturbed."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from service.bench.experiment import count_mismatches
+from service.errors import StartupError
+from service.ingress.forwarding import GOES_ON
+
+PATIENCE_SECONDS = 300.0
+_GOES_ON = GOES_ON.decode().strip()
+_REST_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["question", "answer"]}, "marks": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["kind", "marks"],
+    "additionalProperties": False,
+}
+_VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "n": 2},
+    {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.3},
+    {
+        "temperature": 1.0,
+        "ignore_eos": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": _SCHEMA}},
+    },
+)
+"""What questions ask for in turn."""
+
+
+@dataclass(slots=True)
+class Said:
+    """What came of one request."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
+    ends: dict[int, str] = field(default_factory=dict)  # why a choice ended, by choice
+    completion_tokens: int | None = None  # as the usage says
+    is_complete: bool = False
+    failure: str | None = None
+    seconds: list[float] = field(default_factory=list, compare=False)  # of each event, since it was asked
+    went_on_behind: list[int] = field(default_factory=list, compare=False)  # so many events elsewhere
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    @property
+    def seconds_to_go_on(self) -> list[float]:
+        """Between the last event of a server that broke off and the next one."""
+        times = [0.0, *self.seconds]
+        return [times[count + 1] - times[count] for count in self.went_on_behind if count + 1 < len(times)]
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """A chunk of a stream, or a whole answer."""
+        if "error" in chunk:
+            self.failure = str(chunk["error"])
+            return
+        for choice in chunk["choices"]:
+            self.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+            if choice["finish_reason"]:
+                self.ends[choice["index"]] = choice["finish_reason"]
+        if chunk.get("usage"):
+            self.completion_tokens = chunk["usage"]["completion_tokens"]
+
+    def differs(self, undisturbed: "Said") -> int:
+        """Tokens that are not those of the same answer undisturbed, as far as this one goes; another end counts one."""
+        count = 0
+        for choice, expected in undisturbed.tokens.items():
+            got = self.tokens.get(choice, [])
+            count += count_mismatches(expected if self.is_complete else expected[: len(got)], got)
+        if self.is_complete:
+            totals = self.completion_tokens != undisturbed.completion_tokens
+            count += int(self.ends != undisturbed.ends) + totals
+        return count
+
+
+def questions(model: str, prompts: Sequence[Sequence[Mapping[str, str]]], max_tokens: int) -> list[dict[str, Any]]:
+    """Bodies of chat completions of several kinds, each of which has one text."""
+    fields = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return [
+        {**fields, "messages": messages, "seed": number, **_VARIANTS[number % len(_VARIANTS)]}
+        for number, messages in enumerate(prompts)
+    ]
+
+
+async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
+    page = (await client.get(f"{url}/metrics")).text
+    (value,) = re.findall(rf"^adaptree_{name} (\S+)$", page, re.MULTILINE)
+    return float(value)
+
+
+async def slots_at_rest(client: httpx.AsyncClient, url: str) -> float:
+    """Share of its slots that are in use though nobody asks for anything, for a minute at most."""
+    deadline = time.monotonic() + _REST_SECONDS
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+        if not any([await metric(client, url, name) for name in _BUSY]):
+            return 0.0
+    return await metric(client, url, "kv_cache_usage_perc")
+
+
+async def undisturbed(client: httpx.AsyncClient, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Said]:
+    """What a server says to each, one after the other. Raises StartupError for what it does not answer."""
+    told = []
+    for number, body in enumerate(bodies, start=1):
+        said = await ask(client, url, body)
+        if said.failure is not None:
+            raise StartupError(f"prompt {number} is not answered: {said.failure}")
+        told.append(said)
+    return told
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    leaves_after: int | None = None,
+    heard: Callable[[], None] = lambda: None,
+) -> Said:
+    """What a server says, up to its end or to where its client leaves; `heard` is called at each event."""
+    said, began = Said(), time.monotonic()
+    try:
+        async with client.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS) as answer:
+            if answer.status_code != 200:
+                said.failure = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:500]}"
+            elif not body.get("stream"):
+                said.take(json.loads(await answer.aread()))
+                said.is_complete = True
+            else:
+                await _listen(answer, said, began, leaves_after, heard)
+    except httpx.HTTPError as error:
+        said.failure = f"{type(error).__name__}: {error}"
+    if said.failure is None and not said.is_complete and leaves_after is None:
+        said.failure = "the stream broke off"
+    return said
+
+
+async def _listen(
+    answer: httpx.Response, said: Said, began: float, leaves_after: int | None, heard: Callable[[], None]
+) -> None:
+    async for line in answer.aiter_lines():
+        if line == _GOES_ON:
+            said.went_on_behind.append(len(said.seconds))
+        if not line.startswith("data: "):
+            continue
+        said.seconds.append(time.monotonic() - began)
+        heard()
+        if line == "data: [DONE]":
+            said.is_complete = said.failure is None
+            return
+        said.take(json.loads(line.removeprefix("data: ")))
+        if leaves_after is not None and said.num_tokens >= leaves_after:
+            return
