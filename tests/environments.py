@@ -22,9 +22,11 @@ def node_environment(package: Path) -> Path:
     return _made(package, ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"])
 
 
-def run(command: list[str], folder: Path) -> str:
+def run(command: list[str], folder: Path, *, timeout_seconds: float = 600) -> str:
     """What a program said, which must not fail."""
-    done = subprocess.run(command, cwd=folder, env=_OUTSIDE, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=_OUTSIDE, capture_output=True, text=True, timeout=timeout_seconds, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

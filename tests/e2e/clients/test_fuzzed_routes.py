@@ -1,8 +1,9 @@
 """Every route as the server describes it, and every body as OpenAI's own client types it, fuzzed: no answer is an error
-of the server's, and every one is as it is described."""
+of the server's, and every one is as it is described. The size is how many examples there are of each route."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.environments import python_environment, run
 from tests.processes import Process
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "12", "--seed", "1", "--no-color"]
+HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--seed", "1", "--no-color"]
+EXAMPLES, SECONDS_PER_EXAMPLE = 12, 50.0
 BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text, "/v1/responses": Response}
 
 
@@ -29,8 +31,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     running.end()
 
 
-def fuzz(document: str, *more: str) -> None:
-    run(["bin/schemathesis", "run", document, *HOW, *more], python_environment(HERE / "schemathesis.txt"))
+@pytest.fixture
+def fuzz(sized: Callable[[int], int], tell: Callable[..., None]) -> Callable[..., None]:
+    def fuzz(document: str, *more: str) -> None:
+        examples = sized(EXAMPLES)
+        command = ["bin/schemathesis", "run", document, *HOW, "--max-examples", str(examples), *more]
+        environment = python_environment(HERE / "schemathesis.txt")
+        count = re.search(r"(\d+) generated", run(command, environment, timeout_seconds=SECONDS_PER_EXAMPLE * examples))
+        assert count is not None
+        tell(requests=int(count[1]))
+
+    return fuzz
 
 
 def openai_bodies() -> dict[str, Any]:
@@ -48,11 +59,11 @@ def openai_bodies() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared.get("$defs", {})}}
 
 
-def test_every_route_as_it_is_described(server: Process) -> None:
+def test_every_route_as_it_is_described(server: Process, fuzz: Callable[..., None]) -> None:
     fuzz(f"{server.url}/openapi.json", "--exclude-path", "/adaptree/feed", "-H", "authorization: Bearer boss")
 
 
-def test_every_body_as_openai_types_it(server: Process, tmp_path: Path) -> None:
+def test_every_body_as_openai_types_it(server: Process, tmp_path: Path, fuzz: Callable[..., None]) -> None:
     document = tmp_path / "openai.json"
     document.write_text(json.dumps(openai_bodies()))
     fuzz(str(document), "--url", server.url)
