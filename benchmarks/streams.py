@@ -12,8 +12,10 @@ import httpx
 
 from service.bench.experiment import count_mismatches
 from service.errors import StartupError
+from service.ingress.forwarding import GOES_ON
 
 PATIENCE_SECONDS = 300.0
+_GOES_ON = GOES_ON.decode().strip()
 _REST_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -43,13 +45,20 @@ class Said:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
     ends: dict[int, str] = field(default_factory=dict)  # why a choice ended, by choice
     completion_tokens: int | None = None  # as the usage says
-    seconds: list[float] = field(default_factory=list)  # of each event, since it was asked
     is_complete: bool = False
     failure: str | None = None
+    seconds: list[float] = field(default_factory=list, compare=False)  # of each event, since it was asked
+    went_on_behind: list[int] = field(default_factory=list, compare=False)  # so many events elsewhere
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
+
+    @property
+    def seconds_to_go_on(self) -> list[float]:
+        """Between the last event of a server that broke off and the next one."""
+        times = [0.0, *self.seconds]
+        return [times[count + 1] - times[count] for count in self.went_on_behind if count + 1 < len(times)]
 
     def take(self, chunk: Mapping[str, Any]) -> None:
         """A chunk of a stream, or a whole answer."""
@@ -148,6 +157,8 @@ async def _listen(
     answer: httpx.Response, said: Said, began: float, leaves_after: int | None, heard: Callable[[], None]
 ) -> None:
     async for line in answer.aiter_lines():
+        if line == _GOES_ON:
+            said.went_on_behind.append(len(said.seconds))
         if not line.startswith("data: "):
             continue
         said.seconds.append(time.monotonic() - began)

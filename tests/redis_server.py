@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ConnectionError as NotConnected
 
+from benchmarks.processes import free_port
+
 PATIENCE_SECONDS = 20.0
 
 
@@ -22,7 +23,7 @@ class RedisServer:
     def __init__(self, folder: Path) -> None:
         program = shutil.which("redis-server")
         assert program is not None, "this test needs redis-server: apt-get install redis-server"
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client: Any = Redis(port=self.port, protocol=2)  # whose types allow for every way of asking
         self._command = [program, "--port", str(self.port), "--save", "", "--dir", str(folder), "--bind", "127.0.0.1"]
@@ -76,10 +77,3 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
         yield server
     finally:
         server.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

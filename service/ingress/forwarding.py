@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
+GOES_ON = b": goes on elsewhere\n\n"
+"""A comment, which clients pass over and measurements do not."""
 _RETRY_SECONDS = 0.2
 _MOST_BREAKS = 3
 _PASSING = frozenset({"not_ready", "too_many_connections"})
@@ -104,6 +106,7 @@ class Forwarding:
                     yield DONE
                 return
             logger.info("a stream goes on after %.3f s elsewhere", time.monotonic() - broke)
+            yield GOES_ON
 
     def _note(self, what: str, error: Broken) -> None:
         logger.warning("%s: %s", what, error)

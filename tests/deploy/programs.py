@@ -1,7 +1,6 @@
 """Programs of the system that tests run. One that is missing fails the test and names the remedy."""
 
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -25,10 +24,3 @@ def promtool(*arguments: str | Path, given: bytes = b"") -> str:
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, f"promtool {' '.join(command[1:])}:\n{said}"
     return said
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.processes import free_port
 from tests.architecture.rules import ROOT
-from tests.deploy.programs import free_port, program
+from tests.deploy.programs import program
 
 SHIPPED = ROOT / "deploy" / "prometheus"
 INTERVAL = "1s"

@@ -1,20 +1,19 @@
 """Two server processes behind an ingress process, one of which is killed: every stream is the undisturbed one."""
 
 import asyncio
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+import random
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import httpx2
+import httpx
 import pytest
 
-from tests import processes
-from tests.deploy.programs import free_port
-from tests.processes import Process, write_settings
+from benchmarks.fleets import Fleet, Processes, processes
+from benchmarks.processes import Servers
+from benchmarks.replicas import Load, figures_of, rows_of
+from benchmarks.streams import Said, ask, questions
+from service.config import ServiceConfig
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
 
@@ -22,80 +21,62 @@ pytestmark = pytest.mark.anyio
 
 NUM_STREAMS = 8
 TOKENS = 120
-ASK = {
-    "model": "tiny",
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "max_tokens": TOKENS,
-    "n": 2,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
-Said = dict[str, list[Any]]
-
-
-@dataclass(frozen=True)
-class Site:
-    replicas: Sequence[Process]
-    front: Process
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("ingress")
     model = save_two_layers(folder / "model")
-    ports = [free_port() for _ in range(2)]
-    urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
-    with ExitStack() as stack:
-        replicas = [replica(folder, model, port) for port in ports]
-        words = ("ingress", "--port", "0", "--replicas", urls)
-        front = processes.begin(words, None, folder / "ingress.log", program=(sys.executable, "-m", "service"))
-        for process in (*replicas, front):
-            stack.callback(process.kill)
-        assert all(process.ready for process in (*replicas, front))
-        yield Site(replicas, front)
-        front.end()
+    settings = served_by(model, drafter="lookup", max_model_len=512, state_dir=str(folder / "state"))
+    with processes(Servers(ServiceConfig.model_validate(settings), folder), 2) as fleet:
+        yield fleet
 
 
-def replica(folder: Path, model: Path, port: int) -> Process:
-    config = folder / f"replica-{port}.yaml"
-    state = str(folder / "state")
-    words = write_settings(config, served_by(model, drafter="lookup", max_model_len=512, state_dir=state, port=port))
-    return processes.begin(("serve",), config, folder / f"replica-{port}.log", program=words)
+def asked(count: int) -> list[dict[str, Any]]:
+    """So many streams, of two answers each."""
+    texts = (f"{number} is the other" for number in range(count))
+    return [
+        {**body, "n": 2} for body in questions("tiny", [[{"role": "user", "content": text}] for text in texts], TOKENS)
+    ]
 
 
-async def stream(client: httpx2.AsyncClient, url: str, number: int, events: list[int]) -> Said:
-    """What it says; `events` grows by one for each of them."""
-    said: Said = {"0": [], "1": [], "ends": [], "usage": []}
-    body = {**ASK, "messages": [{"role": "user", "content": f"{number} is the other"}], "seed": number}
-    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        lines = []
-        async for line in answer.aiter_lines():
-            if line.startswith("data: "):
-                lines.append(line.removeprefix("data: "))
-                events.append(number)
-    assert lines.pop() == "[DONE]"
-    for chunk in map(json.loads, lines):
-        assert "error" not in chunk, chunk
-        said["usage"] += [] if chunk["usage"] is None else [chunk["usage"]["completion_tokens"]]
-        for choice in chunk["choices"]:
-            said[str(choice["index"])] += choice.get("token_ids") or []
-            said["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return said
+async def streams_while_one_is_killed(fleet: Fleet, count: int) -> tuple[list[Said], list[Said]]:
+    """Undisturbed, and while a replica is killed behind the first event of each."""
+    begun: set[int] = set()
+    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
+        def streams() -> list[asyncio.Task[Said]]:
+            return [
+                asyncio.create_task(ask(client, fleet.url, body, heard=partial(begun.add, number)))
+                for number, body in enumerate(asked(count))
+            ]
 
-async def test_a_killed_replica_is_noticed_by_nobody(site: Site) -> None:
-    numbers, events = range(NUM_STREAMS), list[int]()
-    async with httpx2.AsyncClient(timeout=120) as client:
-        other = site.replicas[1].url
-        undisturbed = await asyncio.gather(*(stream(client, other, number, []) for number in numbers))
-        streams = [asyncio.create_task(stream(client, site.front.url, number, events)) for number in numbers]
-        while len(set(events)) < NUM_STREAMS:
+        undisturbed = await asyncio.gather(*streams())
+        begun.clear()
+        disturbed = streams()
+        while len(begun) < count:
             await asyncio.sleep(0.01)
-        site.replicas[0].kill()
-        assert await asyncio.gather(*streams) == undisturbed
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 3}
-        assert (await client.post(f"{site.front.url}/v1/completions", json=body)).status_code == 200
-    assert all(len(said["0"]) == len(said["1"]) == TOKENS for said in undisturbed)
-    assert "a stream goes on" in site.front.log.read_text()
+        await asyncio.to_thread(fleet.kill_one, random.Random(0))
+        return undisturbed, await asyncio.gather(*disturbed)
+
+
+async def test_a_killed_replica_is_noticed_by_nobody(fleet: Processes) -> None:
+    undisturbed, disturbed = await streams_while_one_is_killed(fleet, NUM_STREAMS)
+    assert [said.failure for said in disturbed] == [None] * NUM_STREAMS
+    assert disturbed == undisturbed
+    assert all(len(said.tokens[0]) == TOKENS for said in undisturbed if said.ends[0] == "length")
+    assert sum(len(said.seconds_to_go_on) for said in disturbed) > 0
+    assert "a stream goes on" in fleet.front.log.read_text()
+
+
+async def test_a_load_is_told_apart_by_what_became_of_it(fleet: Processes) -> None:
+    async with httpx.AsyncClient(timeout=300) as client:
+        load = Load(fleet, client, asked(4), random.Random(0))
+        await load.run(seconds=2.0, rate=6.0, kill_seconds=0.5)
+    figures = figures_of(load.streams, load.seconds)
+    assert (figures["failed"], figures["mismatched_tokens"]) == (0, 0)
+    assert figures["streams"] == figures["complete"] == figures["equal"] > 3
+    assert len(load.kills) >= 1
+    (row,) = rows_of(load.streams, load.kills, load.seconds)
+    assert (row["streams"], row["kills"]) == (figures["streams"], len(load.kills))
+    assert 0 < figures["first_p50_seconds"] <= figures["latency_p50_seconds"] <= figures["latency_p99_seconds"]

@@ -15,7 +15,7 @@ from service.ingress.app import create_ingress
 from service.ingress.forwarding import Forwarding, Whole
 from service.ingress.replicas import Answer, Asked, Broken, Unreachable
 from tests.service.api.client import Body, call_raw, client_for, error_of
-from tests.service.api.test_resumption import CASES, CHAT, SAY, TEXT, USUAL, event_of, said, serving
+from tests.service.api.test_resumption import CASES, CHAT, SAY, TEXT, USUAL, Event, event_of, said, serving
 from tests.service.api.test_resumption import assembly as assembly  # a fixture
 
 pytestmark = pytest.mark.anyio
@@ -86,9 +86,14 @@ def failed(error: RequestError) -> bytes:
 
 def numbers(text: str) -> list[int]:
     """Of the events of a stream that ended as it should."""
+    return [chunk["n"] for _, chunk in events_in(text)]
+
+
+def events_in(text: str) -> list[Event]:
+    """Of a stream that ended as it should."""
     frames = text.split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
-    return [json.loads(frame.partition("data: ")[2])["n"] for frame in frames[:-2] if not frame.startswith(":")]
+    return [event_of(frame) for frame in frames[:-2] if not frame.startswith(":")]
 
 
 class Cut:
@@ -129,8 +134,8 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
         replicas = Cut(server, step)
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(path, json=body, timeout=60)
-    told, undisturbed = ([event_of(one) for one in text.split("\n\n")[:-2]] for text in (answer.text, replicas.whole))
-    assert said(told) == said(undisturbed)
+    assert said(events_in(answer.text)) == said(events_in(replicas.whole))
+    assert answer.text.count(": goes on elsewhere\n\n") == replicas.num_asked - 1
     assert answer.text.endswith("\n\ndata: [DONE]\n\n")
     assert replicas.num_asked > 1
 
@@ -140,10 +145,10 @@ async def test_what_a_client_has_already_counts_once(assembly: Assembly) -> None
     body = {"model": "tiny", "stream": True, **SAY, **USUAL, "seed": 3, "return_token_ids": True, "ignore_eos": True}
     async with serving(assembly) as server:
         async with client_for(create_ingress(Cut(server, 10**6))) as client:
-            whole = said([event_of(one) for one in (await client.post(CHAT, json=body)).text.split("\n\n")[:-2]])
+            whole = said(events_in((await client.post(CHAT, json=body)).text))
         async with client_for(create_ingress(Cut(server, 31))) as client:
             answer = await client.post(CHAT, json={**body, "resume_from": 4})
-    rest = said([event_of(one) for one in answer.text.split("\n\n")[:-2]])
+    rest = said(events_in(answer.text))
     assert rest["0 token_ids"] == whole["0 token_ids"][4:]
 
 

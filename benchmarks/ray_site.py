@@ -1,4 +1,4 @@
-"""The service on a Ray of its own, in an environment that has Ray: `ray_site.py PORT SETTINGS`.
+"""The service on a Ray of its own, with an interpreter that finds Ray: `-m benchmarks.ray_site PORT SETTINGS`.
 
 Says when it serves; each line of settings that it reads is a rolling update.
 """
@@ -24,4 +24,5 @@ def main(port: int, settings: str) -> None:
     ray.shutdown()
 
 
-main(int(sys.argv[1]), sys.argv[2])
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,151 @@
+"""Several servers behind one address, each of which can be killed and comes again: plain processes, or on Ray."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, free_port
+from service.config_sources import flat_values
+from service.errors import StartupError
+
+RAY_REPLICAS = 2  # that there always are (`service/ray_serve.py`)
+_LOADED_SECONDS = 30.0  # of which age a replica on Ray is taken to serve
+_POLL_SECONDS = 0.5
+_NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
+
+
+class Fleet(Protocol):
+    """What a fleet can do, wherever it runs."""
+
+    @property
+    def url(self) -> str: ...
+
+    def kill_one(self, rng: random.Random) -> None:
+        """Without warning. Returns once all are there again."""
+
+
+@dataclass
+class Processes:
+    """Server processes behind an ingress process."""
+
+    servers: Servers
+    ports: tuple[int, ...]
+    replicas: list[Process]
+    front: Process
+    num_killed: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.front.url
+
+    def kill_one(self, rng: random.Random) -> None:
+        number = rng.randrange(len(self.replicas))
+        self.replicas[number].kill()
+        self.num_killed += 1
+        name = f"replica-{number}-again-{self.num_killed}"
+        self.replicas[number] = self.servers.begin(name, self.ports[number])
+        assert self.replicas[number].ready
+
+
+@contextmanager
+def processes(servers: Servers, count: int) -> Iterator[Processes]:
+    """All are ready. The first one measures and converts, the others find it."""
+    ports = tuple(free_port() for _ in range(count))
+    with ExitStack() as stack:
+        replicas: list[Process] = []
+        stack.callback(_kill, replicas)
+        for number, port in enumerate(ports):
+            replicas.append(servers.begin(f"replica-{number}", port))
+            assert replicas[0].ready
+        urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+        command = [*ADAPTREE, "ingress", "--port", "0", "--replicas", urls]
+        front = Process.begin("ingress", command, servers.folder / "ingress.log")
+        stack.callback(front.kill)
+        assert all(process.ready for process in (*replicas, front))
+        yield Processes(servers, ports, replicas, front)
+        for process in (front, *replicas):
+            process.end()
+
+
+def _kill(replicas: Sequence[Process]) -> None:
+    for one in replicas:
+        one.kill()
+
+
+@dataclass
+class OnRay:
+    """Replicas of Ray Serve, on a Ray of its own."""
+
+    running: subprocess.Popen[str]
+    settings: Mapping[str, Any]
+    url: str = ""
+
+    def said(self, word: str) -> str:
+        """The line that begins so; Ray says things in between. Nothing if it ends before."""
+        assert self.running.stdout is not None
+        return next((line.strip() for line in self.running.stdout if line.startswith(word)), "")
+
+    def update(self, **changes: object) -> None:
+        """Other settings: all replicas are replaced."""
+        assert self.running.stdin is not None
+        self.running.stdin.write(json.dumps({**self.settings, **changes}) + "\n")
+        self.running.stdin.flush()
+        assert self.said("updated")
+
+    def replicas(self) -> set[int]:
+        """Their process ids."""
+        return {one.pid for one in self._processes()}
+
+    def kill_one(self, rng: random.Random) -> None:
+        os.kill(rng.choice(sorted(self.replicas())), signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while sum(time.time() - one.create_time() > _LOADED_SECONDS for one in self._processes()) < RAY_REPLICAS:
+            if time.monotonic() > deadline:
+                raise StartupError("Ray does not replace a replica that was killed")
+            time.sleep(_POLL_SECONDS)
+
+    def _processes(self) -> list[psutil.Process]:
+        found = psutil.Process(self.running.pid).children(recursive=True)
+        return [one for one in found if "ServeReplica:default:Replica" in " ".join(_words(one))]
+
+
+@contextmanager
+def on_ray(servers: Servers, python: str = sys.executable, **environ: str) -> Iterator[OnRay]:
+    """With an interpreter that finds Ray. Raises StartupError."""
+    given = servers.config.model_dump(mode="json", exclude_unset=True)
+    settings = {name: value for name, value in flat_values(given).items() if name not in ("host", "port")}
+    command = [python, "-m", "benchmarks.ray_site", str(free_port()), json.dumps(settings)]
+    pipe, log = subprocess.PIPE, servers.folder / "ray.log"
+    environ = {**os.environ, **_NOTHING_ELSEWHERE, **environ}
+    with (
+        log.open("w") as stream,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stream, text=True, env=environ) as running,
+    ):
+        fleet = OnRay(running, settings)
+        try:
+            fleet.url = fleet.said("ready: ").removeprefix("ready: ").removesuffix("/v1")
+            if not fleet.url:
+                raise StartupError(f"replicas on Ray did not become ready:\n{log.read_text()[-4000:]}")
+            yield fleet
+            assert running.stdin is not None
+            running.stdin.close()
+            running.wait(PATIENCE_SECONDS)
+        finally:
+            running.kill()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

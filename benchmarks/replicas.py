@@ -1,0 +1,180 @@
+"""Replicas behind one address under streams that arrive at random, one of them killed every so often (kill -9): what
+clients notice of it, and whether each was told what it would have been told undisturbed."""
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import httpx
+import typer
+
+from benchmarks.fleets import RAY_REPLICAS, Fleet, on_ray, processes
+from benchmarks.processes import Servers
+from benchmarks.streams import Said, ask, questions, undisturbed
+from service.bench.commands import AnswerTokens, Out, Seed
+from service.bench.conditions import refuse_unwritable, surroundings
+from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
+from service.bench.lossless import BUILT_IN
+from service.config import LoadedConfig
+from service.errors import StartupError
+from service.prompts import read_chats
+
+_ROW_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One that a client asked for."""
+
+    arrived: float  # seconds since the load began
+    said: Said
+    mismatched_tokens: int
+
+    @property
+    def latency_seconds(self) -> float:
+        return self.said.seconds[-1]
+
+
+@dataclass
+class Load:
+    """Clients of a fleet, and what became of their streams."""
+
+    fleet: Fleet
+    client: httpx.AsyncClient
+    bodies: Sequence[Mapping[str, Any]]
+    rng: random.Random
+    expected: Sequence[Said] = ()
+    began: float = 0.0
+    seconds: float = 0.0
+    streams: list[Stream] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+
+    async def run(self, *, seconds: float, rate: float, kill_seconds: float) -> None:
+        """Streams for so long, and then until the last one has ended."""
+        self.expected = await undisturbed(self.client, self.fleet.url, self.bodies)
+        self.began = time.monotonic()
+        killing = asyncio.create_task(self._kill(seconds, kill_seconds, random.Random(self.rng.random())))
+        asked: list[asyncio.Task[None]] = []
+        with counted(round(seconds), "seconds") as advance:
+            while (elapsed := time.monotonic() - self.began) < seconds:
+                asked.append(asyncio.create_task(self._ask(self.rng.randrange(len(self.bodies)))))
+                pause = min(self.rng.expovariate(rate), seconds - elapsed)
+                await asyncio.sleep(pause)
+                advance(pause)
+        await asyncio.gather(*asked)
+        self.seconds = time.monotonic() - self.began
+        await killing
+
+    async def _ask(self, number: int) -> None:
+        arrived = time.monotonic() - self.began
+        said = await ask(self.client, self.fleet.url, self.bodies[number])
+        self.streams.append(Stream(arrived, said, said.differs(self.expected[number])))
+
+    async def _kill(self, seconds: float, every: float, rng: random.Random) -> None:
+        """One at a time: the next only when all are there again."""
+        while time.monotonic() - self.began + every < seconds:
+            await asyncio.sleep(every)
+            self.kills.append(time.monotonic() - self.began)
+            await asyncio.to_thread(self.fleet.kill_one, rng)
+
+
+def figures_of(streams: Sequence[Stream], seconds: float) -> Row:
+    """Of streams that came within so long."""
+    complete = [one for one in streams if one.said.is_complete]
+    latencies = [one.latency_seconds for one in complete]
+    firsts = [one.said.seconds[0] for one in complete]
+    going_on = [one for stream in streams for one in stream.said.seconds_to_go_on]
+    return {
+        "streams": len(streams),
+        "complete": len(complete),
+        "equal": sum(one.mismatched_tokens == 0 for one in complete),
+        "failed": sum(one.said.failure is not None for one in streams),
+        "mismatched_tokens": sum(one.mismatched_tokens for one in streams),
+        "tokens": sum(one.said.num_tokens for one in streams),
+        "tokens_per_second": sum(one.said.num_tokens for one in streams) / seconds,
+        "latency_p50_seconds": percentile(latencies, 50),
+        "latency_p99_seconds": percentile(latencies, 99),
+        "first_p50_seconds": percentile(firsts, 50),
+        "first_p99_seconds": percentile(firsts, 99),
+        "went_on": len(going_on),
+        "to_go_on_p50_seconds": percentile(going_on, 50),
+        "to_go_on_p99_seconds": percentile(going_on, 99),
+    }
+
+
+def rows_of(streams: Sequence[Stream], kills: Sequence[float], seconds: float) -> list[Row]:
+    """A row for each minute, of the streams that arrived in it."""
+    rows = []
+    for minute in range(int(seconds // _ROW_SECONDS) + 1):
+        begin, end = minute * _ROW_SECONDS, min(seconds, (minute + 1) * _ROW_SECONDS)
+        mine = [one for one in streams if begin <= one.arrived < end]
+        if mine:
+            killed = sum(begin <= at < end for at in kills)
+            rows.append({"minute": minute, "kills": killed, **figures_of(mine, end - begin)})
+    return rows
+
+
+def _fleet(servers: Servers, kind: str, count: int) -> AbstractContextManager[Fleet]:
+    if kind == "processes":
+        return processes(servers, count)
+    if count != RAY_REPLICAS:
+        raise StartupError(f"--replicas {count}: on Ray there are {RAY_REPLICAS}, and more as Ray scales them")
+    return on_ray(servers)
+
+
+def run(
+    loaded: LoadedConfig,
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
+    replicas: Annotated[int, typer.Option(min=1, help="How many, of the configuration that is given.")] = 2,
+    on: Annotated[
+        Literal["processes", "ray"], typer.Option(help="Behind adaptree ingress, or Ray Serve.")
+    ] = "processes",
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long streams arrive.")] = 10.0,
+    rate: Annotated[float, typer.Option(min=0.001, help="Streams per second, at random times.")] = 1.0,
+    kill_seconds: Annotated[float, typer.Option(min=0.1, help="Between all being there and one killed.")] = 30.0,
+    max_tokens: AnswerTokens = 64,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Streams through replicas of which one is killed every so often: how many are whole, equal, late, failed."""
+    refuse_unwritable(out)
+    bodies = questions(loaded.config.public_model_name, read_chats(prompts), max_tokens)
+    limits = httpx.Limits(max_connections=None)
+
+    async def loaded_with(fleet: Fleet) -> Load:
+        async with httpx.AsyncClient(limits=limits) as client:
+            load = Load(fleet, client, bodies, random.Random(seed))
+            await load.run(seconds=60 * minutes, rate=rate, kill_seconds=kill_seconds)
+            return load
+
+    with TemporaryDirectory() as folder, _fleet(Servers(loaded.config, Path(folder)), on, replicas) as fleet:
+        load = asyncio.run(loaded_with(fleet))
+    summary = {"kills": len(load.kills), "seconds": load.seconds, **figures_of(load.streams, load.seconds)}
+    rows = rows_of(load.streams, load.kills, load.seconds)
+    conditions = {**surroundings(), "model": loaded.config.model, "replicas": replicas, "on": on}
+    failures = [one.said.failure for one in load.streams if one.said.failure is not None]
+    same = report(conditions, out, rows, summary, table_of(_COLUMNS, rows), *failures[:3])
+    print(in_one_line(summary))
+    return same and not failures
+
+
+_COLUMNS = (
+    ("minute", lambda row: str(row["minute"])),
+    ("kills", lambda row: str(row["kills"])),
+    ("streams", lambda row: str(row["streams"])),
+    ("complete", lambda row: str(row["complete"])),
+    ("equal", lambda row: str(row["equal"])),
+    ("failed", lambda row: str(row["failed"])),
+    ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+    ("latency p50", lambda row: f"{row['latency_p50_seconds']:.2f}"),
+    ("p99", lambda row: f"{row['latency_p99_seconds']:.2f}"),
+    ("went on", lambda row: str(row["went_on"])),
+    ("to go on p50", lambda row: f"{row['to_go_on_p50_seconds']:.2f}"),
+    ("p99", lambda row: f"{row['to_go_on_p99_seconds']:.2f}"),
+)
