@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 from fastapi import APIRouter
 from pydantic import JsonValue
@@ -12,10 +11,10 @@ from service.answers import AnswerReader
 from service.api.body import read_body
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Completion, Job, build, start
-from service.api.resumption import HEADER, Marked, Unmarked, digests_of, singly, taken_by
+from service.api.resumption import HEADER, marked, taken_by
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
-from service.api.sse import EventStream, Marks, collect, events, whole
+from service.api.sse import EventStream, collect, events, whole
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
@@ -43,17 +42,12 @@ async def _answer(request: Request, body: Completion, server: Server, form: type
     runtime, taken = server.runtime, taken_by(body, request.headers.get(HEADER))
     client, origin = server.client_of(request.scope, body), None if taken is None else taken.origin
     job = await build(body, server, client=client, origin=origin)
-    marks: Marks = Unmarked()
-    if body.stream and not job.requests[0].speculation.trace:
-        digests = await runtime.off_loop(partial(digests_of, job, runtime.card.system_fingerprint))
-        if taken is not None:
-            taken.check(job, digests)
-            job = singly(job, taken)
-        marks = Marked(job, digests, taken)
+    if not body.stream:
+        reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
+        return whole(reply.whole(await collect(request, outputs, job.release)))
+    job, marks = await marked(job, body, taken, runtime)
     reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
-    if body.stream:
-        return EventStream(events(outputs, reply, marks, pads=job.release.pads), outputs, release=job.release)
-    return whole(reply.whole(await collect(request, outputs, job.release)))
+    return EventStream(events(outputs, reply, marks, pads=job.release.pads), outputs, release=job.release)
 
 
 class ChatReply(Reply):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
@@ -70,6 +70,10 @@ class Reply(ABC):
     def failure(self, error: RequestError) -> Body:
         """What ends a stream that broke off."""
         return {name: {**told} for name, told in error_body(error).items()}
+
+    def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
+        """Completions count no events."""
+        return chunk
 
     def _prompt_of(self, choice: int) -> list[JsonValue]:
         """Token ids of the prompt that a choice continues."""

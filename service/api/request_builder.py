@@ -96,8 +96,12 @@ class Job:
         return {request.request_id: place * request.n for place, request in enumerate(self.requests)}
 
     def call_id(self, choice: int, call: int) -> str:
-        """Of a call in an answer: the same one when the answer is generated again."""
-        return f"call_{hashlib.blake2b(f'{self.id} {choice} {call}'.encode(), digest_size=12).hexdigest()}"
+        return self.id_of("call", choice, call)
+
+    def id_of(self, prefix: str, *place: object) -> str:
+        """Of a part of an answer: the same one when the answer is generated again."""
+        named = " ".join(map(str, (self.id, *place)))
+        return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}"
 
     def reader(self) -> AnswerReader:
         """Of one choice."""

@@ -34,9 +34,9 @@ class ResponseStore:
         self._num_bytes = 0
 
     def keep(self, response_id: str, stored: Stored) -> None:
-        size = stored.num_bytes
+        size, (_, replaced) = stored.num_bytes, self._held.pop(response_id, (None, 0))
         self._held[response_id] = stored, size
-        self._num_bytes += size
+        self._num_bytes += size - replaced
         while self._num_bytes > self._most_bytes:
             _, (_, freed) = self._held.popitem(last=False)
             self._num_bytes -= freed

@@ -25,10 +25,10 @@ from service.api.responses_schemas import (
     PastCall,
     ResponsesRequest,
 )
-from service.api.resumption import Unmarked
+from service.api.resumption import HEADER, Unmarked, marked, taken_by
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
-from service.api.sse import EventStream, collect, events, whole
+from service.api.sse import EventStream, Marks, collect, events, whole
 from service.errors import InvalidRequest
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -55,9 +55,12 @@ def responses_router(server: Server) -> APIRouter:
         items = _conversation(body, store, client)
         with _by_our_names():
             chat = _as_chat(body, items)
-            if chat.resume_from is not None:
-                raise InvalidRequest("This route does not support 'resume_from'.", param="resume_from")
-            job = await build(chat, server, client=server.client_of(request.scope, chat))
+            taken = taken_by(chat, request.headers.get(HEADER))
+            origin = None if taken is None else taken.origin
+            job = await build(chat, server, client=server.client_of(request.scope, chat), origin=origin)
+            marks: Marks = Unmarked()
+            if chat.stream:
+                job, marks = await marked(job, body, taken, runtime)
 
         def keep(response: Body) -> None:
             if body.store is not False:
@@ -69,12 +72,15 @@ def responses_router(server: Server) -> APIRouter:
         with _by_our_names():
             outputs = start(job, server, request.scope)
         if body.stream:
-            frames = events(outputs, reply, Unmarked(), done=b"", pads=job.release.pads)
+            frames = events(outputs, reply, marks, done=b"", pads=job.release.pads)
             return EventStream(frames, outputs, release=job.release)
         return whole(reply.whole(await collect(request, outputs, job.release)))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream") in ("true", "1"):
+            how = f"send the request that made it again, with '{HEADER}'"
+            raise InvalidRequest(f"Stored responses are not streamed; to go on with a stream {how}.", param="stream")
         return whole(store.get(response_id, client_of(request)).response)
 
     @router.delete("/v1/responses/{response_id}")
@@ -113,6 +119,7 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "stream", "store", "user")},
+        "resume_from": body.resume_from,
         **{name: getattr(body, name) for name in ("safety_identifier", "parallel_tool_calls", "metadata")},
         "speculation": None if body.speculation is None else body.speculation.model_dump(),
     }

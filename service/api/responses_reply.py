@@ -1,7 +1,6 @@
 """How `/v1/responses` words an answer: items of text and of calls, whole or as events in order."""
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -70,12 +69,11 @@ class ResponseReply(Reply):
         super().__init__(job, card, tokenizer)
         self._asked = asked
         self._keep = keep
-        self._id = f"resp_{secrets.token_hex(24)}"
+        self._id = f"resp_{job.origin.uid}"
         self._reader = job.reader()
         self._done: list[JsonValue] = []
         self._open: _Item | None = None
         self._text = ""  # of the open item
-        self._sequence = 0
         self._reason: FinishReason | None = None
         self._has_begun = False
 
@@ -106,6 +104,9 @@ class ResponseReply(Reply):
     def failure(self, error: RequestError) -> Body:
         return self._event("error", **error_body(error)["error"])
 
+    def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
+        return {**chunk, "sequence_number": number}
+
     def _choice(self, number: int, choice: Choice) -> Body:
         raise AssertionError("a response has items, no choices")
 
@@ -126,7 +127,7 @@ class ResponseReply(Reply):
         yield self._event(f"response.{self._open.kind.events}.delta", **self._open.where, delta=piece.text, **more)
 
     def _begin(self, kind: _Kind, **more: JsonValue) -> Iterator[Body]:
-        head: Body = {"id": f"{kind.prefix}_{secrets.token_hex(12)}", "type": kind.name, **more}
+        head: Body = {"id": self._job.id_of(kind.prefix, len(self._done)), "type": kind.name, **more}
         self._open, self._text = _Item(kind, len(self._done), head), ""
         item = self._open
         yield self._event("response.output_item.added", output_index=item.place, item=item.whole("", "in_progress"))
@@ -154,8 +155,7 @@ class ResponseReply(Reply):
         return response
 
     def _event(self, kind: str, /, **fields: JsonValue) -> Body:
-        self._sequence += 1
-        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+        return {"type": kind, **fields}
 
     def _response(self, status: str) -> Body:
         asked, ends = self._asked, status != "in_progress"

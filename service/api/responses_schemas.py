@@ -88,3 +88,4 @@ class ResponsesRequest(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     speculation: Speculation | None = None
+    resume_from: str | None = None  # the id of an event

@@ -2,8 +2,8 @@
 
 An answer is a function of target, prompt, parameters and seed, so nothing is kept of a stream that broke off: it is
 generated again, and what its client has is left out. A place is a count of tokens for each choice, and within what came
-of one step a count of chunks. An event's id holds the places, digests of what must be the same again, and what was
-drawn by chance.
+of one step a count of chunks. An event's id holds the places, how many events there have been, digests of what must be
+the same again, and what was drawn by chance.
 """
 
 import base64
@@ -13,18 +13,23 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from pydantic import BaseModel
+
 from service.api.request_builder import Completion, Job, Origin
-from service.api.sse import Chunk, Event, StreamForm
+from service.api.sse import Chunk, Event, Marks, StreamForm
 from service.engine.requests import SequenceOutput
 from service.errors import Conflict, InvalidRequest, RequestError
+from service.runtime import Runtime
 
 HEADER = "last-event-id"
 _FIELD = "resume_from"
 _WIRE = struct.Struct(">16sQq8s8s")  # id and time of creation of the answer, seed, digests of the model and the request
 _PLACE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}):(\d{1,4}))?")
+_COUNT = re.compile(r"\d{1,9}")
 _END = "end"
 
 
@@ -52,6 +57,7 @@ class Taken:
 
     param: str  # where it says so
     places: tuple[Place, ...]
+    num_events: int = 0
     has_end: bool = False  # nothing but the end of the stream is left
     origin: Origin | None = None  # None: a mere count says nothing of it
     digests: Digests | None = None
@@ -93,15 +99,28 @@ def taken_by(body: Completion, header: str | None) -> Taken | None:
     return Taken(param, tuple(map(Place, [value] if isinstance(value, int) else value)))
 
 
-def digests_of(job: Job, system_fingerprint: str) -> Digests:
+async def marked(job: Job, asked: BaseModel, taken: Taken | None, runtime: Runtime) -> tuple[Job, Marks]:
+    """The job as its stream needs it, and the marks of that. `asked`: the body as it came. Raises RequestError."""
+    if job.requests[0].speculation.trace:
+        return job, Unmarked()
+    digests = await runtime.off_loop(partial(_digests_of, job, asked, runtime.card.system_fingerprint))
+    if taken is not None:
+        taken.check(job, digests)
+        job = _singly(job, taken)
+    return job, Marked(job, digests, taken)
+
+
+def _digests_of(job: Job, asked: BaseModel, system_fingerprint: str) -> Digests:
     """Of a request: all fields but how it streams; and its prompts, for a template may tell the time."""
-    asked = job.body.model_dump_json(exclude={"stream_options", _FIELD})
+    fields = asked.model_dump_json(exclude={"stream_options", _FIELD})
     prompts = [(list(request.prompt), request.sampling.max_tokens) for request in job.requests]
-    return Digests(_digest(system_fingerprint), _digest(f"{type(job.body).__name__} {prompts} {asked}"))
+    return Digests(_digest(system_fingerprint), _digest(f"{type(asked).__name__} {prompts} {fields}"))
 
 
 class Unmarked:
     """Events without ids."""
+
+    num_taken = 0
 
     def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
         return ((chunk, None) for chunk in form.chunks(output))
@@ -121,6 +140,8 @@ class Marked:
         self._param = "" if taken is None else taken.param
         self._taken = (Place(),) * job.num_choices if taken is None else taken.places
         self._has_end = taken is not None and taken.has_end
+        self.num_taken = 0 if taken is None else taken.num_events
+        self._num_events = self.num_taken
         self._places = [Place() for _ in range(job.num_choices)]
         self._held: dict[int, list[SequenceOutput]] = {}  # outputs of which the client has some chunks, by choice
 
@@ -152,15 +173,18 @@ class Marked:
                 yield chunk, f"{self._id()}.{_END}"
 
     def _id(self) -> str:
+        """Of the next event."""
+        self._num_events += 1
         # Some choices may not have been generated as far again as the client has them.
-        return f"{self._head}.{','.join(map(str, map(max, self._places, self._taken)))}"
+        places = ",".join(map(str, map(max, self._places, self._taken)))
+        return f"{self._head}.{places}.{self._num_events}"
 
     def _beyond(self, choice: int, tokens: int) -> RequestError:
         reason = f"choice {choice} has no more than {tokens} tokens"
         return InvalidRequest(f"Invalid value for '{self._param}': {reason}.", param=self._param)
 
 
-def singly(job: Job, taken: Taken) -> Job:
+def _singly(job: Job, taken: Taken) -> Job:
     """The job with its outputs cut wherever a client may have been cut off."""
     counts = [place.tokens + place.more for place in taken.places]
     requests = tuple(
@@ -186,17 +210,16 @@ def _merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
 
 def _parsed(event_id: str, param: str) -> Taken:
     """Raises InvalidRequest."""
-    head, _, rest = event_id.partition(".")
-    places, _, end = rest.partition(".")
+    head, places, count, end = [*event_id.split(".", 3), "", "", ""][:4]
     matches = [_PLACE.fullmatch(place) for place in places.split(",")]
     try:
         uid, created, seed, model, asked = _WIRE.unpack(base64.b64decode(head + "=" * (-len(head) % 4), b"-_", True))
     except (binascii.Error, struct.error, ValueError):
         matches = [None]
-    if None in matches or end not in ("", _END):
+    if None in matches or _COUNT.fullmatch(count) is None or end not in ("", _END):
         raise InvalidRequest(f"Invalid value for '{param}': it is no id of this server's events.", param=param)
     found = tuple(Place(*(int(number or 0) for number in match.groups())) for match in matches if match is not None)
-    return Taken(param, found, bool(end), Origin(uid.hex(), created, seed), Digests(model, asked))
+    return Taken(param, found, int(count), bool(end), Origin(uid.hex(), created, seed), Digests(model, asked))
 
 
 def _digest(text: str) -> bytes:

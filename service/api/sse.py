@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import pydantic_core
@@ -51,9 +52,16 @@ class StreamForm(Protocol):
 
     def failure(self, error: RequestError) -> Chunk: ...
 
+    def numbered(self, chunk: Chunk, number: int) -> Chunk:
+        """An event with its number, where the route tells it."""
+
 
 class Marks(Protocol):
     """Ids of a stream's events, and which of them its client has not got yet."""
+
+    @property
+    def num_taken(self) -> int:
+        """Events that the client has from before."""
 
     def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]: ...
 
@@ -64,17 +72,22 @@ async def events(
     stream: OutputStream, form: StreamForm, marks: Marks, *, done: bytes = DONE, pads: bool = False
 ) -> AsyncGenerator[bytes, None]:
     """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
+    numbers = count(marks.num_taken)
+
+    def told(chunk: Chunk, event_id: str | None = None) -> bytes:
+        return frame(form.numbered(chunk, next(numbers)), event_id, pads=pads)
+
     try:
         async for output in stream:
-            for chunk, event_id in marks.told(output, form):
-                yield frame(chunk, event_id, pads=pads)
-        for chunk, event_id in marks.ends(form.trailer()):
-            yield frame(chunk, event_id, pads=pads)
+            for event in marks.told(output, form):
+                yield told(*event)
+        for event in marks.ends(form.trailer()):
+            yield told(*event)
     except RequestError as error:
-        yield frame(form.failure(error), pads=pads)
+        yield told(form.failure(error))
     except Exception:
         logger.exception("a stream broke off")
-        yield frame(form.failure(internal_error()), pads=pads)
+        yield told(form.failure(internal_error()))
     if done:
         yield padded(done) if pads else done
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = {"messages": [{"role": "user", "content": "so it is"}]}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "go", "parameters": {"type": "object", "properties": {"to": {"enum": ["Rome", "Pau"]}}}},
 }
@@ -250,7 +250,89 @@ async def test_more_than_there_is_ends_the_stream_with_an_error(assembly: Assemb
     assert response.text.endswith("data: [DONE]\n\n")
 
 
-async def test_another_route_does_not_take_them_up() -> None:
+RESPONSES = "/v1/responses"
+CALL = {"type": "function", **TOOL["function"]}
+NOTE = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+RESPONSE_CASES: dict[str, Body] = {
+    "text": {"input": "so it is", "ignore_eos": True, "max_output_tokens": 14, "temperature": 0.0},
+    "sampled": {"input": "so it is", "max_output_tokens": 14, "instructions": "Be brief.", "store": False},
+    "call": {"input": "so it is", "tools": [CALL], "tool_choice": "required", "max_output_tokens": 60},
+    "schema": {"input": "so it is", "text": NOTE, "max_output_tokens": 60},
+}
+
+
+async def response_stream(client: httpx2.AsyncClient, body: Body, last: str | None = None) -> list[Event]:
+    headers = {} if last is None else {"last-event-id": last}
+    answer = await client.post(RESPONSES, json={"model": "tiny", "stream": True, **body}, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return response_events(answer.text)
+
+
+def response_events(text: str) -> list[Event]:
+    frames = text.split("\n\n")
+    assert frames.pop() == ""
+    events = []
+    for name, event_id, data in (frame.split("\n") for frame in frames if not frame.startswith(":")):
+        told = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {told['type']}"
+        events.append((event_id.removeprefix("id: "), told))
+    return events
+
+
+def told(events: list[Event]) -> tuple[list[Body], dict[str, str]]:
+    """All that a client knows in the end: whole events in order, and what deltas of each item add up to."""
+    whole, grown_to = [], dict[str, str]()
+    for number, (_, event) in enumerate(events):
+        assert event["sequence_number"] == number
+        if event["type"].endswith(".delta"):
+            grown_to[event["item_id"]] = grown_to.get(event["item_id"], "") + event["delta"]
+            continue
+        if event.get("response", {}).get("usage"):
+            event["response"]["usage"].pop("input_tokens_details", None)  # of the cache, as it was this time
+        whole.append({name: value for name, value in event.items() if name != "sequence_number"})
+    return whole, grown_to
+
+
+@pytest.mark.parametrize("name", RESPONSE_CASES)
+async def test_a_response_cut_behind_any_event_goes_on_as_if_nothing_had_been(assembly: Assembly, name: str) -> None:
+    body = RESPONSE_CASES[name]
+    async with serving(assembly) as client:
+        events = await response_stream(client, body)
+    async with serving(assembly) as client:  # which has never heard of it
+        rests = await asyncio.gather(*(response_stream(client, body, mark) for mark, _ in events))
+        again = await asyncio.gather(*(response_stream(client, body, mark) for mark, _ in rests[2]))
+        stored = await client.get(f"{RESPONSES}/{events[0][1]['response']['id']}")
+    whole, grown_to = told(events)
+    assert whole[-1]["type"] in ("response.completed", "response.incomplete")
+    assert "".join(grown_to.values()) != ""
+    for count, rest in enumerate(rests, start=1):
+        assert told(events[:count] + rest) == (whole, grown_to)
+    assert rests[-1] == []
+    for count, rest in enumerate(again, start=1):
+        assert told(events[:3] + rests[2][:count] + rest) == (whole, grown_to)
+    assert stored.status_code == (404 if body.get("store") is False else 200)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"resume_from": 2, "seed": 1, "stream": True}, 400, "resume_from"),
+        ({"resume_from": "x", "stream": True}, 400, "resume_from"),
+        ({"resume_from": "MARK"}, 400, "resume_from"),
+        ({"resume_from": "MARK", "stream": True, "instructions": "Be brief."}, 409, "resume_from"),
+        ({"resume_from": "MARK.more", "stream": True}, 400, "resume_from"),
+    ],
+)
+async def test_a_response_that_cannot_go_on_names_the_field(fields: Body, status: int, param: str) -> None:
+    body: Body = {"input": "so it is", "max_output_tokens": 3}
+    async with scripted(ScriptedEngine(say("x", "y"))) as client:
+        ((mark, _), *_) = await response_stream(client, body)
+        asked = json.loads(json.dumps({"model": "tiny", **body, **fields}).replace("MARK", mark))
+        answer = await client.post(RESPONSES, json=asked)
+    assert (answer.status_code, error_of(answer)["param"]) == (status, param)
+
+
+async def test_a_stored_response_is_not_streamed() -> None:
     async with scripted(ScriptedEngine(say("x"))) as client:
-        body = {"model": "tiny", "input": "a", "stream": True, "resume_from": 1}
-        assert error_of(await client.post("/v1/responses", json=body))["param"] == "resume_from"
+        answer = await client.get(f"{RESPONSES}/resp_1", params={"stream": "true", "starting_after": 2})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "stream")

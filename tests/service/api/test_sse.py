@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from service.api.resumption import Unmarked
-from service.api.sse import EventStream, events
+from service.api.sse import Chunk, EventStream, events
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from tests.service.api.client import ASK, Message, app_of, call_raw
 from tests.service.scripted import ScriptedEngine, runtime_of, step
@@ -93,6 +93,9 @@ class _Plain:
 
     def chunks(self, output: SequenceOutput):  # type: ignore[no-untyped-def]
         yield {"text": output.text}
+
+    def numbered(self, chunk: Chunk, number: int) -> Chunk:
+        return chunk
 
     def trailer(self):  # type: ignore[no-untyped-def]
         yield from ()

@@ -15,7 +15,21 @@ from service.ingress.app import create_ingress
 from service.ingress.forwarding import Forwarding, Whole
 from service.ingress.replicas import Answer, Asked, Broken, Unreachable
 from tests.service.api.client import Body, call_raw, client_for, error_of
-from tests.service.api.test_resumption import CASES, CHAT, SAY, TEXT, USUAL, Event, event_of, said, serving
+from tests.service.api.test_resumption import (
+    CASES,
+    CHAT,
+    RESPONSE_CASES,
+    RESPONSES,
+    SAY,
+    TEXT,
+    USUAL,
+    Event,
+    event_of,
+    response_events,
+    said,
+    serving,
+    told,
+)
 from tests.service.api.test_resumption import assembly as assembly  # a fixture
 
 pytestmark = pytest.mark.anyio
@@ -137,6 +151,17 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
     assert said(events_in(answer.text)) == said(events_in(replicas.whole))
     assert answer.text.count(": goes on elsewhere\n\n") == replicas.num_asked - 1
     assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+    assert replicas.num_asked > 1
+
+
+@pytest.mark.parametrize("name", RESPONSE_CASES)
+async def test_so_is_a_response(assembly: Assembly, name: str) -> None:
+    body = {"model": "tiny", "stream": True, **RESPONSE_CASES[name]}
+    async with serving(assembly) as server:
+        replicas = Cut(server, 977)
+        async with client_for(create_ingress(replicas)) as client:
+            answer = await client.post(RESPONSES, json=body, timeout=60)
+    assert told(response_events(answer.text)) == told(response_events(replicas.whole))
     assert replicas.num_asked > 1
 
 
