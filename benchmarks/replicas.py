@@ -17,7 +17,7 @@ import typer
 from benchmarks.fleets import RAY_REPLICAS, Fleet, on_ray, processes
 from benchmarks.processes import Servers
 from benchmarks.streams import Said, ask, questions, undisturbed
-from service.bench.commands import AnswerTokens, Out, Seed
+from service.bench.commands import AnswerTokens, Limit, Out, Seed
 from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
 from service.bench.lossless import BUILT_IN
@@ -131,6 +131,7 @@ def _fleet(servers: Servers, kind: str, count: int) -> AbstractContextManager[Fl
 def run(
     loaded: LoadedConfig,
     prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
+    limit: Limit = None,
     replicas: Annotated[int, typer.Option(min=1, help="How many, of the configuration that is given.")] = 2,
     on: Annotated[
         Literal["processes", "ray"], typer.Option(help="Behind adaptree ingress, or Ray Serve.")
@@ -144,7 +145,7 @@ def run(
 ) -> bool:
     """Streams through replicas of which one is killed every so often: how many are whole, equal, late, failed."""
     refuse_unwritable(out)
-    bodies = questions(loaded.config.public_model_name, read_chats(prompts), max_tokens)
+    bodies = questions(loaded.config.public_model_name, read_chats(prompts, limit=limit), max_tokens)
     limits = httpx.Limits(max_connections=None)
 
     async def loaded_with(fleet: Fleet) -> Load:

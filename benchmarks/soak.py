@@ -22,7 +22,7 @@ from scipy import stats
 
 from benchmarks.processes import Process, Servers
 from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
-from service.bench.commands import AnswerTokens, Out, Seed
+from service.bench.commands import AnswerTokens, Limit, Out, Seed
 from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, report, table_of
 from service.bench.lossless import BUILT_IN
@@ -153,6 +153,7 @@ def summary_of(soak: _Soak) -> dict[str, object]:
 def run(
     loaded: LoadedConfig,
     prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
+    limit: Limit = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long, at least.")] = 120.0,
     clients: Annotated[int, typer.Option(min=1, help="At a time under the heaviest load.")] = 16,
     load_seconds: Annotated[float, typer.Option(min=0.1, help="Of each load.")] = 30.0,
@@ -162,7 +163,7 @@ def run(
 ) -> bool:
     """One server process for hours under a changing load: growth of its memory, lost slots, texts that differ."""
     refuse_unwritable(out)
-    bodies = questions(loaded.config.public_model_name, read_chats(prompts), max_tokens)
+    bodies = questions(loaded.config.public_model_name, read_chats(prompts, limit=limit), max_tokens)
     with TemporaryDirectory() as folder:
         server = Servers(loaded.config, Path(folder)).begin("server")
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,9 +89,12 @@ def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None =
     return PromptSet(file.stem, tuple(prompts))
 
 
-def read_chats(file: Path) -> list[list[dict[str, str]]]:
-    """The prompts of a file as messages; plain text is what a user says. Raises StartupError naming file and line."""
-    lines = [line for _, line in read_lines(file, _BenchLine, "prompt file")]
+def read_chats(file: Path, *, limit: int | None = None) -> list[list[dict[str, str]]]:
+    """The first `limit` prompts of a file as messages; plain text is what a user says.
+
+    Raises StartupError naming file and line.
+    """
+    lines = [line for _, line in islice(read_lines(file, _BenchLine, "prompt file"), limit)]
     if not lines:
         raise StartupError(f"prompt file {file} holds no prompt")
     return [line.chat or [{"role": "user", "content": line.prompt}] for line in lines]

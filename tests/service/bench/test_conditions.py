@@ -12,8 +12,8 @@ from service.bench.conditions import command_line, commit_of, conditions_of, ref
 from service.errors import StartupError
 
 KEYS = [
-    *("command", "commit", "machine", "cpu_count", "device", "torch"),
-    *("transformers", "model", "drafter", "numerics", "date"),
+    *("command", "commit", "machine", "cpu_count", "torch", "transformers", "date"),
+    *("device", "model", "drafter", "numerics"),
 ]
 
 
