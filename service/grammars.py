@@ -28,6 +28,7 @@ _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
+_LARGE = re.compile(r"-9223372036854775\d{3}(?![\d.eE])")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 DEFINITIONS = ("$defs", "definitions")
 """What parts of a schema refer to."""
@@ -153,7 +154,17 @@ class GrammarCompiler:
             return True
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
-        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(in_lark(kind, value)), log_level=0)
+        told = in_lark(kind, value)
+        _refuse_the_least_integer(told)
+        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(told), log_level=0)
+
+
+def _refuse_the_least_integer(told: str) -> None:
+    """llguidance 1.9 never returns from an integer whose size is none of 64 bits, and takes the process along.
+    Raises GrammarError."""
+    for found in _LARGE.findall(told):
+        if float(found) == -(2.0**63):
+            raise GrammarError(f"the integer {found} cannot be honoured")
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

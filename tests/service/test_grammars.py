@@ -81,3 +81,23 @@ def test_a_tokenizer_that_nobody_can_read_is_a_refusal(monkeypatch: pytest.Monke
 def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue) -> None:
     with pytest.raises(GrammarError):
         compiler.compile(kind, source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"enum": ["a", -(2**63)]}),
+        ("json_schema", {"properties": {"a": {"const": [-(2**63) + 1]}}}),
+        ("lark", 'start: %json {"const": -9223372036854775808}'),
+    ],
+)
+def test_an_integer_that_would_end_the_process_is_refused(
+    compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue
+) -> None:
+    with pytest.raises(GrammarError, match=r"the integer -92233720368547758\d\d cannot be honoured"):
+        compiler.compile(kind, source)
+
+
+def test_other_large_integers_are_honoured(compiler: GrammarCompiler) -> None:
+    for number in (-(2**62), 2**62):
+        assert accepts(compiler, "json_schema", {"const": number}, str(number))
