@@ -158,9 +158,9 @@ class ServiceConfig(BaseModel):
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
         "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
-        "small trained network. draft_model: the language model in drafter_path. early_exit(N): the target's first N "
-        "layers. mtp: the module that came with the target. A+B: one tree from both. switch(A,B): one in each step. "
-        "auto: lookup, and the trained one if there is one. none: nobody.",
+        "small trained network. draft_model: the model in drafter_path. early_exit(N): N layers of the target. mtp: "
+        "the target's own module. A+B: one tree of both. switch(A,B): one in each step. auto: lookup, and what is trained. "
+        "none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
