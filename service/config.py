@@ -159,8 +159,8 @@ class ServiceConfig(BaseModel):
         "auto",
         "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
         "small trained network. draft_model: the model in drafter_path. early_exit(N): N layers of the target. mtp: "
-        "the target's own module. A+B: one tree of both. switch(A,B): one in each step. auto: lookup, and what is trained. "
-        "none: nobody.",
+        "the target's own module. A+B: one tree of both. switch(A,B): one in each step. auto: lookup, and what is "
+        "trained. none: nobody.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
