@@ -13,14 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
 
-from benchmarks.processes import Servers
+from benchmarks.processes import one_server
 from benchmarks.streams import questions, slots_at_rest, undisturbed
 from service.bench.commands import Concurrency, Out, Seed
 from service.bench.conditions import refuse_unwritable, surroundings
@@ -351,16 +349,9 @@ def run(
     """Bad requests against a real server. Exit code 1 for a 5xx, a hang, a lost slot, or a token that differs after."""
     refuse_unwritable(out)
     fuzz = _Fuzz()
-    with TemporaryDirectory() as folder:
-        server = Servers(loaded.config, Path(folder)).begin("server", max_output_tokens=_SHORT_ANSWERS)
-        try:
-            doing = _all_of_it(
-                server.url, loaded.config.public_model_name, fuzz, count=count, clients=clients, seed=seed
-            )
-            summary = asyncio.run(doing)
-            server.end()
-        finally:
-            server.kill()
+    with one_server(loaded.config, max_output_tokens=_SHORT_ANSWERS) as server:
+        name = loaded.config.public_model_name
+        summary = asyncio.run(_all_of_it(server.url, name, fuzz, count=count, clients=clients, seed=seed))
     rows = fuzz.rows()
     columns = [(name, lambda row, name=name: str(row[name])) for name in rows[0]]
     shown = [f"request {one['number']}: {one['kind']}, {one['wrong']}: {one['request']!r}" for one in fuzz.wrong]

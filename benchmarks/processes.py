@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import yaml
@@ -81,6 +83,18 @@ class Servers:
         file.write_text(yaml.safe_dump({**given, **changes}))
         command = [*ADAPTREE, "serve", "--config", str(file), *_OPEN, "--port", str(port)]
         return Process.begin(name, command, self.folder / f"{name}.log")
+
+
+@contextmanager
+def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
+    """One of a configuration with such changes, ended as operators end it once all is done, and killed in any case."""
+    with TemporaryDirectory() as folder:
+        server = Servers(config, Path(folder)).begin("server", **changes)
+        try:
+            yield server
+            server.end()
+        finally:
+            server.kill()
 
 
 def free_port() -> int:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import httpx
@@ -20,7 +19,7 @@ import psutil
 import typer
 from scipy import stats
 
-from benchmarks.processes import Process, Servers
+from benchmarks.processes import Process, one_server
 from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
 from service.bench.conditions import refuse_unwritable, surroundings
@@ -164,22 +163,17 @@ def run(
     """One server process for hours under a changing load: growth of its memory, lost slots, texts that differ."""
     refuse_unwritable(out)
     bodies = questions(loaded.config.public_model_name, read_chats(prompts, limit=limit), max_tokens)
-    with TemporaryDirectory() as folder:
-        server = Servers(loaded.config, Path(folder)).begin("server")
-        try:
-            limits = httpx.Limits(max_connections=None)
-            assert server.ready
+    limits = httpx.Limits(max_connections=None)
+    with one_server(loaded.config) as server:
+        assert server.ready
 
-            async def all_of_it() -> _Soak:
-                async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-                    soak = _Soak(server, client, bodies, random.Random(seed))
-                    await _run(soak, loads_of(clients), minutes=minutes, seconds=load_seconds)
-                    return soak
+        async def all_of_it() -> _Soak:
+            async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+                soak = _Soak(server, client, bodies, random.Random(seed))
+                await _run(soak, loads_of(clients), minutes=minutes, seconds=load_seconds)
+                return soak
 
-            soak = asyncio.run(all_of_it())
-            server.end()
-        finally:
-            server.kill()
+        soak = asyncio.run(all_of_it())
     summary = summary_of(soak)
     conditions = {**surroundings(), "model": loaded.config.model}
     shown = [] if not soak.rests else [table_of(_COLUMNS, soak.rests)]
