@@ -79,7 +79,7 @@ class _Soak:
         self.rests.append(
             {
                 "hours": (time.monotonic() - began) / 3600,
-                "rss_mib": self._resident_bytes() / _MIB,
+                "memory_mib": self._own_bytes() / _MIB,
                 "slots_in_use": slots,
                 "event_loop_lag_seconds": lag,
                 **(self.acts - done),
@@ -110,9 +110,11 @@ class _Soak:
             self.tokens += said.num_tokens
             self.mismatched_tokens += said.differs(expected)
 
-    def _resident_bytes(self) -> int:
+    def _own_bytes(self) -> int:
+        """Memory that lies in no file: the system drops pages of files, and reads them again, whenever it likes."""
         process = psutil.Process(self.server.running.pid)
-        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+        each = [one.memory_full_info() for one in (process, *process.children(recursive=True))]
+        return sum(one.rss - one.shared + one.swap for one in each)
 
 
 async def _run(soak: _Soak, loads: Sequence[int], *, minutes: float, seconds: float) -> None:
@@ -134,7 +136,7 @@ def loads_of(most: int) -> tuple[int, ...]:
 
 
 def summary_of(soak: _Soak) -> dict[str, object]:
-    growth = growth_of(*([row[name] for row in soak.rests] for name in ("hours", "rss_mib")))
+    growth = growth_of(*([row[name] for row in soak.rests] for name in ("hours", "memory_mib")))
     return {
         "hours": soak.rests[-1]["hours"] if soak.rests else 0.0,
         "requests": soak.acts.total(),
@@ -144,7 +146,7 @@ def summary_of(soak: _Soak) -> dict[str, object]:
         "slots_lost": max((row["slots_in_use"] for row in soak.rests), default=0.0),  # share of all
         "growth_mib_per_hour": None if growth is None else growth.slope,
         "growth_upper_mib_per_hour": None if growth is None else growth.upper,
-        "rss_mib": soak.rests[-1]["rss_mib"] if soak.rests else 0.0,
+        "memory_mib": soak.rests[-1]["memory_mib"] if soak.rests else 0.0,
         "event_loop_lag_seconds": max((row["event_loop_lag_seconds"] for row in soak.rests), default=0.0),
     }
 
@@ -184,7 +186,7 @@ def run(
 
 _COLUMNS = (
     ("hours", lambda row: f"{row['hours']:.2f}"),
-    ("MiB", lambda row: f"{row['rss_mib']:.1f}"),
+    ("MiB", lambda row: f"{row['memory_mib']:.1f}"),
     ("slots in use", lambda row: f"{row['slots_in_use']:.3f}"),
     ("event loop's longest block", lambda row: f"{1000 * row['event_loop_lag_seconds']:.0f} ms"),
     *((act, lambda row, act=act: str(row.get(act, 0))) for act in _ACTS),

@@ -27,7 +27,7 @@ def test_a_soak_counts_all_that_happened(run: Callable[..., tuple[int, str]], tm
     acts = ("stream", "leave", "whole", "refused")
     assert summary["requests"] == sum(row.get(act, 0) for row in report["rows"] for act in acts)
     assert summary["tokens_compared"] > 100
-    assert all(row["rss_mib"] > 100 for row in report["rows"])
+    assert all(row["memory_mib"] > 100 for row in report["rows"])
     assert "growth_upper_mib_per_hour" in output.splitlines()[-1]
 
 
