@@ -18,7 +18,6 @@ from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, f
 from service.config_sources import flat_values
 from service.errors import StartupError
 
-RAY_REPLICAS = 2  # that there always are (`service/ray_serve.py`)
 _LOADED_SECONDS = 30.0  # of which age a replica on Ray is taken to serve
 _POLL_SECONDS = 0.5
 _NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
@@ -87,6 +86,7 @@ class OnRay:
     """Replicas of Ray Serve, on a Ray of its own."""
 
     running: subprocess.Popen[str]
+    count: int  # of replicas that there always are
     settings: Mapping[str, Any]
     url: str = ""
 
@@ -109,7 +109,7 @@ class OnRay:
     def kill_one(self, rng: random.Random) -> None:
         os.kill(rng.choice(sorted(self.replicas())), signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while sum(time.time() - one.create_time() > _LOADED_SECONDS for one in self._processes()) < RAY_REPLICAS:
+        while sum(time.time() - one.create_time() > _LOADED_SECONDS for one in self._processes()) < self.count:
             if time.monotonic() > deadline:
                 raise StartupError("Ray does not replace a replica that was killed")
             time.sleep(_POLL_SECONDS)
@@ -120,18 +120,18 @@ class OnRay:
 
 
 @contextmanager
-def on_ray(servers: Servers, python: str = sys.executable, **environ: str) -> Iterator[OnRay]:
+def on_ray(servers: Servers, count: int, python: str = sys.executable, **environ: str) -> Iterator[OnRay]:
     """With an interpreter that finds Ray. Raises StartupError."""
     given = servers.config.model_dump(mode="json", exclude_unset=True)
     settings = {name: value for name, value in flat_values(given).items() if name not in ("host", "port")}
-    command = [python, "-m", "benchmarks.ray_site", str(free_port()), json.dumps(settings)]
+    command = [python, "-m", "benchmarks.ray_site", str(free_port()), str(count), json.dumps(settings)]
     pipe, log = subprocess.PIPE, servers.folder / "ray.log"
     environ = {**os.environ, **_NOTHING_ELSEWHERE, **environ}
     with (
         log.open("w") as stream,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stream, text=True, env=environ) as running,
     ):
-        fleet = OnRay(running, settings)
+        fleet = OnRay(running, count, settings)
         try:
             fleet.url = fleet.said("ready: ").removeprefix("ready: ").removesuffix("/v1")
             if not fleet.url:

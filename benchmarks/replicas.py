@@ -4,7 +4,7 @@ clients notice of it, and whether each was told what it would have been told und
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import typer
 
-from benchmarks.fleets import RAY_REPLICAS, Fleet, on_ray, processes
+from benchmarks.fleets import Fleet, on_ray, processes
 from benchmarks.processes import Servers
 from benchmarks.streams import Said, ask, questions, undisturbed
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
@@ -22,10 +22,10 @@ from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
 from service.bench.lossless import BUILT_IN
 from service.config import LoadedConfig
-from service.errors import StartupError
 from service.prompts import read_chats
 
 _ROW_SECONDS = 60.0
+_FLEETS: Mapping[str, Callable[[Servers, int], AbstractContextManager[Fleet]]] = {"processes": processes, "ray": on_ray}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,6 @@ def rows_of(streams: Sequence[Stream], kills: Sequence[float], seconds: float) -
     return rows
 
 
-def _fleet(servers: Servers, kind: str, count: int) -> AbstractContextManager[Fleet]:
-    if kind == "processes":
-        return processes(servers, count)
-    if count != RAY_REPLICAS:
-        raise StartupError(f"--replicas {count}: on Ray there are {RAY_REPLICAS}, and more as Ray scales them")
-    return on_ray(servers)
-
-
 def run(
     loaded: LoadedConfig,
     prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
@@ -154,7 +146,7 @@ def run(
             await load.run(seconds=60 * minutes, rate=rate, kill_seconds=kill_seconds)
             return load
 
-    with TemporaryDirectory() as folder, _fleet(Servers(loaded.config, Path(folder)), on, replicas) as fleet:
+    with TemporaryDirectory() as folder, _FLEETS[on](Servers(loaded.config, Path(folder)), replicas) as fleet:
         load = asyncio.run(loaded_with(fleet))
     summary = {"kills": len(load.kills), "seconds": load.seconds, **figures_of(load.streams, load.seconds)}
     rows = rows_of(load.streams, load.kills, load.seconds)

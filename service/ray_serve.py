@@ -26,7 +26,7 @@ from service.logging import configure_logging
 from service.serve import application
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_REPLICAS = (2, 4)  # least: with one, streams wait until another has loaded; and most
+_LEAST_REPLICAS = 2  # with one, streams wait until another has loaded
 _MOST_TRIES = 3
 _MOST_STREAMS = 10_000  # of one ingress
 _INGRESS_DRAIN_SECONDS = 600.0
@@ -40,14 +40,19 @@ def app(settings: dict[str, Any]) -> Any:
     Settings are those of `adaptree serve` by their flat names, and `config` for the path of a file with more of them.
     Raises StartupError.
     """
+    return deployed(settings, _LEAST_REPLICAS)
+
+
+def deployed(settings: dict[str, Any], replicas: int) -> Any:
+    """An ingress before so many replicas, and twice as many under load."""
     config = load_config(settings).config
     replica = serve.deployment(
         name="Replica",
         max_ongoing_requests=config.max_sequences,
         max_queued_requests=config.max_waiting,
         autoscaling_config=AutoscalingConfig(
-            min_replicas=_REPLICAS[0],
-            max_replicas=_REPLICAS[1],
+            min_replicas=replicas,
+            max_replicas=2 * replicas,
             target_ongoing_requests=max(1, config.max_sequences // 2),
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),

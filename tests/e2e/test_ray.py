@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.fleets import RAY_REPLICAS, OnRay, on_ray
+from benchmarks.fleets import OnRay, on_ray
 from benchmarks.processes import Servers
 from benchmarks.streams import Said, ask
 from service.config import ServiceConfig
@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
     # Ray alone comes from the environment; everything else is what the other tests run with.
     paths = os.pathsep.join([str(HERE.parents[1]), *site.getsitepackages()])
     servers = Servers(ServiceConfig.model_validate(settings), folder)
-    with on_ray(servers, str(python), PYTHONPATH=paths, OMP_NUM_THREADS="1") as fleet:
+    with on_ray(servers, 2, str(python), PYTHONPATH=paths, OMP_NUM_THREADS="1") as fleet:
         yield fleet
 
 
@@ -45,7 +45,7 @@ async def test_a_killed_replica_is_noticed_by_nobody(running: OnRay) -> None:
 
 
 async def test_all_are_replaced_and_no_request_is_lost(running: OnRay) -> None:
-    while len(running.replicas()) < RAY_REPLICAS:  # the one that was killed
+    while len(running.replicas()) < running.count:  # the one that was killed
         await asyncio.sleep(0.5)
     before, done = running.replicas(), False
 
