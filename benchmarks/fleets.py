@@ -18,7 +18,6 @@ from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, f
 from service.config_sources import flat_values
 from service.errors import StartupError
 
-_LOADED_SECONDS = 30.0  # of which age a replica on Ray is taken to serve
 _POLL_SECONDS = 0.5
 _NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
 
@@ -97,22 +96,27 @@ class OnRay:
 
     def update(self, **changes: object) -> None:
         """Other settings: all replicas are replaced."""
-        assert self.running.stdin is not None
-        self.running.stdin.write(json.dumps({**self.settings, **changes}) + "\n")
-        self.running.stdin.flush()
-        assert self.said("updated")
+        self._tell({**self.settings, **changes}, "updated")
 
     def replicas(self) -> set[int]:
         """Their process ids."""
         return {one.pid for one in self._processes()}
 
     def kill_one(self, rng: random.Random) -> None:
-        os.kill(rng.choice(sorted(self.replicas())), signal.SIGKILL)
+        killed = rng.choice(sorted(self.replicas()))
+        os.kill(killed, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while sum(time.time() - one.create_time() > _LOADED_SECONDS for one in self._processes()) < self.count:
+        while len(self.replicas() - {killed}) < self.count:
             if time.monotonic() > deadline:
                 raise StartupError("Ray does not replace a replica that was killed")
             time.sleep(_POLL_SECONDS)
+        self._tell(None, "all run")
+
+    def _tell(self, settings: Mapping[str, Any] | None, answer: str) -> None:
+        assert self.running.stdin is not None
+        self.running.stdin.write(json.dumps(settings) + "\n")
+        self.running.stdin.flush()
+        assert self.said(answer)
 
     def _processes(self) -> list[psutil.Process]:
         found = psutil.Process(self.running.pid).children(recursive=True)

@@ -77,11 +77,13 @@ class Load:
         self.streams.append(Stream(arrived, said, said.differs(self.expected[number])))
 
     async def _kill(self, seconds: float, every: float, rng: random.Random) -> None:
-        """One at a time: the next only when all are there again."""
-        while time.monotonic() - self.began + every < seconds:
-            await asyncio.sleep(every)
+        """One every so often, and the next only when all are there again."""
+        at = every
+        while at < seconds:
+            await asyncio.sleep(self.began + at - time.monotonic())
             self.kills.append(time.monotonic() - self.began)
             await asyncio.to_thread(self.fleet.kill_one, rng)
+            at = max(at + every, time.monotonic() - self.began)
 
 
 def figures_of(streams: Sequence[Stream], seconds: float) -> Row:
@@ -130,7 +132,9 @@ def run(
     ] = "processes",
     minutes: Annotated[float, typer.Option(min=0.01, help="How long streams arrive.")] = 10.0,
     rate: Annotated[float, typer.Option(min=0.001, help="Streams per second, at random times.")] = 1.0,
-    kill_seconds: Annotated[float, typer.Option(min=0.1, help="Between all being there and one killed.")] = 30.0,
+    kill_seconds: Annotated[
+        float, typer.Option(min=0.1, help="From one kill to the next, or until all are there again.")
+    ] = 20.0,
     max_tokens: AnswerTokens = 64,
     seed: Seed = 0,
     out: Out = None,
