@@ -244,7 +244,7 @@ def _past_call(call: ToolCall, param: str) -> JsonValue:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def check_token_ids(ids: list[int], card: ModelCard, *, param: str) -> None:
+def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
     for token_id in ids:
         if token_id >= card.vocab_size:
             raise InvalidRequest(

@@ -3,7 +3,8 @@
 An answer is a function of target, prompt, parameters and seed, so nothing is kept of a stream that broke off: it is
 generated again, and what its client has is left out. A place is a count of tokens for each choice, and within what came
 of one step a count of chunks. An event's id holds the places, how many events there have been, digests of what must be
-the same again, and what was drawn by chance.
+the same again, and what was drawn by chance; and behind a `~` the tokens that are new with this event, of which choice
+and from where on. Whoever sends these back, of all events in a row, has them verified together instead of generated.
 """
 
 import base64
@@ -11,7 +12,7 @@ import binascii
 import hashlib
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from service.api.request_builder import Completion, Job, Origin
+from service.api.request_builder import Completion, Job, Origin, check_token_ids
 from service.api.sse import Chunk, Event, Marks, StreamForm
 from service.engine.requests import SequenceOutput
 from service.errors import Conflict, InvalidRequest, RequestError
@@ -31,6 +32,7 @@ _WIRE = struct.Struct(">16sQq8s8s")  # id and time of creation of the answer, se
 _PLACE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}):(\d{1,4}))?")
 _COUNT = re.compile(r"\d{1,9}")
 _END = "end"
+_SAID = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
 
 
 class Place(NamedTuple):
@@ -61,6 +63,7 @@ class Taken:
     has_end: bool = False  # nothing but the end of the stream is left
     origin: Origin | None = None  # None: a mere count says nothing of it
     digests: Digests | None = None
+    said: tuple[tuple[int, ...], ...] = ()  # tokens that each choice begins with, as far as the client tells them
 
     def check(self, job: Job, digests: Digests) -> None:
         """Raise what keeps this answer from going on."""
@@ -106,7 +109,9 @@ async def marked(job: Job, asked: BaseModel, taken: Taken | None, runtime: Runti
     digests = await runtime.off_loop(partial(_digests_of, job, asked, runtime.card.system_fingerprint))
     if taken is not None:
         taken.check(job, digests)
-        job = _singly(job, taken)
+        for tokens in taken.said:
+            check_token_ids(tokens, runtime.card, param=taken.param)
+        job = _resumed(job, taken)
     return job, Marked(job, digests, taken)
 
 
@@ -144,6 +149,7 @@ class Marked:
         self._num_events = self.num_taken
         self._places = [Place() for _ in range(job.num_choices)]
         self._held: dict[int, list[SequenceOutput]] = {}  # outputs of which the client has some chunks, by choice
+        self._unmarked: dict[int, list[int]] = {}  # tokens behind the last event with an id, by choice
 
     def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
         """What is new to the client. Raises InvalidRequest when it claims more than there is."""
@@ -158,13 +164,17 @@ class Marked:
         if begins_behind and after < taken.tokens + taken.more:
             self._held[choice] = held
             return
-        chunks = list(form.chunks(_merged(held)))
+        merged = _merged(held)
+        if begins_behind:
+            self._unmarked.setdefault(choice, []).extend(merged.token_ids)
+        chunks = list(form.chunks(merged))
         known = len(chunks) if not begins_behind else taken.chunks if before < taken.tokens + taken.more else 0
         for count, chunk in enumerate(chunks, start=1):
             is_last = count == len(chunks)
             self._places[choice] = Place(after) if is_last else Place(before, after - before, count)
             if count > known:
-                yield chunk, self._id()
+                said = self._unmarked.pop(choice, [])
+                yield chunk, f"{self._id()}{_worded(choice, after, said)}"
         self._places[choice] = Place(after)
 
     def ends(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
@@ -184,15 +194,20 @@ class Marked:
         return InvalidRequest(f"Invalid value for '{self._param}': {reason}.", param=self._param)
 
 
-def _singly(job: Job, taken: Taken) -> Job:
-    """The job with its outputs cut wherever a client may have been cut off."""
+def _resumed(job: Job, taken: Taken) -> Job:
+    """The job with its outputs cut wherever a client may have been cut off, and told what it has said."""
     counts = [place.tokens + place.more for place in taken.places]
-    requests = tuple(
-        replace(request, singly=max(request.singly, *counts[first : first + request.n]))
-        for request in job.requests
-        for first in (job.first_choice[request.request_id],)
-    )
-    return replace(job, requests=requests)
+    requests = []
+    for request in job.requests:
+        first = job.first_choice[request.request_id]
+        choices = slice(first, first + request.n)
+        requests.append(replace(request, singly=max(request.singly, *counts[choices]), said=taken.said[choices]))
+    return replace(job, requests=tuple(requests))
+
+
+def _worded(choice: int, after: int, said: Sequence[int]) -> str:
+    """What an id says of the tokens that end so many tokens behind the choice's beginning."""
+    return f"~{choice}@{after - len(said)}:{','.join(map(str, said))}" if said else ""
 
 
 def _merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
@@ -210,16 +225,28 @@ def _merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
 
 def _parsed(event_id: str, param: str) -> Taken:
     """Raises InvalidRequest."""
+    event_id, *said = event_id.split("~")
     head, places, count, end = [*event_id.split(".", 3), "", "", ""][:4]
     matches = [_PLACE.fullmatch(place) for place in places.split(",")]
+    runs = [_SAID.fullmatch(run) for run in said]
     try:
         uid, created, seed, model, asked = _WIRE.unpack(base64.b64decode(head + "=" * (-len(head) % 4), b"-_", True))
     except (binascii.Error, struct.error, ValueError):
         matches = [None]
-    if None in matches or _COUNT.fullmatch(count) is None or end not in ("", _END):
+    if None in matches or None in runs or _COUNT.fullmatch(count) is None or end not in ("", _END):
         raise InvalidRequest(f"Invalid value for '{param}': it is no id of this server's events.", param=param)
     found = tuple(Place(*(int(number or 0) for number in match.groups())) for match in matches if match is not None)
-    return Taken(param, found, int(count), bool(end), Origin(uid.hex(), created, seed), Digests(model, asked))
+    known = _known(len(found), (match.groups() for match in runs if match is not None))
+    return Taken(param, found, int(count), bool(end), Origin(uid.hex(), created, seed), Digests(model, asked), known)
+
+
+def _known(num_choices: int, runs: Iterable[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """What each choice begins with: of runs (choice, start, tokens) those that follow each other without a gap."""
+    known: list[list[int]] = [[] for _ in range(num_choices)]
+    for choice, start, tokens in runs:
+        if int(choice) < num_choices and int(start) == len(known[int(choice)]):
+            known[int(choice)] += map(int, tokens.split(","))
+    return tuple(map(tuple, known))
 
 
 def _digest(text: str) -> bytes:

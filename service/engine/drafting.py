@@ -17,7 +17,7 @@ from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 from kernels.staging import send, send_floats
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
-from service.engine.grammar import constrained
+from service.engine.grammar import constrained, foretold
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -92,11 +92,11 @@ class DraftStage:
         refusal = self._policy.refusal(load) if asks else "no_candidates"
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))
-        is_forced = refusal == "suspended" and any(sequence.sampling.grammar for sequence in drafting)
+        is_forced = refusal == "suspended" and any(s.sampling.grammar or s.foretold for s in drafting)
         candidates = self._no_trees(len(drafting))
         if refusal is None or is_forced:
             numbers = self._numbers(drafting)
-            candidates = self._constrained(drafting, candidates if is_forced else self._grow(drafting, numbers))
+            candidates = self._with_what_is_known(drafting, candidates if is_forced else self._grow(drafting, numbers))
         if refusal is not None and not candidates.width:
             return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
         candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
@@ -190,9 +190,11 @@ class DraftStage:
         )
         return self._drafter.grow(numbers.rows, noise)
 
-    def _constrained(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
-        """By grammars, and with what these force."""
-        grammars = [s.sampling.grammar for s in drafting]
+    def _with_what_is_known(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
+        """With what answers have said before; without what grammars forbid, and with what these force."""
+        again, grammars = [s.foretold for s in drafting], [s.sampling.grammar for s in drafting]
+        if any(again):
+            candidates = foretold(candidates, again, self._max_budget)
         return constrained(candidates, grammars, self._max_budget) if any(grammars) else candidates
 
 

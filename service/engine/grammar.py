@@ -1,5 +1,5 @@
-"""What grammars make of a step: the tokens that may not stand behind each row, and draft trees without what is
-forbidden and with what is forced."""
+"""What is known of texts before they are verified: by grammars, tokens that may not stand behind a row, and others that
+must; and by an answer that is generated again, what it has said."""
 
 from collections.abc import Sequence
 
@@ -46,6 +46,12 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
     left = candidates._replace(survival=candidates.survival * possible.to(device))
     whole = _with_runs(left, runs) if any(runs) else left
     return ops.on(device).merge_trees(whole, max_nodes)[0]
+
+
+def foretold(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
+    """With the tokens that texts are to go on with. # tokens [batch]"""
+    runs = [[(ROOT, list(line[:max_nodes]))] if line else [] for line in tokens]
+    return ops.on(candidates.tokens.device).merge_trees(_with_runs(candidates, runs), max_nodes)[0]
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The engine's state of one generation: its text so far, where its keys and values are, what speculation did."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from service.engine.prefix_cache import Lease
@@ -140,6 +141,13 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def foretold(self) -> Items[int]:
+        """The tokens that come next, if it says again what it has said before."""
+        said = self.request.said[self.index] if self.request.said else ()
+        count = self.num_generated
+        return said[count:] if len(said) > count and list(said[:count]) == self.tokens[self.num_prompt :] else ()
 
     @property
     def num_remaining(self) -> int:

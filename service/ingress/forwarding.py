@@ -1,7 +1,7 @@
 """One request on its way through replicas: whoever takes it answers it, and another goes on where that one breaks off.
 
 Nothing is kept of an answer but the id of the last event that was passed on, by which another replica leaves out what
-came before (`service/api/resumption.py`).
+came before, and what ids say of its tokens, which it then reads (`service/api/resumption.py`).
 """
 
 import asyncio
@@ -33,6 +33,7 @@ _STOPPED = "engine_stopped"
 _REFUSALS = _PASSING | {_FULL, "other_system_fingerprint", "response_not_found", "previous_response_not_found"}
 _RETRY_AFTER_SECONDS = 5
 _FRAME_END = b"\n\n"
+_MOST_SAID = 32 * 1024  # bytes: half of what a server reads of headers; tokens beyond are generated again
 _RESPONSES = "/v1/responses"
 
 
@@ -70,6 +71,7 @@ class Forwarding:
         self._breaks = 0  # of them, one after the other without anything new
         self._num_events = 0  # that were passed on
         self._last_id: bytes | None = None  # of these
+        self._said = b""  # what ids tell of their tokens
 
     async def close(self) -> None:
         if self._answer is not None:
@@ -118,7 +120,7 @@ class Forwarding:
         await self.close()
         if self._num_events and self._last_id is None:
             return EngineFailure("The replica broke off, and this stream cannot be taken up.", code="replica_lost")
-        asked = self._asked if self._last_id is None else self._asked.behind(self._last_id)
+        asked = self._asked if self._last_id is None else self._asked.behind(self._last_id + self._said)
         while self._breaks < _MOST_BREAKS:
             try:
                 found = await self._taken(asked, waits_for=_PASSING | {_FULL})
@@ -212,7 +214,10 @@ class Forwarding:
         """Take note of an event that is passed on. Raises Broken where it says that the replica gave up."""
         event_id = next((line[4:] for line in event.split(b"\n") if line.startswith(b"id: ")), None)
         if event_id is not None:
-            self._last_id, self._breaks = event_id, 0
+            self._last_id, *said = event_id.split(b"~")
+            self._breaks = 0
+            if len(self._said) + len(event_id) < _MOST_SAID:
+                self._said += b"".join(b"~" + run for run in said)
         elif b'"error"' in event and (self._num_events == 0 or self._last_id is not None):
             code = _code_in(event.partition(b"data: ")[2])
             if code in _PASSING or code == _STOPPED:

@@ -143,6 +143,52 @@ async def test_a_stream_cut_behind_any_event_goes_on_as_if_nothing_had_been(asse
         assert said(events[: len(rests) // 3 + 1] + middle[:count] + rest) == whole
 
 
+def tokens_in(marks: list[str]) -> str:
+    """What ids say of tokens, in a row."""
+    return "".join(mark[mark.index("~") :] for mark in marks if "~" in mark)
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_what_ids_say_is_not_generated_again(assembly: Assembly, name: str) -> None:
+    """Wherever a stream is cut, also while it was going on already, and the rest is the same."""
+    path, body = CASES[name][0], {**USUAL, **CASES[name][1]}
+    async with serving(assembly) as client:
+        events = await stream(client, path, body)
+        marks = [mark for mark, _ in events]
+        whole, bare = said(events), [mark.partition("~")[0] for mark in marks]
+        for count in range(1, len(events), 3):
+            rest = await stream(client, path, body, bare[count - 1] + tokens_in(marks[:count]))
+            assert said(events[:count] + rest) == whole
+            twice = marks[:count] + [mark for mark, _ in rest[: len(rest) // 2]]
+            last = twice[-1].partition("~")[0] + tokens_in(twice)
+            assert said(events[:count] + rest[: len(rest) // 2] + await stream(client, path, body, last)) == whole
+
+
+async def test_an_engine_is_told_what_ids_say() -> None:
+    """Of each choice, as far as it is told without a gap."""
+    engine = ScriptedEngine(say(*"abcd"))
+    async with scripted(engine) as client:
+        events = await stream(client, CHAT, {**SAY, "n": 2})
+        bare, told = events[-1][0].partition("~")[0], tokens_in([mark for mark, _ in events])
+        await stream(client, CHAT, {**SAY, "n": 2}, bare + told)
+        await stream(client, CHAT, {**SAY, "n": 2}, bare + told.replace("~0@1:", "~0@7:"))
+        await stream(client, CHAT, {**SAY, "n": 2}, events[-1][0])
+    first, whole, gap, last = (request.said for request in engine.submitted)
+    assert first == ()
+    assert [len(tokens) for tokens in whole] == [4, 4]
+    assert gap == (whole[0][:1], whole[1])
+    assert last == ((), ())
+
+
+@pytest.mark.parametrize("said", ["~", "~0@0:", "~0@0:1,", "~0@0:x", "~0:1", "~0@0:99999"])
+async def test_tokens_that_cannot_be_are_refused(said: str) -> None:
+    async with scripted(ScriptedEngine(say("x", "y"))) as client:
+        ((mark, _), *_) = await stream(client, CHAT, SAY)
+        headers = {"last-event-id": mark.partition("~")[0] + said}
+        response = await client.post(CHAT, json={"model": "tiny", "stream": True, **SAY}, headers=headers)
+        assert (response.status_code, error_of(response)["param"]) == (400, "last-event-id")
+
+
 async def test_several_chunks_of_one_step_are_told_apart(assembly: Assembly) -> None:
     """A step brings a call's name and the beginning of its arguments: the case above has cut between them."""
     async with serving(assembly) as client:

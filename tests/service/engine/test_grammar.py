@@ -1,4 +1,5 @@
-"""Grammars on draft trees: what is forbidden needs no row, what is forced needs no drafter, and masks follow paths."""
+"""Grammars on draft trees: what is forbidden needs no row, what is forced needs no drafter, and masks follow paths. And
+answers that are generated again: what they have said before needs no drafter either, and is believed by nobody."""
 
 import random
 from dataclasses import replace
@@ -151,3 +152,48 @@ def test_where_drafting_is_suspended_forced_tokens_are_verified_all_the_same(mon
     assert forced.tokens == plain.tokens
     assert forced.accepted > 10 > plain.accepted
     assert generate(tiny_engine(drafter="random", policy=policy), replace(asked, grammar=None))["a", 0].accepted == 0
+
+
+def params(seed: int, temperature: float) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=60, temperature=temperature, ignore_eos=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("refusal", [None, "suspended"])
+def test_what_was_said_before_is_verified_many_tokens_at_a_time(
+    temperature: float, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = FixedBudget(12)
+    monkeypatch.setattr(policy, "refusal", lambda load: refusal)
+    asked = [
+        request(str(seed), prompt, params(seed, temperature), n=2)
+        for seed, prompt in enumerate(random_prompts(3, 20, seed=9))
+    ]
+    plain = generate(tiny_engine(drafter="none"), *asked)
+    lengths = {("0", 0): 60, ("0", 1): 0, ("1", 0): 31, ("1", 1): 60, ("2", 0): 0, ("2", 1): 0}
+    again = [
+        replace(
+            one,
+            said=tuple(
+                tuple(plain[one.request_id, index].tokens[: lengths[one.request_id, index]]) for index in (0, 1)
+            ),
+        )
+        for one in asked
+    ]
+    found = generate(tiny_engine(drafter="none", policy=policy), *again)
+    for key, one in found.items():
+        assert one.tokens == plain[key].tokens
+        # The first token comes from reading the prompt; each step brings one token beside the nodes that were right.
+        assert one.accepted >= lengths[key] * 12 // 13 - 2
+        assert len(one.end.speculation.accepted_per_step) == 59 - one.accepted  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_was_not_said_changes_nothing(temperature: float) -> None:
+    (prompt,) = random_prompts(1, 20, seed=9)
+    asked = request("a", prompt, params(1, temperature))
+    (plain,) = generate(tiny_engine(drafter="none"), asked).values()
+    wrong = [*plain.tokens[:20], (plain.tokens[20] + 1) % VOCAB_SIZE, *plain.tokens[21:]]
+    (found,) = generate(tiny_engine(drafter="none"), replace(asked, said=(tuple(wrong),))).values()
+    assert found.tokens == plain.tokens
+    assert 15 <= found.accepted <= 20

@@ -201,6 +201,24 @@ async def test_another_replica_goes_on(name: str) -> None:
     assert b"last-event-id" not in first
 
 
+async def test_what_ids_say_of_tokens_is_told_the_next_one() -> None:
+    """As far as headers have room."""
+
+    def event_saying(number: int, said: bytes) -> bytes:
+        return event(number).replace(b"\n", said + b"\n", 1)
+
+    long = [event_saying(number, b"~0@%d:%s" % (number, b"1," * 400 + b"1")) for number in range(3, 100)]
+    told = (event_saying(1, b"~0@0:5"), event_saying(2, b"~1@0:6~0@1:7"), Broken("killed"))
+    replicas = Scripted([told, (*long, Broken("killed")), (event(100), DONE)])
+    async with ingress(replicas) as client:
+        await client.post(CHAT, json=STREAMED)
+    _, second, third = (dict(asked.headers).get(b"last-event-id", b"") for asked in replicas.asked)
+    assert second == b"head.2~0@0:5~1@0:6~0@1:7"
+    assert third.startswith(b"head.99~0@0:5~1@0:6~0@1:7~0@3:1,1,")
+    assert 30 * 1024 < len(third) < 34 * 1024
+    assert third.endswith(b",1")
+
+
 async def test_a_stream_of_which_nothing_came_begins_again() -> None:
     replicas = Scripted([(b": ping\n\n", Broken("killed")), (event(1), DONE)])
     async with ingress(replicas) as client:
