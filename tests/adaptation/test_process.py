@@ -69,7 +69,7 @@ def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
     assert same(before, tried.learner._trainer.tensors())
 
 
-@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2))])
 def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: int) -> None:
     learn(tried, 8)
     process, served = process_of(tried), weights_of(tried.serving)

@@ -30,10 +30,9 @@ from tests.taught import speech, taught_model
 torch.set_num_threads(1)
 PATIENCE_SECONDS = 60.0
 TOGETHER = 8
-FAMILIES = ("llama", "qwen3", "gemma3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return taught_model(str(request.param), tmp_path_factory.mktemp(str(request.param)))
 
@@ -61,7 +60,9 @@ def rounds(adaptive: Adaptive, queries: Sequence[GenerationRequest]) -> Iterator
         adaptive.engine.step()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("folder", "temperature"), [("llama", 0.0), ("llama", 0.9), ("qwen3", 0.9), ("gemma3", 0.0)], indirect=["folder"]
+)
 def test_traffic_makes_a_drafter_and_changes_no_text(folder: Path, tmp_path: Path, temperature: float) -> None:
     assembly = assemble(settings(folder))
     queries = asked(64, temperature)

@@ -41,7 +41,7 @@ def _filters(count: int, vocab: int, device: str, *, min_p: bool, top_k: bool, t
     [(False, False, False), (True, False, False), (False, True, False), (False, False, True), (True, True, True)],
 )
 def test_tokens_are_the_reference_s(min_p: bool, top_k: bool, top_p: bool, dtype: torch.dtype, device: str) -> None:
-    for count, vocab in ((1, 1), (30, 37), (30, VOCAB)):
+    for count, vocab in ((1, 1), (30, 37), (12, VOCAB)):
         rows = _rows(count, vocab, dtype, device)
         rows[3][::7] = 0
         filters = _filters(count, vocab, device, min_p=min_p, top_k=top_k, top_p=top_p)
@@ -62,7 +62,7 @@ def test_filters_change_tokens(device: str) -> None:
     ("top_k", "top_p", "kept"), [(0, 0.25, 1), (0, 0.26, 2), (2, 1.0, 2), (3, 0.34, 2), (3, 0.33, 1)]
 )
 def test_a_border_between_equals_falls_by_id(top_k: int, top_p: float, kept: int, device: str) -> None:
-    count = 64  # positions, so that each kept token is drawn once at least
+    count = 24  # positions, so that each kept token is drawn once at least
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
     filters = Filters(
         torch.full((count,), OFF, device=device), zeros + top_k, torch.full_like(zeros, top_p, dtype=torch.float64)

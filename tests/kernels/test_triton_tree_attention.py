@@ -95,7 +95,7 @@ def test_many_sequences(batch: int, device: str) -> None:
     check([decoding(rng, heads, rng.randrange(1, 40), rng.randrange(3)) for _ in range(batch)], heads, device)
 
 
-@pytest.mark.parametrize("context", [4096, 32_768])
+@pytest.mark.parametrize("context", [4096, pytest.param(32_768, marks=pytest.mark.slow)])
 def test_long_contexts(context: int, device: str) -> None:
     heads = Heads(1, 2, 8)
     check([decoding(random.Random(1), heads, context, 2)], heads, device)
@@ -116,7 +116,12 @@ def test_mixed_steps_of_real_shapes(seed: int, dtype: torch.dtype, device: str) 
 
 @pytest.mark.parametrize(
     ("heads", "end", "window"),
-    [(Heads(1, 2, 16), 1, None), (Heads(1, 1, 8), 63, None), (Heads(1, 3, 16), 130, 40), (Heads(1, 4, 8), 575, None)],
+    [
+        (Heads(1, 2, 16), 1, None),
+        (Heads(1, 1, 8), 63, None),
+        (Heads(1, 3, 16), 130, 40),
+        pytest.param(Heads(1, 4, 8), 575, None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_path_in_a_tree_in_company_gives_the_bits_of_single_rows(
     heads: Heads, end: int, window: int | None, device: str

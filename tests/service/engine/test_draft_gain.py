@@ -134,7 +134,7 @@ class World:
 
 @pytest.mark.parametrize(("claims", "truth"), [(0.05, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.1), (0.3, 0.3)])
 @pytest.mark.parametrize("batch", [1, 4, 32])
-@pytest.mark.parametrize("error", [0.7, 1.0, 1.4])
+@pytest.mark.parametrize("error", [0.7, 1.4])
 def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_the_time(
     claims: float, truth: float, batch: int, error: float
 ) -> None:
