@@ -13,7 +13,9 @@ from kernels.trees import DraftTree, accumulated
 
 CEILING = 0.98  # below 1: survival must fall strictly along a path
 DEPTHS = 8  # deeper nodes count as of this depth
-CLAIMS = 8  # bins of the claimed conditional
+CLAIMS = (
+    9  # bins of the claimed conditional, the last one of what is certain: a grammar forces it, or it was said before
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> C
     claimed = candidates.survival * (candidates.depths <= deepest[:, None])
     above = pad(claimed, (1, 0), value=1.0).gather(1, candidates.parents + 1)
     conditional = (claimed / above.clamp(min=1e-9)).clamp(max=1.0)
-    claim = (conditional * CLAIMS).long().clamp(0, CLAIMS - 1)  # of no number a claim of 0
+    claim = (conditional * (CLAIMS - 1)).long().clamp(0, CLAIMS - 1)  # of no number a claim of 0
     buckets = (candidates.depths - 1).clamp(0, DEPTHS - 1) * CLAIMS + claim
     corrected = (conditional * rates[buckets]).clamp(max=CEILING)
     survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)

@@ -166,7 +166,7 @@ void correct_survival(const int64_t* parents, const int64_t* depths, const float
             const float above = parent < 0 ? 1.0f : std::max(survival[parent], 1e-9f);
             conditional[i] = depths[i] > deepest[b] ? 0.0f : std::min(survival[i] / above, 1.0f);
             const bool claimed = conditional[i] > 0;  // not if it is no number
-            const int64_t claim = claimed ? std::min(int64_t(conditional[i] * float(claims)), claims - 1) : 0;
+            const int64_t claim = claimed ? std::min(int64_t(conditional[i] * float(claims - 1)), claims - 1) : 0;
             bucket[i] = std::min(depth, depth_bins - 1) * claims + claim;
             corrected[i] = std::min(conditional[i] * rates[bucket[i]], ceiling) * (parent < 0 ? 1.0f : corrected[parent]);
         }

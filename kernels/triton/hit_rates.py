@@ -77,7 +77,7 @@ def _corrected(
     before = tl.load(claims + above, mask=has_parent, other=1.0)
     before = tl.where(has_parent & (tl.load(depths + above, mask=has_parent, other=0) > most), 0.0, before)
     claim = tl.minimum(tl.div_rn(claimed, tl.maximum(before, 1e-9)), 1.0)
-    step = tl.minimum(tl.maximum((claim * _CLAIMS).to(tl.int32), 0), _CLAIMS - 1)
+    step = tl.minimum(tl.maximum((claim * (_CLAIMS - 1)).to(tl.int32), 0), _CLAIMS - 1)
     bucket = tl.minimum(tl.maximum(depth - 1, 0), _DEPTHS - 1) * _CLAIMS + step
     made = tl.minimum(claim * tl.load(rates + bucket, mask=asked, other=0.0), _CEILING)
     return claim, bucket, made, above
