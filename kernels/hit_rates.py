@@ -13,9 +13,8 @@ from kernels.trees import DraftTree, accumulated
 
 CEILING = 0.98  # below 1: survival must fall strictly along a path
 DEPTHS = 8  # deeper nodes count as of this depth
-CLAIMS = (
-    9  # bins of the claimed conditional, the last one of what is certain: a grammar forces it, or it was said before
-)
+CLAIMS = 9
+"""Bins of the claimed conditional: eighths, and what is certain, since a grammar forces it or it was said before."""
 
 
 @dataclass(frozen=True, slots=True)
