@@ -9,7 +9,13 @@ from kernels.triton import linear as kernel
 from kernels.triton.linear import plan_linear
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-SHAPES = [(64, 48), (576, 100), (1024, 64), (1100, 70), (2048, 192)]  # columns, features
+SHAPES = [
+    (64, 48),
+    (576, 100),
+    (1024, 64),
+    (1100, 70),
+    pytest.param(2048, 192, marks=pytest.mark.slow),
+]  # columns, features
 
 
 def layer(columns: int, features: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,7 @@ def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_t
 ) -> None:
     world = World(batch, claims, error=error, noise=0.1)
     one_action = true_seconds(batch * (1 + DEPTH))
-    for _ in range(8):
+    for _ in range(5):
         world.speed(1_000, lambda: truth)
         # The table is off by up to two fifths; what a plain step takes is known to a tenth soon.
         bound = 1.1 * (CAP_STEPS * error * true_seconds(1) + SHARE * world.seconds) + one_action
