@@ -76,7 +76,7 @@ async def at_constant_rate(frames: AsyncGenerator[bytes, None], seconds: float) 
         while True:
             due = max(due + seconds, loop.time())  # what a slow reader missed is not made up for
             await asyncio.sleep(due - loop.time())
-            frame = padded(b"\n") if ready.empty() else ready.get_nowait()
+            frame = padded(b"") if ready.empty() else ready.get_nowait()
             if frame is None:
                 return
             yield frame

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import pydantic_core
-from fastapi.sse import KEEPALIVE_COMMENT
 from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -39,6 +38,8 @@ Chunk = Mapping[str, JsonValue]
 Event = tuple[Chunk, str | None]
 """A chunk and its id, where it has one."""
 
+PING = b": ping\n"
+"""A comment alone, without the empty line that ends an event: to OpenAI's client that would be an empty event."""
 PING_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
 
@@ -155,7 +156,7 @@ class EventStream(StreamingResponse):
         while True:
             await asyncio.sleep(self._last_sent_seconds + self._ping_seconds - loop.time())
             if loop.time() - self._last_sent_seconds >= self._ping_seconds:
-                await self._send_body(send, KEEPALIVE_COMMENT)
+                await self._send_body(send, PING)
 
 
 async def collect(request: Request, stream: OutputStream, release: Release) -> list[SequenceOutput]:

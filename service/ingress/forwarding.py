@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
-GOES_ON = b": goes on elsewhere\n\n"
+GOES_ON = b": goes on elsewhere\n"
 """A comment, which clients pass over and measurements do not."""
 _RETRY_SECONDS = 0.2
 _MOST_BREAKS = 3
@@ -198,15 +198,15 @@ class Forwarding:
                 except TimeoutError:
                     raise Broken(f"nothing came for {self._stall_seconds:g} seconds") from None
                 patience -= loop.time() - began
-                *frames, left = (left + chunk).split(_FRAME_END)
-                for one in frames:
+                complete, left = _parted(left + chunk)
+                for one in complete:
                     is_event = not one.startswith(b":")
                     if is_event:
                         self._pass(one)
                         has_begun = True
                     if is_event or not has_begun:  # once events have come, a ping does not stand for one
                         patience = self._stall_seconds
-                    yield one + _FRAME_END
+                    yield one
         if left:
             raise Broken("the answer ended within an event")
 
@@ -228,6 +228,19 @@ class Forwarding:
         if self._asked.path.startswith(_RESPONSES):
             return frame({"type": "error", **error_body(error)["error"], "sequence_number": self._num_events})
         return frame(error_body(error))
+
+
+def _parted(received: bytes) -> tuple[list[bytes], bytes]:
+    """Events and comments that are complete, and what is left."""
+    complete: list[bytes] = []
+    while True:
+        received = received.lstrip(b"\n")
+        end = b"\n" if received.startswith(b":") else _FRAME_END
+        one, found, rest = received.partition(end)
+        if not found:
+            return complete, received
+        complete.append(one + end)
+        received = rest
 
 
 def _nobody() -> NotReady:

@@ -315,10 +315,10 @@ async def response_stream(client: httpx2.AsyncClient, body: Body, last: str | No
 
 
 def response_events(text: str) -> list[Event]:
-    frames = text.split("\n\n")
+    frames = "\n".join(line for line in text.split("\n") if not line.startswith(":")).split("\n\n")
     assert frames.pop() == ""
     events = []
-    for name, event_id, data in (frame.split("\n") for frame in frames if not frame.startswith(":")):
+    for name, event_id, data in (frame.split("\n") for frame in frames):
         told = json.loads(data.removeprefix("data: "))
         assert name == f"event: {told['type']}"
         events.append((event_id.removeprefix("id: "), told))

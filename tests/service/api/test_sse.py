@@ -74,7 +74,7 @@ async def test_pings_come_when_nothing_else_does() -> None:
 
     frames = await _frames_of(script, ping_seconds=0.05, then=release.set)
     assert frames[0].startswith(b"data: ")
-    assert frames[1:4] == [b": ping\n\n"] * 3
+    assert frames[1:4] == [b": ping\n"] * 3
     assert frames[-1] == b"data: [DONE]\n\n"
 
 
@@ -85,7 +85,7 @@ async def test_no_ping_while_chunks_come() -> None:
             yield [step(request, 0, "x")]
         yield [step(request, 0, "y", "stop")]
 
-    assert b": ping\n\n" not in await _frames_of(script, ping_seconds=0.2, then=lambda: None)
+    assert b": ping\n" not in await _frames_of(script, ping_seconds=0.2, then=lambda: None)
 
 
 class _Plain:

@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx2
+import openai
 import pytest
 
+from service.api.release import padded
+from service.api.sse import PING
 from service.assembly import Assembly
 from service.errors import NotReady, QueueFull, RequestError
 from service.ingress.app import create_ingress
@@ -105,9 +108,10 @@ def numbers(text: str) -> list[int]:
 
 def events_in(text: str) -> list[Event]:
     """Of a stream that ended as it should."""
-    frames = text.split("\n\n")
+    said = "\n".join(line for line in text.split("\n") if not line.startswith(":"))
+    frames = said.split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
-    return [event_of(frame) for frame in frames[:-2] if not frame.startswith(":")]
+    return list(map(event_of, frames[:-2]))
 
 
 class Cut:
@@ -149,7 +153,7 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(path, json=body, timeout=60)
     assert said(events_in(answer.text)) == said(events_in(replicas.whole))
-    assert answer.text.count(": goes on elsewhere\n\n") == replicas.num_asked - 1
+    assert answer.text.count(": goes on elsewhere\n") == replicas.num_asked - 1
     assert answer.text.endswith("\n\ndata: [DONE]\n\n")
     assert replicas.num_asked > 1
 
@@ -183,8 +187,8 @@ BEHIND: dict[str, tuple[bytes | float | Exception, ...]] = {
     "dies within an event": (event(3)[:9], Broken("killed")),
     "ends within an event": (event(3)[:9],),
     "drains": (failed(NOT_READY),),
-    "is silent": (b": ping\n\n", 60.0),
-    "pings, but does nothing": tuple(piece for _ in range(60) for piece in (0.05, b": ping\n\n")),
+    "is silent": (b": ping\n", 60.0),
+    "pings, but does nothing": tuple(piece for _ in range(60) for piece in (0.05, b": ping\n")),
 }
 
 
@@ -199,6 +203,28 @@ async def test_another_replica_goes_on(name: str) -> None:
     assert (first[b"authorization"], first[b"x-request-id"]) == (b"Bearer k", b"mine")
     assert last == {**first, b"last-event-id": b"head.2"}
     assert b"last-event-id" not in first
+
+
+async def test_openai_s_client_hears_one_stream_whatever_comes_between_events() -> None:
+    """It takes an empty line for an event where an id has come before."""
+    choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None}
+    chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "tiny", "choices": [choice]}
+
+    def told(number: int) -> bytes:
+        return b"id: head.%d\ndata: %s\n\n" % (number, json.dumps(chunk).encode())
+
+    first = (PING, told(1), PING[:3], PING[3:] + told(2)[:9], told(2)[9:] + PING + PING, Broken("killed"))
+    tick = padded(b"")
+    async with ingress(Scripted([first, (told(3), tick, told(4), b"\n" + tick, padded(DONE))])) as client:
+        answer = await client.post(CHAT, json=STREAMED)
+    assert answer.text.count(": ping") == 4
+    replay = httpx2.MockTransport(lambda _: httpx2.Response(200, headers=STREAM, content=answer.content))
+    with (
+        httpx2.Client(transport=replay) as http,
+        openai.OpenAI(api_key="k", base_url="http://a/v1", http_client=http) as asking,
+    ):
+        heard = list(asking.chat.completions.create(model="tiny", messages=[], stream=True))
+    assert [one.choices[0].delta.content for one in heard] == ["x"] * 4
 
 
 async def test_what_ids_say_of_tokens_is_told_the_next_one() -> None:
@@ -220,14 +246,14 @@ async def test_what_ids_say_of_tokens_is_told_the_next_one() -> None:
 
 
 async def test_a_stream_of_which_nothing_came_begins_again() -> None:
-    replicas = Scripted([(b": ping\n\n", Broken("killed")), (event(1), DONE)])
+    replicas = Scripted([(b": ping\n", Broken("killed")), (event(1), DONE)])
     async with ingress(replicas) as client:
         assert numbers((await client.post(CHAT, json=STREAMED)).text) == [1]
     assert b"last-event-id" not in dict(replicas.asked[1].headers)
 
 
 async def test_a_queue_may_be_long_before_the_first_event() -> None:
-    pings = tuple(piece for _ in range(6) for piece in (0.1, b": ping\n\n"))
+    pings = tuple(piece for _ in range(6) for piece in (0.1, b": ping\n"))
     async with ingress(Scripted([(*pings, event(1), DONE)]), stall_seconds=0.3) as client:
         assert numbers((await client.post(CHAT, json=STREAMED)).text) == [1]
 
