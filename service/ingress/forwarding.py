@@ -214,10 +214,10 @@ class Forwarding:
         """Take note of an event that is passed on. Raises Broken where it says that the replica gave up."""
         event_id = next((line[4:] for line in event.split(b"\n") if line.startswith(b"id: ")), None)
         if event_id is not None:
-            self._last_id, *said = event_id.split(b"~")
+            self._last_id, mark, said = event_id.partition(b"~")
             self._breaks = 0
-            if len(self._said) + len(event_id) < _MOST_SAID:
-                self._said += b"".join(b"~" + run for run in said)
+            if len(self._said) + len(said) < _MOST_SAID:
+                self._said += mark + said
         elif b'"error"' in event and (self._num_events == 0 or self._last_id is not None):
             code = _code_in(event.partition(b"data: ")[2])
             if code in _PASSING or code == _STOPPED:

@@ -61,7 +61,15 @@ def rounds(adaptive: Adaptive, queries: Sequence[GenerationRequest]) -> Iterator
 
 
 @pytest.mark.parametrize(
-    ("folder", "temperature"), [("llama", 0.0), ("llama", 0.9), ("qwen3", 0.9), ("gemma3", 0.0)], indirect=["folder"]
+    ("folder", "temperature"),
+    [
+        ("llama", 0.0),
+        ("llama", 0.9),
+        ("qwen3", 0.9),
+        ("gemma3", 0.0),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("qwen3", 0.0), ("gemma3", 0.9))),
+    ],
+    indirect=["folder"],
 )
 def test_traffic_makes_a_drafter_and_changes_no_text(folder: Path, tmp_path: Path, temperature: float) -> None:
     assembly = assemble(settings(folder))

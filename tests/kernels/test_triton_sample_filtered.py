@@ -35,13 +35,13 @@ def _filters(count: int, vocab: int, device: str, *, min_p: bool, top_k: bool, t
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("min_p", "top_k", "top_p"),
     [(False, False, False), (True, False, False), (False, True, False), (False, False, True), (True, True, True)],
 )
 def test_tokens_are_the_reference_s(min_p: bool, top_k: bool, top_p: bool, dtype: torch.dtype, device: str) -> None:
-    for count, vocab in ((1, 1), (30, 37), (12, VOCAB)):
+    for count, vocab in ((1, 1), (30, 37), (30, VOCAB)):
         rows = _rows(count, vocab, dtype, device)
         rows[3][::7] = 0
         filters = _filters(count, vocab, device, min_p=min_p, top_k=top_k, top_p=top_p)
@@ -59,10 +59,11 @@ def test_filters_change_tokens(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"), [(0, 0.25, 1), (0, 0.26, 2), (2, 1.0, 2), (3, 0.34, 2), (3, 0.33, 1)]
+    ("top_k", "top_p", "kept"),
+    [(0, 0.25, 1), (0, 0.26, 2), (2, 1.0, 2), (3, 0.34, 2), pytest.param(3, 0.33, 1, marks=pytest.mark.slow)],
 )
 def test_a_border_between_equals_falls_by_id(top_k: int, top_p: float, kept: int, device: str) -> None:
-    count = 24  # positions, so that each kept token is drawn once at least
+    count = 64  # positions, so that each kept token is drawn once at least
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
     filters = Filters(
         torch.full((count,), OFF, device=device), zeros + top_k, torch.full_like(zeros, top_p, dtype=torch.float64)

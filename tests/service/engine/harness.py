@@ -51,9 +51,13 @@ class Generated:
         return self.last
 
     @property
-    def accepted(self) -> int:
+    def accepted_per_step(self) -> tuple[int, ...]:
         assert self.end.speculation is not None
-        return sum(self.end.speculation.accepted_per_step)
+        return self.end.speculation.accepted_per_step
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_per_step)
 
 
 def tiny_target(loaded: LoadedModel, num_slots: int = NUM_SLOTS, tap_layers: tuple[int, ...] = ()) -> Target:

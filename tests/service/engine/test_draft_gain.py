@@ -133,14 +133,14 @@ class World:
 
 
 @pytest.mark.parametrize(("claims", "truth"), [(0.05, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.1), (0.3, 0.3)])
-@pytest.mark.parametrize("batch", [1, 4, 32])
-@pytest.mark.parametrize("error", [0.7, 1.4])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("error", [0.7, pytest.param(1.0, marks=pytest.mark.slow), 1.4])
 def test_a_drafter_that_costs_more_than_it_brings_loses_the_cap_and_a_share_of_the_time(
     claims: float, truth: float, batch: int, error: float
 ) -> None:
     world = World(batch, claims, error=error, noise=0.1)
     one_action = true_seconds(batch * (1 + DEPTH))
-    for _ in range(5):
+    for _ in range(8):
         world.speed(1_000, lambda: truth)
         # The table is off by up to two fifths; what a plain step takes is known to a tenth soon.
         bound = 1.1 * (CAP_STEPS * error * true_seconds(1) + SHARE * world.seconds) + one_action
