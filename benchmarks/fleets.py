@@ -6,19 +6,18 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, free_port
+from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, came_true, free_port
 from service.config_sources import flat_values
 from service.errors import StartupError
 
-_POLL_SECONDS = 0.5
 _NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
 
 
@@ -87,6 +86,7 @@ class OnRay:
     running: subprocess.Popen[str]
     count: int  # of replicas that there always are
     settings: Mapping[str, Any]
+    log: Path
     url: str = ""
 
     def said(self, word: str) -> str:
@@ -105,18 +105,16 @@ class OnRay:
     def kill_one(self, rng: random.Random) -> None:
         killed = rng.choice(sorted(self.replicas()))
         os.kill(killed, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while len(self.replicas() - {killed}) < self.count:
-            if time.monotonic() > deadline:
-                raise StartupError("Ray does not replace a replica that was killed")
-            time.sleep(_POLL_SECONDS)
+        if not came_true(lambda: len(self.replicas() - {killed}) >= self.count):
+            raise StartupError("Ray does not replace a replica that was killed")
         self._tell(None, "all run")
 
     def _tell(self, settings: Mapping[str, Any] | None, answer: str) -> None:
         assert self.running.stdin is not None
         self.running.stdin.write(json.dumps(settings) + "\n")
         self.running.stdin.flush()
-        assert self.said(answer)
+        if not self.said(answer):
+            raise StartupError(f"replicas on Ray do not serve again:\n{self.log.read_text()[-4000:]}")
 
     def _processes(self) -> list[psutil.Process]:
         found = psutil.Process(self.running.pid).children(recursive=True)
@@ -135,7 +133,7 @@ def on_ray(servers: Servers, count: int, python: str = sys.executable, **environ
         log.open("w") as stream,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stream, text=True, env=environ) as running,
     ):
-        fleet = OnRay(running, count, settings)
+        fleet = OnRay(running, count, settings, log)
         try:
             fleet.url = fleet.said("ready: ").removeprefix("ready: ").removesuffix("/v1")
             if not fleet.url:

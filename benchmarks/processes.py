@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ from service.errors import StartupError
 PATIENCE_SECONDS = 900.0
 ADAPTREE = (sys.executable, "-m", "service")
 _READY = re.compile(r"ready: (\S+)")
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.1
 _SECRETS = {"api_keys", "admin_key"}
 _OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
 
@@ -43,11 +43,8 @@ class Process:
     @cached_property
     def ready(self) -> str:
         """What it says behind `ready:`, once it is. Raises StartupError."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.running.poll() is None and time.monotonic() < deadline:
-            if (found := _READY.search(self.log.read_text())) is not None:
-                return found[1]
-            time.sleep(_POLL_SECONDS)
+        if came_true(lambda: self._said_ready() or self.running.poll() is not None) and (found := self._said_ready()):
+            return found[1]
         self.kill()
         raise StartupError(f"{self.name} did not become ready:\n{self.log.read_text()[-4000:]}")
 
@@ -64,6 +61,9 @@ class Process:
         if self.running.poll() is None:
             self.running.send_signal(signal.SIGTERM)
             assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
+
+    def _said_ready(self) -> re.Match[str] | None:
+        return _READY.search(self.log.read_text())
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,14 @@ def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
             server.end()
         finally:
             server.kill()
+
+
+def came_true(condition: Callable[[], object]) -> bool:
+    """Whether it did before patience ran out."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (is_true := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return is_true
 
 
 def free_port() -> int:

@@ -5,14 +5,12 @@ Says when it serves; each line of settings that it reads is a rolling update, an
 
 import json
 import sys
-import time
 
 import ray
 from ray import serve
 
+from benchmarks.processes import came_true
 from service.ray_serve import deployed
-
-_POLL_SECONDS = 0.2
 
 
 def main(port: int, replicas: int, first_settings: str) -> None:
@@ -24,8 +22,8 @@ def main(port: int, replicas: int, first_settings: str) -> None:
     for line in sys.stdin:
         settings = json.loads(line)
         if settings is None:
-            while _running() < replicas:
-                time.sleep(_POLL_SECONDS)
+            if not came_true(lambda: _running() >= replicas):
+                break  # who waits for the word reads the end
             print("all run", flush=True)
         else:
             serve.run(deployed(settings, replicas))
