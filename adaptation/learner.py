@@ -43,7 +43,7 @@ from drafters.training.corpus import Example
 Result = TypeVar("Result")
 _KEPT_EVENTS = 50
 _MADE_STEP = 0.01
-"""Of each parameter's size: how far a step takes a drafter that was solved and not trained yet (docs/bootstrap.md)."""
+"""Of each parameter's size: how far a step takes a drafter that was solved and not trained yet."""
 _DRIFT_ANCHORS = 8  # blocks per text on which the distance to the anchor is reported
 
 

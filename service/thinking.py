@@ -2,7 +2,7 @@
 written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +43,13 @@ class ThoughtReader:
     def __init__(self, thinking: Thinking) -> None:
         self._held = ""
         self._state: Literal["before", "thought", "answer"] = "thought" if thinking.has_begun else "before"
+        self.thinks = thinking.has_begun  # or has thought
         self._is_behind_tag = thinking.has_begun  # and nothing but line breaks since
+
+    @property
+    def answers(self) -> bool:
+        """Whether nothing more of a thought can come."""
+        return self._state == "answer"
 
     def read(self, text: str, *, ends: bool) -> tuple[str, str]:
         """What more there is of the thought, and of the answer; `ends`: it was the last of it."""
@@ -62,6 +68,7 @@ class ThoughtReader:
         text = self._held.lstrip()
         if text.startswith(BEGIN):
             self._held, self._state, self._is_behind_tag = text[len(BEGIN) :], "thought", True
+            self.thinks = True
         elif ends or not BEGIN.startswith(text):
             self._state = "answer"
 
@@ -84,5 +91,28 @@ class ThoughtReader:
 
 def _undecided(text: str) -> int:
     """Length of the end of a thought that may belong to the tag behind it: line breaks, and the tag's beginning."""
-    begun = next((n for n in range(min(len(text), len(END) - 1), 0, -1) if text.endswith(END[:n])), 0)
-    return len(text) - len(text[: len(text) - begun].rstrip("\n"))
+    return len(text) - len(text[: len(text) - overlap(text, END)].rstrip("\n"))
+
+
+class ThoughtTokens:
+    """Counts the tokens of a thought, its tags among them; a token that ends it and begins the answer is one."""
+
+    def __init__(self, thinking: Thinking, text_of: Callable[[int], str]) -> None:
+        """`text_of`: what a token adds to the text."""
+        self._reader, self._text_of = ThoughtReader(thinking), text_of
+        self._seen = 0
+        self.count = 0
+
+    def read(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if self._reader.answers:
+                return
+            self._seen += 1
+            self._reader.read(self._text_of(token), ends=False)
+            if self._reader.thinks:
+                self.count = self._seen
+
+
+def overlap(text: str, start: str) -> int:
+    """Length of the longest end of the text with which `start` begins, and is longer."""
+    return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)

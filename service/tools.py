@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from pydantic import JsonValue
 
 from service.grammars import DEFINITIONS, json_rule
+from service.thinking import overlap
 
 _NAME = '{"name": "'  # in the form of grammars of JSON
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -144,7 +145,7 @@ class CallReader:
         if not self._form.trigger and (self._was_text or (text and not start.startswith(text))):
             text, found, rest = self._held, "", ""  # calls stand at the beginning or nowhere
         elif not found:
-            certain = len(text) - _overlap(text, start)
+            certain = len(text) - overlap(text, start)
             text, rest = text[:certain], text[certain:]
         self._held = rest
         if text:
@@ -194,11 +195,6 @@ class CallReader:
                 if not self._depth:
                     return place + 1
         return len(text)
-
-
-def _overlap(text: str, start: str) -> int:
-    """Length of the longest end of the text with which `start` begins."""
-    return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)
 
 
 _TOLD = """# Tools

@@ -24,6 +24,11 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
+def error_event(error: RequestError) -> dict[str, str | None]:
+    """What ends a stream of `/v1/responses`."""
+    return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+
+
 def error_response(error: RequestError) -> JSONResponse:
     headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
     if isinstance(error, RequestTimeout | RequestTooLarge):

@@ -29,7 +29,7 @@ BODY_SECONDS = 20.0
 _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 _OBSERVERS = frozenset({"/metrics", FEED_PATH})
-_OPERATORS = ("/admin", "/v1/adaptation", "/update_weights_from_disk")
+_OPERATORS = ("/v1/adaptation", "/update_weights_from_disk")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _ADDRESS = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?")
 _POLICY_VIOLATION = 1008

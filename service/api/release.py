@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from service.api.schemas import SamplingFields
+from service.api.schemas import LEAST_RELEASE_SECONDS, SamplingFields
 from service.engine.requests import GenerationRequest
 from service.errors import InvalidRequest
 
@@ -47,7 +47,7 @@ def release_of(body: SamplingFields, *, choices: int, server_seconds: float | No
         if body.speculation is not None and getattr(body.speculation, name):
             message = f"Tokens leave at a constant rate: 'speculation.{name}' would tell what steps did."
             raise InvalidRequest(message, param=f"speculation.{name}")
-    return Release(seconds / choices, pads=True)
+    return Release(max(seconds / choices, LEAST_RELEASE_SECONDS), pads=True)
 
 
 def filling(missing: int) -> str:

@@ -14,6 +14,7 @@ from service.api.request_builder import Job
 from service.engine.requests import FinishReason, SequenceOutput, SpeculationRecord, Timings, TokenLogprob
 from service.errors import RequestError
 from service.runtime import ModelCard
+from service.thinking import ThoughtTokens
 from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 Body = dict[str, JsonValue]
@@ -43,6 +44,7 @@ class Reply(ABC):
         self._speculation: list[SpeculationRecord] = []
         self._timings: list[Timings] = []
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # of traces, by choice
+        self._thoughts: dict[int, ThoughtTokens] = {}  # of models that think, by choice
         self._detailed = body.speculation is not None and body.speculation.detailed is True
         self._include_usage = options is not None and options.include_usage is True
         self._continuous_usage = options is not None and options.continuous_usage_stats is True
@@ -89,7 +91,13 @@ class Reply(ABC):
             self._speculation.append(output.speculation)
         if output.timings is not None:
             self._timings.append(output.timings)
-        return self._first_choice[output.request_id] + output.index
+        number = self._first_choice[output.request_id] + output.index
+        if self._job.thinking is not None:
+            if number not in self._thoughts:
+                detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
+                self._thoughts[number] = ThoughtTokens(self._job.thinking, detokenizer.push)
+            self._thoughts[number].read(output.token_ids)
+        return number
 
     def _tells_tokens(self, output: SequenceOutput) -> bool:
         """Whether a chunk without text has something to tell."""
@@ -160,6 +168,7 @@ class Reply(ABC):
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(thought.count for thought in self._thoughts.values()),
                 "accepted_prediction_tokens": sum(record.accepted_prediction_tokens for record in self._speculation),
                 "rejected_prediction_tokens": sum(record.rejected_prediction_tokens for record in self._speculation),
             },

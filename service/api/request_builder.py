@@ -276,15 +276,16 @@ def _check_fields(body: Completion, server: Server) -> None:
 def _refuse_unsupported(body: SamplingFields, server: Server) -> None:
     """Refuse what cannot be honoured, and log once what is not known at all."""
     extra = body.model_extra or {}
-    _refuse(extra, _HARMLESS, prefix="")
+    refuse(extra, _HARMLESS)
     if isinstance(body, ChatCompletionRequest):
         for position, message in enumerate(body.messages):
-            _refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
+            refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
     for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
         server.note_ignored(name)
 
 
-def _refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str) -> None:
+def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
+    """Raise InvalidRequest for the first field that asks for something."""
     for name, value in extra.items():
         if value is None or name not in harmless or value in harmless[name]:
             continue

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from service.api.body import parse_body, read_body
 from service.api.reply import Body
-from service.api.request_builder import build, start
+from service.api.request_builder import build, refuse, start
 from service.api.response_store import ResponseStore, Stored
 from service.api.responses_reply import ResponseReply
 from service.api.responses_schemas import (
@@ -39,6 +39,12 @@ _RENAMED = (
     (r"^(tools\.\d+)\.function", r"\1"),
 )
 """Fields by how completions call them."""
+_HARMLESS: dict[str, tuple[JsonValue, ...]] = {
+    "n": (1,),
+    **dict.fromkeys(("logprobs", "return_token_ids"), (False,)),
+    "top_logprobs": (0,),
+}
+"""What chat completions can do and a response has no place for, with the values that ask for nothing."""
 
 
 def responses_router(server: Server) -> APIRouter:
@@ -136,7 +142,9 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif form is not None:
         fields["response_format"] = {"type": form.type}
-    return parse_body(pydantic_core.to_json({**(body.model_extra or {}), **fields}), ChatCompletionRequest)
+    extra = body.model_extra or {}
+    refuse(extra, _HARMLESS)
+    return parse_body(pydantic_core.to_json({**extra, **fields}), ChatCompletionRequest)
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.errors import error_body
+from service.api.errors import error_event
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Job
 from service.api.responses_schemas import ResponsesRequest
@@ -102,7 +102,7 @@ class ResponseReply(Reply):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: RequestError) -> Body:
-        return self._event("error", **error_body(error)["error"])
+        return {**error_event(error)}
 
     def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
         return {**chunk, "sequence_number": number}
@@ -190,10 +190,12 @@ class ResponseReply(Reply):
 
     def _response_usage(self) -> Body:
         usage = self._usage()
+        details = usage["completion_tokens_details"]
+        assert isinstance(details, dict)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": details["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }

@@ -79,6 +79,9 @@ class Taken:
                 param=self.param,
                 code="other_request",
             )
+        if self.origin is None and len(job.requests) > 1 and job.requests[0].sampling.temperature:
+            message = f"'{self.param}' as counts goes with one prompt, for each has a seed: send the last event's id."
+            raise InvalidRequest(message, param=self.param)
         if len(self.places) != job.num_choices:
             count = f"it counts tokens of {len(self.places)} choices, and the request has {job.num_choices}"
             raise InvalidRequest(f"Invalid value for '{self.param}': {count}.", param=self.param)

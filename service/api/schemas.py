@@ -29,6 +29,10 @@ ResumeFrom = TokensTaken | Annotated[list[TokensTaken], Field(fail_fast=True, mi
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
+LEAST_RELEASE_SECONDS = 0.001
+"""Between two events: as many as a request may have sent that says nothing yet."""
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -37,7 +41,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-    release_seconds: Annotated[float, Field(gt=0, le=10)] | None = None
+    release_seconds: Annotated[float, Field(ge=LEAST_RELEASE_SECONDS, le=10)] | None = None
 
 
 class Speculation(Body):

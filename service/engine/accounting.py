@@ -98,7 +98,6 @@ def step_stats(
         accepted_tokens=sum(per_draft),
         accepted_per_sequence=per_draft,
         accepted_by_source=credited,
-        budget=num_nodes,
         budget_reason=budget.reason,
         draft_seconds=seconds["draft"],
         verify_seconds=seconds["verify"],

@@ -220,7 +220,7 @@ class CostBudget(BudgetPolicy):
         predicted = self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
         if load.num_drafting and not budget.drafted:
             self._settle_plain(load, stats, predicted)
-        self._was_plain = not budget.drafted
+        self._was_plain = not budget.drafted and not stats.drafted_nodes
         return predicted
 
     def _may_draft(self, load: Load) -> bool:
@@ -272,7 +272,7 @@ class CostBudget(BudgetPolicy):
         self._ledger.settle(DRAFTING, -stats.follow_seconds)
         self.gains.of(load.num_sequences).elapse()
         # One that follows a step with drafts finds their rows in the caches.
-        if self._was_plain and load.num_rows == load.num_drafting:
+        if self._was_plain and not stats.drafted_nodes and load.num_rows == load.num_drafting:
             self._forwards(load).observe((self._step_seconds - stats.follow_seconds) / forward_seconds)
 
     def _settle(self, load: Load, stats: StepStats) -> None:

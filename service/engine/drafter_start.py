@@ -27,7 +27,7 @@ def drafter_config(
     text = model.config.get_text_config()
     known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
     size = min(text.vocab_size, draft_tokens)
-    # A token and a condition that only a block's first entry sees are learnt from faster: docs/bootstrap.md.
+    # A token and a condition that only a block's first entry sees are learnt from faster: docs/training.md.
     shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
     return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
 

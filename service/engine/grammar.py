@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.tree import ROOT, Candidates, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from service.grammars import GrammarState
 
@@ -40,8 +40,8 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
             forced = state.forced(path)
             if forced is None:
                 possible[line, node] = False
-            elif forced:
-                runs[line].append((node, forced[:_MOST_FORCED]))
+            elif run := forced[: min(_MOST_FORCED, MAX_DEPTH - len(path))]:
+                runs[line].append((node, run))
     device = candidates.survival.device
     left = candidates._replace(survival=candidates.survival * possible.to(device))
     whole = _with_runs(left, runs) if any(runs) else left
@@ -50,7 +50,8 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
 
 def foretold(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
     """With the tokens that texts are to go on with. # tokens [batch]"""
-    runs = [[(ROOT, list(line[:max_nodes]))] if line else [] for line in tokens]
+    most = min(max_nodes, MAX_DEPTH)
+    runs = [[(ROOT, list(line[:most]))] if line else [] for line in tokens]
     return ops.on(candidates.tokens.device).merge_trees(_with_runs(candidates, runs), max_nodes)[0]
 
 

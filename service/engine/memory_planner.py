@@ -136,7 +136,7 @@ def needs_of(
     ]
     if captures:
         kept = ROWS[-1] * target.vocab_size * target.model.dtype.itemsize
-        needs.append(Need("captured forwards", _measured(target, ROWS[-1]) + kept, "set graphs to off"))
+        needs.append(Need("captured forwards", _measured(target, ROWS[-1]) + kept, "lower max_sequences or max_budget"))
     if captures and network is not None:
         needs.append(Need("the drafter's captured forwards", _growth_bytes(limits, network), "lower max_sequences"))
     if network is not None and learning is not None:

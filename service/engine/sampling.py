@@ -95,7 +95,7 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What `choose_tokens` must know of each row of logits."""
+    """What the choice of a token must know of each row of logits."""
 
     table: "SamplingTable"
     sequence_idx: Tensor  # [rows] int64, place of the row's sequence in the table

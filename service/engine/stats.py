@@ -36,7 +36,6 @@ class StepStats:
     accepted_tokens: int
     accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
     accepted_by_source: Mapping[str, int]  # accepted tokens by who proposed them; one may have been several's
-    budget: int  # nodes the whole step was allowed
     budget_reason: str
     draft_seconds: float
     verify_seconds: float

@@ -27,8 +27,8 @@ _ROUTES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("POST",)),
     **dict.fromkeys(("/tokenize", "/detokenize"), ("POST",)),
     "/v1/responses/{response_id}": ("GET", "DELETE"),
-    **dict.fromkeys(("/v1/models", "/v1/models/{model_id:path}"), ("GET", "HEAD")),
-    **dict.fromkeys(("/readyz", "/health", "/version"), ("GET", "HEAD")),
+    "/v1/models/{model_id:path}": ("GET",),
+    **dict.fromkeys(("/v1/models", "/readyz", "/health", "/version"), ("GET", "HEAD")),
 }
 
 

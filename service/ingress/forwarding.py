@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from service.api.errors import error_body, error_response
+from service.api.errors import error_body, error_event, error_response
 from service.api.sse import DONE, frame
 from service.errors import EngineFailure, NotReady, RequestError
 from service.ingress.replicas import Answer, Asked, Broken, Headers, Replicas, Unreachable, passed_on
@@ -226,7 +226,7 @@ class Forwarding:
 
     def _failure(self, error: RequestError) -> bytes:
         if self._asked.path.startswith(_RESPONSES):
-            return frame({"type": "error", **error_body(error)["error"], "sequence_number": self._num_events})
+            return frame({**error_event(error), "sequence_number": self._num_events})
         return frame(error_body(error))
 
 

@@ -68,7 +68,7 @@ class Live:
             "tokens_per_second": _rate(sum(step.emitted_tokens for step in steps), seconds),
             "prompt_tokens_per_second": _rate(sum(step.prompt_tokens for step in steps), seconds),
             "tau": _tau(steps),
-            "budget": sum(step.budget for step in steps) / len(steps) if steps else None,  # mean of the steps
+            "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean of the steps
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
             "drafting": steps[-1].drafting if steps else None,  # None: nothing ran, or nodes are fixed
             "accepted_by_source": sources,

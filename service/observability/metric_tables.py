@@ -241,7 +241,7 @@ def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Tab
         Gauge(
             "rank_head_right_tokens{rank}", "Accepted among recent candidates of a rank.", lambda s: s.rank_right, RANKS
         ),
-        Gauge("budget_nodes", "Node budget of the latest step.", lambda s: s.budget),
+        Gauge("budget_nodes", "Draft nodes verified in the latest step.", lambda s: s.drafted_nodes),
         Counter(
             "budget_decisions{reason}",
             "Steps by reason for the budget.",

@@ -134,6 +134,10 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
         ({"input": "x" * 5000}, "input"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
     ],
     ids=[
         "no items",
@@ -147,6 +151,10 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
         "length",
         "background",
         "conversation",
+        "choices",
+        "logprobs",
+        "top_logprobs",
+        "token ids",
     ],
 )
 def test_refusals_name_the_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:

@@ -28,8 +28,8 @@ def test_a_second_is_added_up() -> None:
     live = live_at(clock)
     live.observe_load(LOAD)
     live.observe_step(STEP)
-    live.observe_step(replace(STEP, budget=4, budget_reason="load"))
-    live.observe_step(replace(STEP, budget=2, accepted_by_source={"lookup": 1}))
+    live.observe_step(replace(STEP, drafted_nodes=7, budget_reason="load"))
+    live.observe_step(replace(STEP, drafted_nodes=3, accepted_by_source={"lookup": 1}))
     live.observe_finish(FINISH)
     clock.seconds += 2
     moment = live.tick()

@@ -35,7 +35,6 @@ STEP = StepStats(
     accepted_tokens=4,
     accepted_per_sequence=(3, 1, 0),
     accepted_by_source={"lookup": 3, "specblock": 2},
-    budget=24,
     budget_reason="gain",
     draft_seconds=0.25,
     verify_seconds=0.5,
@@ -113,7 +112,7 @@ def test_a_step_is_exported() -> None:
         "adaptree_accepted_length_tokens_bucket{2.0}": 2,
         "adaptree_accepted_length_tokens_bucket{3.0}": 3,
         "adaptree_accepted_length_tokens_sum": 4,
-        "adaptree_budget_nodes": 24,
+        "adaptree_budget_nodes": 20,
         "adaptree_budget_decisions_total{gain}": 1,
         "adaptree_budget_decisions_total{load}": 0,
         "adaptree_step_seconds_total{draft}": 0.25,
@@ -150,7 +149,7 @@ def test_counters_add_up_and_gauges_follow() -> None:
     metrics.observe_step(STEP)
     metrics.observe_load(LOAD)
     late = replace(STEP, survival_error=None, rank_predicted={}, rank_right={})
-    metrics.observe_step(replace(late, budget=0, budget_reason="load"))
+    metrics.observe_step(replace(late, drafted_nodes=0, budget_reason="load"))
     metrics.observe_load(LoadStats(num_running=1, num_waiting=0, slots_used=0, slots_total=100))
     found = series(metrics)
     assert found["adaptree_generation_tokens_total"] == 12

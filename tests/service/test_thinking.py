@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from service.answers import AnswerReader
 from service.grammars import GrammarCompiler, GrammarKind, in_lark
-from service.thinking import Thinking, thinks
+from service.thinking import Thinking, ThoughtTokens, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import HERMES, Call
 from tests.tiny_models import tiny_tokenizer
@@ -41,6 +41,25 @@ def test_however_an_answer_is_cut(thinking: Thinking, text: str, expected: tuple
             break
     assert (said["thought"], said["text"]) == expected
     assert AnswerReader(thinking, None).whole(text) == (*expected, [])
+
+
+@pytest.mark.parametrize(
+    ("thinking", "tokens", "count"),
+    [
+        (BEFORE, ["\n", "<thi", "nk>", "Hm", "</th", "ink>\nYes", "."], 6),
+        (BEFORE, ["<think>", "cut"], 2),
+        (BEFORE, ["<", "b>", "</think>"], 0),
+        (BEFORE, ["<think></think>", "Yes"], 1),
+        (BEGUN, ["Hm", "</think>", "Yes"], 2),
+    ],
+)
+def test_the_tokens_of_a_thought_are_counted(thinking: Thinking, tokens: list[str], count: int) -> None:
+    counted = ThoughtTokens(thinking, tokens.__getitem__)
+    for token in range(len(tokens)):
+        counted.read([token])
+    at_once = ThoughtTokens(thinking, tokens.__getitem__)
+    at_once.read(range(len(tokens)))
+    assert counted.count == at_once.count == count
 
 
 def test_calls_stand_behind_a_thought() -> None:

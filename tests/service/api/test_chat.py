@@ -47,7 +47,11 @@ async def test_a_whole_answer() -> None:
             "completion_tokens": 2,
             "total_tokens": len(PROMPT) + 2,
             "prompt_tokens_details": {"cached_tokens": 3},
-            "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": 1,
+                "rejected_prediction_tokens": 2,
+            },
         },
         "metrics": {"speculative_decoding": SPECULATIVE, "timings": TIMINGS},
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.api.release import EVENT_BYTES, Release, at_constant_rate, release_of
-from service.api.schemas import ChatCompletionRequest
+from service.api.schemas import LEAST_RELEASE_SECONDS, ChatCompletionRequest
 from tests.service.api.client import ASK, client_of, error_of
 from tests.service.scripted import ScriptedEngine, say
 
@@ -105,6 +105,7 @@ def test_the_slower_rate_holds() -> None:
     )
     plain = ChatCompletionRequest.model_validate_json(json.dumps(ASK))
     assert release_of(asked, choices=2, server_seconds=0.1) == Release(0.25, pads=True)
+    assert release_of(asked, choices=2048, server_seconds=None) == Release(LEAST_RELEASE_SECONDS, pads=True)
     assert release_of(asked, choices=1, server_seconds=2.0) == Release(2.0, pads=True)
     assert release_of(plain, choices=1, server_seconds=2.0) == Release(2.0, pads=True)
     assert release_of(plain, choices=1, server_seconds=None) == Release()
@@ -125,6 +126,7 @@ async def test_an_answer_that_is_sent_whole_takes_as_long() -> None:
         ({"speculation": {"trace": True}}, "speculation.trace"),
         ({"speculation": {"detailed": True}}, "speculation.detailed"),
         ({"stream_options": {"release_seconds": 0}}, "stream_options.release_seconds"),
+        ({"stream_options": {"release_seconds": 1e-9}}, "stream_options.release_seconds"),
     ],
 )
 async def test_what_would_tell_is_refused(fields: dict[str, Any], param: str) -> None:

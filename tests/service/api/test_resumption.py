@@ -229,6 +229,14 @@ async def test_a_count_of_tokens_is_enough_where_the_seed_is_known(assembly: Ass
     assert rest["0 roles"] == []
 
 
+async def test_counts_are_of_one_prompt_for_each_has_a_seed_where_it_was_drawn() -> None:
+    body = {"model": "tiny", "prompt": ["a", "b"], "seed": 1, "stream": True, "resume_from": [1, 1]}
+    async with scripted(ScriptedEngine(say("x", "y"))) as client:
+        response = await client.post(TEXT, json=body)
+        assert (response.status_code, error_of(response)["param"]) == (400, "resume_from")
+        assert (await client.post(TEXT, json={**body, "temperature": 0})).status_code == 200
+
+
 async def refused(body: Body, headers: dict[str, str] | None = None) -> tuple[int, Body]:
     async with scripted(ScriptedEngine(say("x", "y"))) as client:
         response = await client.post(CHAT, json={"model": "tiny", **SAY, **body}, headers=headers)

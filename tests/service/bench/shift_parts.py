@@ -44,7 +44,6 @@ STEP = StepStats(
     accepted_tokens=0,
     accepted_per_sequence=(),
     accepted_by_source={},
-    budget=0,
     budget_reason="fixed",
     draft_seconds=0.0,
     verify_seconds=0.0,

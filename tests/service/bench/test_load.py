@@ -25,7 +25,6 @@ STEP = StepStats(
     accepted_tokens=3,
     accepted_per_sequence=(3,),
     accepted_by_source={},
-    budget=6,
     budget_reason="cost",
     draft_seconds=0.1,
     verify_seconds=0.5,

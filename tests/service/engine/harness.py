@@ -114,7 +114,6 @@ def step_stats(nodes: int = 0, accepted: int = 0, **seconds: float) -> StepStats
         accepted_tokens=accepted,
         accepted_per_sequence=(accepted,),
         accepted_by_source={},
-        budget=nodes,
         budget_reason="fixed",
         draft_seconds=1.0,
         verify_seconds=2.0,

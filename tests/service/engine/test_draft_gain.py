@@ -224,6 +224,22 @@ def test_other_weights_are_tried_at_once() -> None:
     assert sum(world.drafted[-100:]) > 90
 
 
+def test_a_step_that_verifies_what_a_grammar_forces_is_no_plain_one() -> None:
+    policy = CostBudget(table(), DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS])), RegretLedger())
+    load = Load(1, 1.0, 100, num_drafting=1, num_sequences=1)
+
+    def steps(nodes: int, other_seconds: float) -> float:
+        """What a plain step is then said to take."""
+        for _ in range(20):
+            stats = step_stats(nodes, nodes, verify_seconds=true_seconds(1 + nodes), other_seconds=other_seconds)
+            policy.learn(Budget(load, "forced" if nodes else "suspended", (nodes,), False, False), stats)
+        return policy._plain_seconds(load)
+
+    plain = steps(0, OTHER_SECONDS)
+    assert steps(48, 1.0) == plain
+    assert steps(0, OTHER_SECONDS) == pytest.approx(plain, rel=0.02)
+
+
 def test_a_trial_begins_with_a_text() -> None:
     world = World(2, 0.8, noise=0.1)
     world.speed(8_000, lambda: 0.0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import JsonValue
 
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from service.engine.budget import FixedBudget
-from service.engine.grammar import constrained, forbidden_tokens
+from service.engine.grammar import constrained, forbidden_tokens, foretold
 from service.engine.requests import SamplingParams
 from service.grammars import Grammar, GrammarCompiler
 from service.tokenizer import ChatTokenizer
@@ -111,6 +111,19 @@ def test_forced_tokens_need_no_drafter() -> None:
     nothing = DraftTree.empty(1)
     assert set(paths_of(constrained(nothing, [regex("xyz[ab]").begin()], 12))) >= {"xyz"}
     assert constrained(nothing, [regex("[ab]").begin()], 12).num_nodes.tolist() == [0]
+
+
+def test_what_is_known_goes_no_deeper_than_trees_do() -> None:
+    """Merged without compiled kernels, too, as on a device."""
+    (said,) = random_prompts(1, 100, seed=9)
+    assert foretold(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
+    state = regex("a{999}").begin()
+    forced = (state.forced([]) or [])[:1] * 60
+    places = torch.arange(60)[None]
+    chain = DraftTree(torch.tensor([forced]), places - 1, places + 1, torch.ones(1, 60), torch.tensor([60]))
+    found = constrained(chain, [state], 128)
+    assert_valid_tree(found)
+    assert int(found.depths.max()) == MAX_DEPTH
 
 
 def test_texts_without_a_grammar_keep_their_trees() -> None:

@@ -10,8 +10,9 @@ import httpx2
 import openai
 import pytest
 
+from service.api.errors import error_event
 from service.api.release import padded
-from service.api.sse import PING
+from service.api.sse import PING, frame
 from service.assembly import Assembly
 from service.errors import NotReady, QueueFull, RequestError
 from service.ingress.app import create_ingress
@@ -203,6 +204,16 @@ async def test_another_replica_goes_on(name: str) -> None:
     assert (first[b"authorization"], first[b"x-request-id"]) == (b"Bearer k", b"mine")
     assert last == {**first, b"last-event-id": b"head.2"}
     assert b"last-event-id" not in first
+
+
+async def test_so_it_does_where_a_response_breaks_off() -> None:
+    drains = frame({**error_event(NOT_READY), "sequence_number": 3})
+    replicas = Scripted([(event(1), event(2), drains), (event(3),)])
+    async with ingress(replicas) as client:
+        answer = await client.post(RESPONSES, json=STREAMED)
+    assert [line for line in answer.text.split("\n") if line.startswith("data: ")] == [
+        f'data: {{"n": {number}}}' for number in (1, 2, 3)
+    ]
 
 
 async def test_openai_s_client_hears_one_stream_whatever_comes_between_events() -> None:
