@@ -5,8 +5,7 @@ at every budget, is what it is compared with. Steps that read prompts are left o
 from that, for looking takes time.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -46,7 +45,6 @@ from service.errors import StartupError
 SERVED, OBSERVED = "served", "observed"
 """The first in place of a number of nodes: the budget as it is configured."""
 
-_COMMA = re.compile(r",(?![^(]*\))")  # outside of parentheses
 _CONTOURS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 _DEEPEST = 8  # depths of which acceptance is reported
 
@@ -65,13 +63,28 @@ class Kind:
 
 def kinds_of(names: str) -> list[Kind]:
     """KIND or KIND=FOLDER, with commas between. Raises StartupError."""
-    kinds = []
-    for part in filter(None, (part.strip() for part in _COMMA.split(names))):
+    kinds: dict[str, Kind] = {}
+    for part in _parts(names):
         name, _, folder = part.partition("=")
-        kinds.append(Kind(name, Path(folder) if folder else None))
+        kind = Kind(name, Path(folder) if folder else None)
+        if kinds.setdefault(kind.title, kind) != kind:
+            raise StartupError(f"--kinds names two folders that rows would call {kind.title}: give one another name")
     if not kinds:
         raise StartupError("--kinds names no drafter: give some, as in lookup,specblock=./my-drafter")
-    return list(dict.fromkeys(kinds))
+    return list(kinds.values())
+
+
+def _parts(names: str) -> Iterator[str]:
+    """What stands between commas outside of parentheses."""
+    part, depth = "", 0
+    for character in f"{names},":
+        depth += (character == "(") - (character == ")")
+        if character != "," or depth > 0:
+            part += character
+            continue
+        if part.strip():
+            yield part.strip()
+        part = ""
 
 
 def budgets_of(nodes: str) -> list[int | None]:
@@ -150,7 +163,10 @@ def _policy(nodes: int | None) -> FixedBudget | None:
 
 
 def _known(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
-    """As `quality_of`, with as many nodes as any budget has."""
+    """As `quality_of`, with as many nodes as any budget has. Of a switch nothing: looking changes the times by which it
+    learns whom to ask."""
+    if assembly.drafter_name.startswith("switch("):
+        return [quality_of([]) for _ in measures]
     drafter, recorder = observed(assembly)
     engine = assembly.engine(drafter, FixedBudget(assembly.limits.max_budget))
     known = []
@@ -166,7 +182,6 @@ def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run
     steps, without = _decoding(runs), _decoding(plain)
     drafted = [step for step in steps if step.stats.drafts]
     plain_seconds = fmean(step.seconds for step in without)
-    errors = [step.stats.survival_error for step in steps if step.stats.survival_error is not None]
     return {
         "tokens": sum(run.num_tokens for run in runs),
         "tau": tau(runs),
@@ -180,7 +195,6 @@ def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run
         / plain_seconds,
         "step_cost": _mean([step.seconds for step in drafted]) / plain_seconds,
         "speedup": decode_tokens_per_second(runs) / decode_tokens_per_second(plain),
-        "survival_error": errors[-1] if errors else None,  # expected calibration error
         "mismatched_tokens": mismatches(plain, runs) + (mismatches(plain, withheld) if withheld else 0),
     }
 
@@ -256,8 +270,8 @@ _KNOWN: tuple[Column, ...] = (
 )
 _KNOWN_CAPTION = (
     "places: tokens of the text behind a root or an accepted node; named: share of them at which the drafter names a "
-    "token; top k: of these, at which the target's token is among its k likeliest; right by rank: at which it is that "
-    "of rank 1, 2, 3, 4; TVD: total variation distance to the target's distribution at temperature 1, empty where a "
+    "token; top k: of these, at which the target's token is among its k likeliest; right by rank: of those at which it "
+    "names 1, 2, 3, 4, at which it is the last of them; TVD: total variation distance to the target's distribution at temperature 1, empty where a "
     "kind has none; ECE: calibration error of survival, as the drafter claims it and as it is corrected"
 )
 _WORTH: tuple[Column, ...] = (

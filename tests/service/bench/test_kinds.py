@@ -15,11 +15,16 @@ from tests.service.bench.test_load import STEP
 
 def test_kinds_may_name_their_weights() -> None:
     assert kinds_of("lookup, specblock=./mine,lookup") == [Kind("lookup", None), Kind("specblock", Path("mine"))]
-    assert kinds_of("switch(lookup,early_exit),lookup") == [
-        Kind("switch(lookup,early_exit)", None),
+    assert kinds_of("switch(lookup,early_exit(4)),lookup") == [
+        Kind("switch(lookup,early_exit(4))", None),
         Kind("lookup", None),
     ]
     assert [kind.title for kind in kinds_of("lookup,specblock=some/where")] == ["lookup", "specblock=where"]
+
+
+def test_two_folders_are_told_apart_by_name() -> None:
+    with pytest.raises(StartupError, match="specblock=drafter"):
+        kinds_of("specblock=a/drafter,specblock=b/drafter")
 
 
 def test_budgets_are_numbers_or_the_served_one() -> None:
