@@ -271,8 +271,9 @@ _KNOWN: tuple[Column, ...] = (
 _KNOWN_CAPTION = (
     "places: tokens of the text behind a root or an accepted node; named: share of them at which the drafter names a "
     "token; top k: of these, at which the target's token is among its k likeliest; right by rank: of those at which it "
-    "names 1, 2, 3, 4, at which it is the last of them; TVD: total variation distance to the target's distribution at temperature 1, empty where a "
-    "kind has none; ECE: calibration error of survival, as the drafter claims it and as it is corrected"
+    "names 1, 2, 3, 4, at which it is the last of them; TVD: total variation distance to the target's distribution at "
+    "temperature 1, empty where a kind has none; ECE: calibration error of survival, as the drafter claims it and as "
+    "it is corrected"
 )
 _WORTH: tuple[Column, ...] = (
     ("nodes", lambda row: row["nodes"]),
