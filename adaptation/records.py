@@ -89,7 +89,7 @@ class ReplicaStatus:
     """This process among those that learn together. Counts are those of this process."""
 
     name: str = ""  # empty: it learns by itself, and asks nobody
-    standing: str = "alone"  # alone, following or leading
+    role: str = "alone"  # alone, following or leading
     connected: bool = False  # to the store that all share
     leader: str = ""  # who announced the version that all serve
     epoch: int = 0  # of that leader
@@ -119,12 +119,12 @@ class AdaptationStatus:
     wanted_positions: int  # for the next attempt at making it; 0: nothing is made
     balance_seconds: float | None  # what learning may still lose; None: nobody counts it, or not yet
     waiting: Mapping[str, int]  # by arm, samples in its buffer
-    held_back: int  # texts in the validation set
-    queries_heard: int
+    validation_texts: int  # texts in the validation set
+    queries_observed: int
     queries_dropped: int  # nobody had time for them
     queries_excluded: int  # must not be learnt from
     excluded: Mapping[str, int]  # the same by reason
-    lessons_dropped: int  # their buffer was full
+    samples_dropped: int  # their buffer was full
     decisions: Mapping[str, int]  # by choice and reason, "head:gain"
     updates: Mapping[str, int]  # by arm, computed to their end
     publishes: int

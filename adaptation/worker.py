@@ -25,7 +25,7 @@ from drafters.feedback import DraftLabels, QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["hear", "update", "command", "recover", "save"]
+Stage = Literal["observe", "update", "command", "recover", "save"]
 Result = TypeVar("Result")
 _IDLE_SECONDS = 0.5
 _NICEST = 19
@@ -153,7 +153,7 @@ class Worker:
         if command is not None:
             self._attempt("command", partial(_carry_out, *command))
         elif feedback is not None:
-            self._attempt("hear", partial(self.loop.observe, feedback))
+            self._attempt("observe", partial(self.loop.observe, feedback))
         if not self._stopping.is_set():
             self._attempt("update", self._update)
 

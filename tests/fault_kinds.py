@@ -77,7 +77,7 @@ def exceptions(stream: Stream, times: int, stages: Sequence[str] = EVERYWHERE) -
     for stage in _shuffled(stream.rng, [*stages] * times):
         stream.survive(f"exception in {stage}", _at(stream, stage, breaks))
     failures = stream.adaptive.worker.failures
-    assert failures["hear"] + failures["update"] >= times * len(stages)
+    assert failures["observe"] + failures["update"] >= times * len(stages)
     assert stream.adaptive.worker.num_restarts == 0
 
 

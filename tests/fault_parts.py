@@ -70,7 +70,7 @@ class Witness:
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         self.turns += 1
         taken = self._learner.observe(feedback)
-        self._note("hear")
+        self._note("observe")
         return taken
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
@@ -187,7 +187,7 @@ class Stream:
         return [one for one in self.witness.successes if one.what in kinds and one.wall_seconds > strike.wall_seconds]
 
     def _measure(self, name: str, strike: Strike) -> None:
-        first = self._since(strike, "hear", "update")[0]
+        first = self._since(strike, "observe", "update")[0]
         took = Recovery(
             first.turns - strike.turns,
             first.cpu_seconds - strike.cpu_seconds,

@@ -93,7 +93,7 @@ class Exchange:
         record = replica.state.record
         return ReplicaStatus(
             name=replica.name,
-            standing=self.role,
+            role=self.role,
             connected=self.connected,
             leader=record.leader,
             epoch=record.epoch,

@@ -65,7 +65,7 @@ class QueryReceiver:
         heard = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
         if heard:
             self._store.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
-            self._counts["heard"] += len(heard)
+            self._counts["observed"] += len(heard)
         for _ in heard:
             self._waiting.popleft()
 

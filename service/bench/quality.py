@@ -11,7 +11,7 @@ _BINS = 10
 
 
 def quality_of(steps: Sequence[StepRecord]) -> Row:
-    """Figures are None where there is nothing to judge by. A place is where a token of the text was to be foretold:
+    """Figures are None where there is nothing to judge by. A place is where a token of the text was to be predicted:
     behind a step's root, or behind an accepted node.
 
     `named`: share of places at which the drafter names any token; `covered` by k: of those, at which the token is among

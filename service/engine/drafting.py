@@ -17,7 +17,7 @@ from drafters.tree import Candidates, DraftTree
 from kernels.graph_runner import Capture
 from kernels.staging import send, send_floats
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
-from service.engine.grammar import constrained, foretold
+from service.engine.grammar import constrained, with_known
 from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
@@ -92,7 +92,7 @@ class DraftStage:
         refusal = self._policy.refusal(load) if asks else "no_candidates"
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))
-        is_forced = refusal == "suspended" and any(s.sampling.grammar or s.foretold for s in drafting)
+        is_forced = refusal == "suspended" and any(s.sampling.grammar or s.known_tokens for s in drafting)
         candidates = self._no_trees(len(drafting))
         if refusal is None or is_forced:
             numbers = self._numbers(drafting)
@@ -192,9 +192,9 @@ class DraftStage:
 
     def _with_what_is_known(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
         """With what answers have said before; without what grammars forbid, and with what these force."""
-        again, grammars = [s.foretold for s in drafting], [s.sampling.grammar for s in drafting]
+        again, grammars = [s.known_tokens for s in drafting], [s.sampling.grammar for s in drafting]
         if any(again):
-            candidates = foretold(candidates, again, self._max_budget)
+            candidates = with_known(candidates, again, self._max_budget)
         return constrained(candidates, grammars, self._max_budget) if any(grammars) else candidates
 
 

@@ -48,7 +48,7 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
     return ops.on(device).merge_trees(whole, max_nodes)[0]
 
 
-def foretold(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
+def with_known(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
     """With the tokens that texts are to go on with. # tokens [batch]"""
     most = min(max_nodes, MAX_DEPTH)
     runs = [[(ROOT, list(line[:most]))] if line else [] for line in tokens]

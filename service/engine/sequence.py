@@ -143,7 +143,7 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def foretold(self) -> Items[int]:
+    def known_tokens(self) -> Items[int]:
         """The tokens that come next, if it says again what it has said before."""
         said = self.request.said[self.index] if self.request.said else ()
         count = self.num_generated

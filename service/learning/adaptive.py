@@ -103,7 +103,7 @@ class Adaptive:
     def _check_leads(self) -> None:
         """What is served is decided by the replica that leads: any other would be told otherwise at once."""
         replicas = self.replicas.status()
-        if replicas.standing == "following":
+        if replicas.role == "following":
             raise InvalidRequest(
                 f"This replica serves what {replicas.leader or 'its leader'} announces; ask that one.",
                 code="not_leading",

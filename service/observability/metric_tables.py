@@ -233,7 +233,7 @@ def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Tab
             "survival_calibration_error", "Expected calibration error of survival, 0 to 1.", lambda s: s.survival_error
         ),
         Gauge(
-            "rank_head_foretold_tokens{rank}",
+            "rank_head_predicted_tokens{rank}",
             "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
             lambda s: s.rank_predicted,
             RANKS,
@@ -272,7 +272,7 @@ OTHER: Final = "other"  # reasons that are sentences; the log has them
 
 _GATE: Final = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise")
 _ALARMS: Final = ("not_finite", "worse_than_anchor", "worse_than_before")
-_STAGES: Final = ("hear", "update", "command", "recover", "save")
+_STAGES: Final = ("observe", "update", "command", "recover", "save")
 _TRAINER: Final = (
     "nothing_to_learn",
     "interrupted",
@@ -352,11 +352,11 @@ DECISIONS: Final = (
 )
 EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
 LEARNING_PHASES: Final = ("collecting", "learning")
-STANDINGS: Final = ("alone", "following", "leading")
+ROLES: Final = ("alone", "following", "leading")
 _REFUSALS: Final = ("torn", "forged", "foreign", "misfit", "not_finite")  # of whatever arrives
 QUERY_FATES: Final = (
     "sent",
-    "heard",
+    "observed",
     "duplicate",
     "queue_full",
     "too_large",
@@ -393,17 +393,17 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
         "Serving time that learning may still lose; NaN where nobody counts it, or not yet.",
         lambda s: math.nan if s.balance_seconds is None else s.balance_seconds,
     ),
-    Gauge("adaptation_held_back_texts", "Texts in the validation set.", lambda s: s.held_back),
+    Gauge("adaptation_validation_texts", "Texts in the validation set.", lambda s: s.validation_texts),
     Gauge(
         "adaptation_kl_to_anchor",
         "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
         lambda s: math.nan if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
     Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
-    Gauge("adaptation_waiting_lessons{arm}", "Training samples in a buffer.", lambda s: s.waiting, ARMS),
-    Counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_heard),
+    Gauge("adaptation_waiting_samples{arm}", "Training samples in a buffer.", lambda s: s.waiting, ARMS),
+    Counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_observed),
     Counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
-    Counter("adaptation_lessons_dropped", "Training samples dropped from a full buffer.", lambda s: s.lessons_dropped),
+    Counter("adaptation_samples_dropped", "Training samples dropped from a full buffer.", lambda s: s.samples_dropped),
     Counter(
         "adaptation_queries_excluded{reason}",
         "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
@@ -427,10 +427,10 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     # Replicas; all zero where there are no others.
     Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
     Gauge(
-        "replica_standing{standing}",
+        "replica_role{role}",
         "1 for the role of this replica; alone: there are no others, or they cannot be reached.",
-        lambda s: {s.replicas.standing: 1.0},
-        STANDINGS,
+        lambda s: {s.replicas.role: 1.0},
+        ROLES,
     ),
     Gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
     Counter(

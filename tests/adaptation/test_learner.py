@@ -529,7 +529,7 @@ def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch:
 def seen(tried: Bench) -> AdaptationStatus:
     worker = Worker(tried.learner, max_waiting=4)
     worker.num_dropped, worker.num_restarts = 3, 2
-    worker.failures["hear"] = 1
+    worker.failures["observe"] = 1
     return tried.learner.status(worker)
 
 
@@ -539,7 +539,7 @@ def test_before_anything_happened(tmp_path: Path) -> None:
     assert status.values == {"head": 0.0, "full": 0.0}
     assert status.waiting == {"head": 0, "full": 0}
     assert (status.kl_to_anchor, status.balance_seconds, status.paused) == (None, None, False)
-    assert (status.queries_dropped, status.restarts, status.failures) == (3, 2, {"hear": 1})
+    assert (status.queries_dropped, status.restarts, status.failures) == (3, 2, {"observe": 1})
 
 
 def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     assert status.refusals == kinds.count("refused")
     assert (status.rollbacks, status.newest, status.version) == (1, tried.weights.newest, tried.weights.version)
     assert status.updates == {"full": kinds.count("published") + kinds.count("refused")}
-    assert status.queries_heard == sum(status.decisions.values()) == 41
+    assert status.queries_observed == sum(status.decisions.values()) == 41
     assert status.excluded == {"nothing_to_learn": status.queries_excluded}
     assert status.snapshots == tuple(tried.weights.snapshots.versions)
     assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()

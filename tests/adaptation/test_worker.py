@@ -31,7 +31,7 @@ class Scripted:
     told: list[str] = field(default_factory=list)
 
     def observe(self, feedback: QueryFeedback) -> None:
-        self.told.append("hear")
+        self.told.append("observe")
         self.on_hear()
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
@@ -88,9 +88,9 @@ def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
     worker.start()
     for _ in range(20):
         worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("hear") == 20)
+    wait_until(lambda: loop.told.count("observe") == 20)
     assert worker.stop()
-    assert loop.told == ["hear"] * 20 + ["save"]
+    assert loop.told == ["observe"] * 20 + ["save"]
     assert worker.num_dropped == 0
 
 
@@ -100,21 +100,21 @@ def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
     worker = made(loop, max_waiting=5)
     worker.start()
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told == ["hear"])
+    wait_until(lambda: loop.told == ["observe"])
     began = time.monotonic()
     for _ in range(1000):
         worker.offer(FEEDBACK)
     assert time.monotonic() - began < 1.0
     assert worker.num_dropped == 995
     going.set()
-    wait_until(lambda: loop.told == ["hear"] * 6)
+    wait_until(lambda: loop.told == ["observe"] * 6)
 
 
-@pytest.mark.parametrize("stage", ["hear", "update", "recover", "command"])
+@pytest.mark.parametrize("stage", ["observe", "update", "recover", "command"])
 def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: str) -> None:
     loop = Scripted()
     fails = once(broken)
-    if stage == "hear":
+    if stage == "observe":
         loop.on_hear = fails
     elif stage == "update":
         loop.on_update = lambda _: fails()
@@ -128,8 +128,8 @@ def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: st
     worker.offer(FEEDBACK)
     wait_until(lambda: worker.failures[stage] == 1)  # type: ignore[index]
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("hear") == 2)
-    failed_in = "hear" if stage == "recover" else stage
+    wait_until(lambda: loop.told.count("observe") == 2)
+    failed_in = "observe" if stage == "recover" else stage
     assert f"recover {failed_in}: RuntimeError: broken on purpose" in loop.told
     assert (worker.alive, worker.num_restarts) == (True, 0)
 
@@ -142,11 +142,11 @@ def test_a_save_that_breaks_does_not_keep_the_thread(made: Made) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("stage", ["hear", "update", "recover"])
+@pytest.mark.parametrize("stage", ["observe", "update", "recover"])
 def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made, stage: str) -> None:
     loop = Scripted()
     dies = once(killed)
-    if stage == "hear":
+    if stage == "observe":
         loop.on_hear = dies
     elif stage == "update":
         loop.on_update = lambda _: dies()
@@ -159,7 +159,7 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
     worker.offer(FEEDBACK)
     wait_until(lambda: worker.alive and "recover thread_died" in loop.told)
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("hear") >= 2)
+    wait_until(lambda: loop.told.count("observe") >= 2)
     assert worker.num_restarts == 1
 
 
@@ -254,7 +254,7 @@ def test_settling_waits_for_queries_and_for_what_is_due(made: Made) -> None:
     loop, due = Scripted(), [2]
 
     def update(_: Callable[[], bool]) -> UpdateReport | None:
-        if loop.told.count("hear") < 3 or not due[0]:
+        if loop.told.count("observe") < 3 or not due[0]:
             return None
         due[0] -= 1
         return UpdateReport("head", "applied", 0.0)
@@ -265,7 +265,7 @@ def test_settling_waits_for_queries_and_for_what_is_due(made: Made) -> None:
     for _ in range(3):
         worker.offer(FEEDBACK)
     assert worker.settle(10)
-    assert (loop.told.count("hear"), due) == (3, [0])
+    assert (loop.told.count("observe"), due) == (3, [0])
 
 
 def test_settling_gives_up(made: Made) -> None:

@@ -43,5 +43,5 @@ def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_pa
     assert status.version == versions[-1] > 0
     assert status.origin == status.version or status.condemned, "what was taken back is named"
     assert sum(status.updates.values()) >= status.publishes
-    assert status.queries_heard == len(asked) * (len(versions) - 1)
+    assert status.queries_observed == len(asked) * (len(versions) - 1)
     assert status.failures == {}

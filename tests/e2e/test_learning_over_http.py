@@ -84,10 +84,10 @@ def load(server: Process, folder: Path) -> tuple[int, bool, str]:
 
 
 def test_what_clients_ask_is_heard(server: Process) -> None:
-    before = server.state()["queries_heard"]
+    before = server.state()["queries_observed"]
     texts = [say(server, "that the other") for _ in range(4)]
-    state = until(server, lambda state: state["queries_heard"] >= before + 4)
-    assert state["queries_heard"] == before + 4
+    state = until(server, lambda state: state["queries_observed"] >= before + 4)
+    assert state["queries_observed"] == before + 4
     assert (state["policy"], state["paused"]) == ("head_only", False)
     assert len(set(texts)) == 1
 
@@ -101,7 +101,7 @@ def test_what_must_not_be_stored_is_not_learnt_from(server: Process) -> None:
 
 def test_the_metrics_show_what_is_learnt(server: Process) -> None:
     say(server, "in the hat")
-    heard = until(server, lambda state: state["queries_heard"] > 0)["queries_heard"]
+    heard = until(server, lambda state: state["queries_observed"] > 0)["queries_observed"]
     page = server.ask("GET", "/metrics", headers={}).text
     assert f"adaptree_adaptation_queries_total {heard:.1f}\n" in page
     assert all(f"# TYPE adaptree_{series.name}" in page for series in ADAPTATION)

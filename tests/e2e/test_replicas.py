@@ -49,7 +49,7 @@ def recovers(running: Fleet, what: str, beyond: tuple[int, int] = (0, -1)) -> No
 def test_what_all_are_asked_becomes_weights_that_all_serve(running: Fleet) -> None:
     learns(running)
     states = running.states()
-    assert {state["replicas"]["standing"] for state in states} == {"following"}
+    assert {state["replicas"]["role"] for state in states} == {"following"}
     assert all(state["publishes"] == 0 and state["replicas"]["queries"]["sent"] > 0 for state in states)
 
 
@@ -87,7 +87,7 @@ def test_a_killed_trainer_is_replaced_by_another(running: Fleet) -> None:
 @pytest.mark.slow
 def test_a_killed_redis_that_comes_back_empty(running: Fleet) -> None:
     running.redis.kill()
-    running.wait(lambda: {state["replicas"]["standing"] for state in running.states()} == {"alone"}, 30.0)
+    running.wait(lambda: {state["replicas"]["role"] for state in running.states()} == {"alone"}, 30.0)
     running.check()
     running.redis.begin()
     recovers(running, "Redis came back empty")

@@ -101,7 +101,7 @@ def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
         adaptive.resume()
         assert adaptive.rollback() == 1
         status = adaptive.status()
-    assert (status.policy, status.paused, status.queries_heard, status.rollbacks) == ("never", False, 4, 1)
+    assert (status.policy, status.paused, status.queries_observed, status.rollbacks) == ("never", False, 4, 1)
     assert (status.version, status.newest, status.origin) == (0, 1, 0)
     assert [event.kind for event in status.events] == [event.kind for event in events]
     assert [event.kind for event in events] == ["paused", "resumed", "rolled_back"]

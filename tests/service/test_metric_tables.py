@@ -25,7 +25,7 @@ from service.observability.metric_tables import (
     EXCLUDED,
     OTHER,
     QUERY_FATES,
-    STANDINGS,
+    ROLES,
     VERSION_FATES,
     label_of,
 )
@@ -106,20 +106,20 @@ def test_every_fate_has_a_series() -> None:
     arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
     told = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
     assert told == {*QUERY_FATES, *VERSION_FATES}
-    assert set(get_args(Role)) == set(STANDINGS)
+    assert set(get_args(Role)) == set(ROLES)
 
 
 def test_the_series_are_read_from_the_status() -> None:
     replicas = ReplicaStatus(
-        standing="leading", connected=True, epoch=4, queries={"heard": 3}, versions={"old": 1}, connections_lost=2
+        role="leading", connected=True, epoch=4, queries={"observed": 3}, versions={"old": 1}, connections_lost=2
     )
     status = replace(STATUS, replicas=replicas)
     values = {series.name: series.values(status) for series in ADAPTATION}
     assert {name: found for name, found in values.items() if name.startswith("replica_")} == {
         "replica_connected": {"": 1.0},
-        "replica_standing": {"leading": 1.0},
+        "replica_role": {"leading": 1.0},
         "replica_epoch": {"": 4.0},
         "replica_connections_lost": {"": 2.0},
-        "replica_queries": {"heard": 3},
+        "replica_queries": {"observed": 3},
         "replica_versions": {"old": 1},
     }

@@ -128,7 +128,7 @@ def test_a_step_is_exported() -> None:
         "adaptree_verify_rows_total": 30,
         "adaptree_verify_rows_wasted_total": 16,
         "adaptree_drafted_blocks_total": 2,
-        "adaptree_rank_head_foretold_tokens{1}": 8,
+        "adaptree_rank_head_predicted_tokens{1}": 8,
         "adaptree_rank_head_right_tokens{2-4}": 5,
         "adaptree_rank_head_right_tokens{5-10}": 0.5,
     }
@@ -157,7 +157,7 @@ def test_counters_add_up_and_gauges_follow() -> None:
     assert found["adaptree_kv_cache_usage_perc"] == 0
     assert found["adaptree_budget_decisions_total{load}"] == 1
     assert found["adaptree_survival_calibration_error"] == 0.025
-    assert found["adaptree_rank_head_foretold_tokens{1}"] == 8
+    assert found["adaptree_rank_head_predicted_tokens{1}"] == 8
 
 
 def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
@@ -248,14 +248,14 @@ def test_learning_is_exported_from_its_status() -> None:
         "adaptree_drafter_version": 2,
         "adaptree_drafter_origin": 1,
         "adaptree_adaptation_paused": 0,
-        "adaptree_adaptation_held_back_texts": 5,
+        "adaptree_adaptation_validation_texts": 5,
         "adaptree_adaptation_balance_seconds": 1.5,
         "adaptree_adaptation_arm_value{head}": 0.5,
         "adaptree_adaptation_arm_value{full}": math.inf,
-        "adaptree_adaptation_waiting_lessons{head}": 3,
+        "adaptree_adaptation_waiting_samples{head}": 3,
         "adaptree_adaptation_queries_total": 40,
         "adaptree_adaptation_queries_dropped_total": 1,
-        "adaptree_adaptation_lessons_dropped_total": 7,
+        "adaptree_adaptation_samples_dropped_total": 7,
         "adaptree_adaptation_queries_excluded_total{over_share}": 4,
         "adaptree_adaptation_queries_excluded_total{nothing_to_learn}": 0,
         "adaptree_adaptation_decisions_total{skip warm_up}": 10,

@@ -107,8 +107,8 @@ function facts(status) {
     ...(status.wanted_positions
       ? { "Collected for a drafter": `${status.collected_positions} of ${status.wanted_positions} positions` }
       : {}),
-    "Queries heard": status.queries_heard,
-    "Texts that judge": status.held_back,
+    "Queries observed": status.queries_observed,
+    "Validation texts": status.validation_texts,
     "Published": status.publishes,
     "Refused by the gate": status.refusals,
     "Rolled back": status.rollbacks,

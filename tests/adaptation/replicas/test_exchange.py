@@ -38,7 +38,7 @@ def follower(server: RedisServer, leader: Member, tmp_path: Path) -> Iterator[Me
 
 
 def _is_heard(leader: Member, count: int) -> bool:
-    return leader.status.queries.get("heard") == count
+    return leader.status.queries.get("observed") == count
 
 
 def _follows(leader: Member, follower: Member, number: int) -> bool:
@@ -47,7 +47,7 @@ def _follows(leader: Member, follower: Member, number: int) -> bool:
 
 
 def test_the_first_leads_and_the_next_follows(leader: Member, follower: Member) -> None:
-    assert (leader.status.standing, follower.status.standing) == ("leading", "following")
+    assert (leader.status.role, follower.status.role) == ("leading", "following")
     until([leader, follower], lambda: agreed([leader, follower]))
     assert follower.status.leader == leader.status.name
     assert follower.status.versions == {"announced": 0}  # equal weights need not be fetched
@@ -80,7 +80,7 @@ def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Membe
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number >= 1)
     assert same(leader.served, follower.served)
     assert not same(follower.served, weights_of(drafter()))
-    assert follower.status.queries == {"sent": leader.status.queries["heard"]}
+    assert follower.status.queries == {"sent": leader.status.queries["observed"]}
     assert {event.kind for event in follower.events} == {"loaded"}
 
 
@@ -129,12 +129,12 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     follower.end(3)
     follower.exchange.step()
     leader.exchange._lease.release()
-    until([follower], lambda: follower.status.queries.get("heard") == 3)
-    assert (follower.status.standing, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
+    until([follower], lambda: follower.status.queries.get("observed") == 3)
+    assert (follower.status.role, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
     assert same(follower.served, weights_of(drafter(1)))
     assert set(follower.learner.shared()) == set(shared)
     until([leader, follower], lambda: leader.status.epoch == 2 and agreed([leader, follower]))
-    assert leader.status.standing == "following"
+    assert leader.status.role == "following"
 
 
 def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
@@ -145,7 +145,7 @@ def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
     taken = leader.exchange._store.receive(2)
     assert len(taken) == 2
     leader.exchange._lease.release()
-    until([follower], lambda: follower.status.queries.get("heard") == 2)
+    until([follower], lambda: follower.status.queries.get("observed") == 2)
     assert server.client.xlen(server.key("queries")) == 0
 
 
@@ -172,7 +172,7 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
     server.begin()
     with member(tmp_path / "fresh", server.url) as fresh:
         fresh.exchange.step()
-        assert (fresh.status.standing, fresh.status.epoch, fresh.status.number) == ("leading", 1, 0)
+        assert (fresh.status.role, fresh.status.epoch, fresh.status.number) == ("leading", 1, 0)
         follower.exchange.attempt()
         until([fresh, follower], lambda: agreed([fresh, follower]) and fresh.status.epoch > 1)
         assert same(follower.served, weights_of(drafter()))
@@ -183,7 +183,7 @@ def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Membe
     """It wakes up after another one has taken over, and does not know yet."""
     leader.exchange._lease.release()
     follower.exchange._lease._ask_at = 0.0
-    until([follower], lambda: follower.status.standing == "leading" and follower.status.epoch == 2)
+    until([follower], lambda: follower.status.role == "leading" and follower.status.epoch == 2)
     leader.bring(seed=1)
     leader.exchange._leader.step(1)
     assert leader.status.versions["announced"] == 1  # the one before
@@ -195,7 +195,7 @@ def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path)
     with member(tmp_path / "a", server.url, lease_seconds=0.5) as one:
         one.exchange.step()
         server.kill()
-        until([one], lambda: one.status.standing == "alone")
+        until([one], lambda: one.status.role == "alone")
         for first_seed in range(0, 80, 8):
             one.end(8, first_seed=first_seed)
             assert one.worker.settle(20)
@@ -225,7 +225,7 @@ def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(
         leader.exchange.step()
     assert follower.exchange._thread.is_alive()
     server.thaw()
-    until([leader], lambda: leader.status.queries.get("heard") == 3)
+    until([leader], lambda: leader.status.queries.get("observed") == 3)
     assert follower.exchange.stop()
     assert agreed([leader, follower])
 
@@ -250,7 +250,7 @@ def test_replicas_of_other_models_share_a_server_and_nothing_else(
     monkeypatch.setattr("tests.adaptation.replicas.members.TARGET", "another target")
     with member(tmp_path / "other", server.url) as other:
         other.exchange.step()
-        assert (leader.status.standing, other.status.standing) == ("leading", "leading")
+        assert (leader.status.role, other.status.role) == ("leading", "leading")
 
 
 @pytest.mark.parametrize(("role", "learns"), [("leading", True), ("following", False), ("alone", True)])

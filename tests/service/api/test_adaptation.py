@@ -63,7 +63,7 @@ async def test_the_state_is_shown() -> None:
     async with learning(ScriptedAdaptation()) as client:
         state = (await client.get("/v1/adaptation", headers=KEY)).json()
     assert state["object"] == "adaptation"
-    assert (state["policy"], state["paused"], state["version"], state["queries_heard"]) == ("bandit", False, 2, 40)
+    assert (state["policy"], state["paused"], state["version"], state["queries_observed"]) == ("bandit", False, 2, 40)
     assert state["values"] == {"head": 0.5, "full": "Infinity"}
     assert (state["condemned"], state["snapshots"], state["kl_to_anchor"]) == ([2], [1, 3], None)
     assert state["events"] == [
