@@ -66,7 +66,10 @@ class FitOptions:
         Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
     ] = "first"
     start_from: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Go on from the weights of this drafter instead of the target's.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Go on from the weights of this drafter, of whatever kind, instead of the target's."
+        ),
     ] = None
     ablate: Annotated[
         str, typer.Option(metavar="LIST", help="Leave out: shift,broadcast,valid_prefix,coupling,rank.")

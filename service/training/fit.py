@@ -242,11 +242,14 @@ def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 
 def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
-    """Go on from another drafter's weights; how they are used may differ, their shapes must not."""
+    """Go on from another drafter's weights, which may be of another kind: of longer blocks the first positions' are
+    taken, and what the new one has no use for is left."""
     own, others = checkpoint.weights_of(model), checkpoint.weights_of(begun)
-    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in others.items()}:
+    known = {name: others[name][: len(value)] for name, value in own.items() if name in others}
+    fits = {name: value.shape for name, value in known.items()} == {name: value.shape for name, value in own.items()}
+    if not fits or model.config.num_layers != begun.config.num_layers:
         raise StartupError("--start-from: that drafter has other layers or sizes than the one to be trained")
-    checkpoint.write_weights(model, others)
+    checkpoint.write_weights(model, known)
 
 
 def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
