@@ -134,10 +134,10 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str
         ({"input": "x" * 5000}, "input"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"logprobs": True}}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"return_token_ids": True}, "return_token_ids"),
+        ({"extra_body": {"return_token_ids": True}}, "return_token_ids"),
     ],
     ids=[
         "no items",
