@@ -54,6 +54,7 @@ class BlockRecorder:
         return bool(self._recorded)
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
+        self._work_up()  # what waits may be of a sequence, perhaps a private one, that had one of these rows
         rows = [context.row for context in contexts]
         wanted = [context for context in contexts if context.store and self._wanted()]
         self._recorded.difference_update(rows)
@@ -113,15 +114,17 @@ class BlockRecorder:
         if sum(len(step.rows) for step in self._waiting) >= _TOGETHER:
             self._work_up()
 
-    @torch.inference_mode()
     def finish(self, rows: Sequence[int]) -> None:
         """Nothing more comes of these; what was kept of them lies in the tables until it is taken out."""
-        if self._waiting and not self._recorded.isdisjoint(rows):
+        if not self._recorded.isdisjoint(rows):
             self._work_up()
         self._recorded.difference_update(rows)
 
+    @torch.inference_mode()
     def _work_up(self) -> None:
         """Put what waits into the tables."""
+        if not self._waiting:
+            return
         of = _Committed(*map(torch.cat, zip(*self._waiting, strict=True)))
         self._waiting = []
         positions = (of.roots + 1).where(of.known, NOWHERE)

@@ -1,6 +1,7 @@
 """Of each tree's first block is kept what it said of the positions that came to be committed, and nothing else."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -191,3 +192,20 @@ def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> No
     recording.commit(committed(1, 2, [4, 6]), grown=False)
     recording.finish([1])
     assert tables.finish(query(1, 5)).draft_labels.count == 0
+
+
+def test_what_waits_of_a_private_sequence_never_reaches_the_one_that_gets_its_row() -> None:
+    recording, tables = recorder()
+    recording.start([DraftContext(0, [1, 2, 3]), DraftContext(1, [1, 2, 3], store=False)])
+    private = committed(1, 2, [4, 6])
+    recording.commit(replace(private, features=torch.full((1, 3, 6), 9.0)), grown=False)
+    recording.finish([1])
+    recording.start([DraftContext(1, [1, 2, 3, 5, 7])])
+    read = Read(1, 0, torch.tensor([2, 3, 5, 7]), torch.tensor([5, 6, 7, 8]), torch.ones(4, 6))
+    recording.read(read)
+    recording.grown(torch.tensor([1]), torch.tensor([4]), *block(7))
+    recording.commit(committed(1, 4, [8]), grown=True)
+    recording.finish([1])
+    heard = tables.finish(query(1, 6))
+    assert heard.features[:, 0].tolist() == [1.0] * 4 + [0.0]
+    assert heard.draft_labels.tokens.tolist() == [8]
