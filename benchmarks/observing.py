@@ -69,7 +69,9 @@ async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *,
     """Answer all requests, so many at a time."""
     metrics, live = metrics_of(assembly.config), Live()
     observe = telling(metrics, live) if watched else telling()
-    engine = EngineThread(assembly.engine(), observe)
+    served = assembly.engine()
+    metrics.credit(served.drafter.sources)
+    engine = EngineThread(served, observe)
     runtime = Runtime(
         lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
     )

@@ -54,6 +54,10 @@ class MergedDrafter(Drafter):
         return f"{self._cheap.name}+{self._costly.name}" if self._costly.ready else self._cheap.name
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        return self._cheap.name, self._costly.name
+
+    @property
     def version(self) -> int:
         return max(self._cheap.version, self._costly.version)
 

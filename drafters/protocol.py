@@ -130,6 +130,11 @@ class Drafter(Protocol):
     def name(self) -> str: ...
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Everyone whom accepted tokens may ever be credited to."""
+        return (self.name,)
+
+    @property
     def version(self) -> int:
         return 0
 

@@ -89,14 +89,8 @@ def needs_of(name: str) -> frozenset[Need]:
 
 def trained_kind_of(name: str) -> str | None:
     """Which of the drafters of that name is served from a folder of this package's form, if one is."""
-    kinds = (part.partition("(")[0] for part in sources_of(name))
+    kinds = (part.partition("(")[0] for part in _parts_of(name))
     return next((kind for kind in kinds if kind in TRAINED_KINDS), None)
-
-
-def sources_of(name: str) -> tuple[str, ...]:
-    """The drafters of that name, to whom tokens are credited."""
-    two = _SWITCH.fullmatch(name)
-    return tuple(name.split("+")) if two is None else two.groups()
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
@@ -111,7 +105,7 @@ def build_drafter(name: str, parts: Parts) -> Drafter:
 
 def _resolved(name: str) -> list[_Named]:
     """The cheaper one first: the other is asked where that pays."""
-    names = sources_of(name)
+    names = _parts_of(name)
     found = [_named(part) for part in names]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
@@ -120,6 +114,12 @@ def _resolved(name: str) -> list[_Named]:
     if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
         raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
     return sorted(found, key=lambda one: one.kind.needs != "nothing")
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """The names of the drafters that stand in a name."""
+    two = _SWITCH.fullmatch(name)
+    return tuple(name.split("+")) if two is None else two.groups()
 
 
 def _named(name: str) -> _Named:

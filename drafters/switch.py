@@ -145,6 +145,10 @@ class SwitchDrafter(Drafter):
         return f"switch({','.join(ready)})" if len(ready) == 2 else (ready or [self._both[FIRST].name])[0]
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        return self._names
+
+    @property
     def version(self) -> int:
         return sum(one.version for one in self._both)
 

@@ -11,14 +11,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from adaptation.records import Event
-from drafters.registry import sources_of
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
 from service.api.settings import ApiSettings
 from service.api.tenants import Tenants
 from service.api_keys import digest_in
-from service.assembly import Assembly, assemble, choose_drafter, starts_drafter
+from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.engine import StepReport
@@ -86,7 +85,6 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     return Metrics(
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
-        sources=sources_of(choose_drafter(config, starts=starts_drafter(config))[0]),
         model=config.public_model_name,
         key_names=tuple(key.name for key in config.api_keys if key.name is not None),
     )
@@ -154,6 +152,7 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     assembly = assemble(config)
     adaptive = _adaptive(assembly, metrics, live)
     engine = assembly.engine() if adaptive is None else adaptive.engine
+    metrics.credit(engine.drafter.sources)
     thread = EngineThread(engine, telling(metrics, live))
     return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
 

@@ -74,6 +74,8 @@ def _histogram(
 
 # Serving.
 
+ACCEPTED_BY_SOURCE: Final = "accepted_tokens_by_source"
+"""Its keys are the drafter's to say."""
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 PHASES: Final = ("draft", "verify", "other")
 SIZES: Final = ("1", "2", "4", "8", "16", "32", "64")
@@ -203,7 +205,7 @@ _DRAFTING: Final[Table[StepStats]] = (
 """What the budget believes of drafting."""
 
 
-def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Table[StepStats]:
+def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
     """The rest of a step: what was drafted, what became of it, how many nodes were verified and why."""
     return (
         Counter("engine_steps", "Engine steps.", lambda s: 1),
@@ -215,10 +217,10 @@ def step_table(budget_reasons: tuple[str, ...], sources: tuple[str, ...]) -> Tab
             PHASES,
         ),
         Counter(
-            "accepted_tokens_by_source{source}",
+            ACCEPTED_BY_SOURCE + "{source}",
             "Draft tokens accepted, by the drafter that proposed them.",
             lambda s: s.accepted_by_source,
-            sources,
+            (),
         ),
         _histogram(
             "accepted_length_tokens",

@@ -1,5 +1,6 @@
 """Prometheus metrics, added up from plain records by one collector. The only module that imports prometheus_client.
-All label sets are closed and every series exists from the start: a rate over a quiet hour is zero and not missing."""
+All label sets are closed and every series exists before anything happens: a rate over a quiet hour is zero and not
+missing."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.observability.metric_tables import (
+    ACCEPTED_BY_SOURCE,
     ADAPTATION,
     EVENTS,
     FINISH,
@@ -41,14 +43,13 @@ class Metrics(Collector):
         *,
         max_depth: int,
         budget_reasons: tuple[str, ...],
-        sources: tuple[str, ...],
         model: str,
         key_names: tuple[str, ...] = (),
     ) -> None:
         """`model`: the name under which vLLM's metrics are shown too, which other tools read. `key_names`: of those
         API keys that have one."""
         shared = vllm_step_table(max_depth)
-        self._steps = (*shared, *step_table(budget_reasons, sources))
+        self._steps = (*shared, *step_table(budget_reasons))
         self._server = server_table(key_names)
         rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *self._server, *ADAPTATION)
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
@@ -57,6 +58,11 @@ class Metrics(Collector):
         theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
         self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
         self._lock = Lock()
+
+    def credit(self, sources: Iterable[str]) -> None:
+        """Those who may propose tokens, known once the drafter is there."""
+        with self._lock:
+            self._values[ACCEPTED_BY_SOURCE] |= dict.fromkeys(sources, 0.0)
 
     def observe_load(self, stats: LoadStats) -> None:
         self._add(LOAD, stats)

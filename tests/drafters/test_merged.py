@@ -22,7 +22,7 @@ class Chain:
     num_blocks = 5
 
     def __init__(self, name: str, tokens: list[int], odds: float, taps: tuple[int, ...] = ()) -> None:
-        self.name = name
+        self.name, self.sources = name, (name,)
         self.version = 3
         self.tap_layers = taps
         self.reads_prompts = bool(taps)

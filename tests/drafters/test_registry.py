@@ -8,7 +8,7 @@ import torch
 
 from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes, Noise
-from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, sources_of, trained_kind_of
+from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, trained_kind_of
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 _OTHERS = """
@@ -116,9 +116,16 @@ def test_a_switch_between_unknown_ones_is_refused(name: str) -> None:
         build(name)
 
 
-def test_tokens_are_credited_to_parts() -> None:
-    assert sources_of("lookahead") == ("lookahead",)
-    assert sources_of("lookup+specblock") == sources_of("switch(lookup,specblock)") == ("lookup", "specblock")
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("lookahead", ("lookahead",)),
+        ("lookup+random", ("lookup", "random")),
+        ("switch(lookup,random)", ("lookup", "random")),
+    ],
+)
+def test_tokens_are_credited_to_parts(name: str, sources: tuple[str, ...]) -> None:
+    assert build(name).sources == sources
 
 
 def test_a_trained_kind_is_known_whatever_its_trees_grow_by() -> None:

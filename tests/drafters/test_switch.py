@@ -31,6 +31,10 @@ class Part:
     wants_scores: bool = False
     heard: list[object] = field(default_factory=list)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def start(self, contexts: Sequence[DraftContext]) -> None:
         self.heard.append("start")
 

@@ -76,7 +76,9 @@ SERVER = ServerStatus(
 
 
 def made() -> Metrics:
-    return Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, sources=SOURCES, model="tiny", key_names=("acme",))
+    metrics = Metrics(max_depth=MAX_DEPTH, budget_reasons=REASONS, model="tiny", key_names=("acme",))
+    metrics.credit(SOURCES)
+    return metrics
 
 
 def series(metrics: Metrics) -> dict[str, float]:

@@ -10,12 +10,17 @@ import torch
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
+from drafters import registry
+from drafters.kinds import Kind
+from drafters.lookup.drafter import LookupDrafter
 from service.api.tenants import Tenants
 from service.config import ServiceConfig
+from service.engine.requests import SequenceOutput
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
-from service.serve import load_served, rendered
+from service.serve import load_served, metrics_of, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
+from tests.service.engine.harness import greedy, request
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
 from tests.service.test_metrics import made, series
 
@@ -27,6 +32,16 @@ def _same_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+class _Renamed(LookupDrafter):
+    name = "of another name"
+
+
+@pytest.fixture
+def another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose drafter calls itself otherwise."""
+    monkeypatch.setitem(registry._KINDS, "other", Kind(lambda parts: _Renamed(parts.sizes)))
 
 
 def settings(folder: Path, **values: object) -> ServiceConfig:
@@ -56,6 +71,37 @@ def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) ->
     made_up = {"model": "dummy(tiny)", "drafter_path": None, "drafter": "specblock", "device": "cpu"}
     served = load_served(settings(tmp_path, adaptation=learning, **made_up), made(), Live())
     assert (served.adaptation, served.card.drafter) == (None, "specblock")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sources"),
+    [
+        ("specblock(uniform)", {"specblock"}),
+        ("lookup+specblock(rank)", {"lookup", "specblock"}),
+        ("switch(specblock(rank),lookup)", {"lookup", "specblock"}),
+        ("other", {"of another name"}),
+    ],
+)
+@pytest.mark.usefixtures("another_kind")
+def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sources: set[str]) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    weights = save_drafter(tmp_path / "drafter", assembled(folder)) if "specblock" in drafter else None
+    config = settings(folder, drafter=drafter, drafter_path=weights)
+    metrics, ended = metrics_of(config), threading.Event()
+
+    def deliver(outputs: list[SequenceOutput]) -> None:  # nothing where the engine broke
+        if not outputs or outputs[-1].finish_reason:
+            ended.set()
+
+    engine = load_served(config, metrics, Live()).engine
+    engine.start(deliver)
+    engine.submit(request("a", [5, 6, 5, 6, 5, 6, 5], greedy(12)))
+    assert ended.wait(20)
+    engine.drain()
+    engine.stop()
+    assert engine.failure is None
+    found, counted = series(metrics), "adaptree_accepted_tokens_by_source_total{"
+    assert {name.removeprefix(counted).rstrip("}") for name in found if name.startswith(counted)} == sources
 
 
 @pytest.mark.anyio

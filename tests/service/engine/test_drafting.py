@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Recorder:
     """Proposes the same six-node path to everyone and keeps what it was told."""
 
-    name, tap_layers, reads_prompts, wants_scores, ready = "recorder", (), False, False, True
+    name, sources, tap_layers, reads_prompts, wants_scores, ready = "recorder", ("recorder",), (), False, False, True
 
     def __init__(self) -> None:
         self.started: list[DraftContext] = []
