@@ -4,14 +4,14 @@ again computes what it would have computed, and no generator has to be kept."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drafters.training.corpus import Batch, Example, TrainingError, batches
 from drafters.training.objective import StepScores
@@ -78,33 +78,43 @@ def save_state(
     part.rename(path)
 
 
-def load_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, described: Mapping[str, Any]
-) -> tuple[Position, dict[str, Any]]:
-    """Take up a run: how far it is, and its notes. Raises TrainingError for a damaged file or other settings."""
-    content = _read_state(path)
-    before = content["described"]
-    changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
-    if changed:
-        shown = ", ".join(f"{name} was {before.get(name)!r}, is {described.get(name)!r}" for name in changed[:5])
-        raise TrainingError(f"{path}: a run with other settings ({shown}); use the same ones or another folder")
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    return Position(**content["position"]), content["notes"]
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """What `save_state` left behind."""
 
+    path: Path
+    d2t: Tensor  # [draft_vocab] int64, the draft tokens, which more data must not change
+    notes: Mapping[str, Any]
+    _described: Mapping[str, Any]
+    _position: Mapping[str, Any]
+    _states: tuple[Mapping[str, Any], dict[str, Any]]  # of model and optimizer
 
-def vocabulary_of(path: Path) -> torch.Tensor:
-    """The draft tokens of a run, which more data must not change. # -> [draft_vocab] int64"""
-    d2t: torch.Tensor = _read_state(path)["d2t"]
-    return d2t
+    @staticmethod
+    def read(path: Path) -> "SavedRun":
+        """Raises TrainingError for a damaged file."""
+        try:
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise TrainingError(f"{path} cannot be read ({error}); delete it to start the run anew") from error
+        states = content["model"], content["optimizer"]
+        return SavedRun(path, content["d2t"], content["notes"], content["described"], content["position"], states)
 
+    def refuse_others(self, described: Mapping[str, Any], *, may_lack: Sequence[str] = ()) -> None:
+        """Raise TrainingError unless it was made with these settings; of `may_lack` it may say nothing."""
+        before = {name: described[name] for name in may_lack} | dict(self._described)
+        changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
+        if changed:
+            shown = ", ".join(f"{name} was {before.get(name)!r}, is {described.get(name)!r}" for name in changed[:5])
+            raise TrainingError(
+                f"{self.path}: a run with other settings ({shown}); use the same ones or another folder"
+            )
 
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}); delete it to start the run anew") from error
-    return content
+    def take_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+        """How far it is, with its weights in the model."""
+        weights, moments = self._states
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        return Position(**self._position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,11 @@ from drafters.training.fit import (
     FitSettings,
     Length,
     Position,
+    SavedRun,
     StepReport,
     Trainer,
-    load_state,
     make_optimizer,
     save_state,
-    vocabulary_of,
 )
 from drafters.training.initialise import initialise
 from drafters.training.losses import LOSSES
@@ -48,6 +47,8 @@ _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
 _MAX_LENGTH = 512
+_ONCE_UNSAID = ("target_identity", "tap_layers")
+"""Settings that a run of an earlier version does not name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +80,13 @@ class FitPlan:
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
         return {**TRAINED_KINDS[self.options.kind].shape, **asked, **left_out}
 
-    def describe(self) -> dict[str, Any]:
-        """Everything that shapes the weights but the length of the run, as plain values."""
+    def describe(self, manifest: Manifest) -> dict[str, Any]:
+        """Everything that shapes the weights but the texts and the length of the run, as plain values."""
         options, settings = self.options, self.settings
         start_from = options.start_from
         return {
+            "target_identity": manifest.target_identity,
+            "tap_layers": list(manifest.tap_layers),
             **asdict(settings),
             "betas": list(settings.betas),
             "draft_vocab_size": options.draft_vocab,
@@ -106,6 +109,7 @@ class _Start:
     embed: Embed
     optimizer: torch.optim.Optimizer
     position: Position
+    described: Mapping[str, Any]
     notes: Mapping[str, Any]
 
 
@@ -166,7 +170,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         manifest,
         trainer.position,
         points,
-        training={**plan.describe(), **start.notes, "held_out_texts": len(apart), "training_texts": len(trained)},
+        training={**start.described, **start.notes, "held_out_texts": len(apart), "training_texts": len(trained)},
         device=loaded.model.device,
         num_processes=ranks.size,
     )
@@ -185,7 +189,7 @@ def _watched(
     def evaluate() -> None:
         curve.add(CurvePoint.of(reports, score()))
         reports.clear()
-        described, state = plan.describe(), plan.out / STATE_FILE
+        state, described = plan.out / STATE_FILE, start.described
         save_state(state, start.model, start.optimizer, trainer.position, described=described, notes=start.notes)
 
     if not curve.points:
@@ -205,12 +209,13 @@ def _watched(
 
 
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
-    saved = plan.out / STATE_FILE
-    text = loaded.model.config.get_text_config()
     start_from = plan.options.start_from
     begun = None if start_from is None else _begun(start_from, loaded)
-    if saved.exists():
-        d2t = vocabulary_of(saved)
+    described, text = plan.describe(manifest), loaded.model.config.get_text_config()
+    saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
+    if saved is not None:
+        saved.refuse_others(described, may_lack=_ONCE_UNSAID)
+        d2t = saved.d2t
     elif begun is not None:
         d2t = begun.d2t
     else:
@@ -220,18 +225,18 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
-    if saved.exists():
-        position, notes = load_state(saved, model, optimizer, described=plan.describe())
-        say(f"{saved}: going on from step {position.step}")
-        return _Start(model, embed, optimizer, position, notes)
+    if saved is not None:
+        position = saved.take_up(model, optimizer)
+        say(f"{saved.path}: going on from step {position.step}")
+        return _Start(model, embed, optimizer, position, described, saved.notes)
     if begun is not None:
         say(f"starting from the drafter in {start_from}")
         _take_over(model, begun)
-        return _Start(model, embed, optimizer, Position(), {"started_from": plan.describe()["start_from"]})
+        return _Start(model, embed, optimizer, Position(), described, {"started_from": described["start_from"]})
     say("copying the target's end and solving for its input")
     drawn = torch.Generator().manual_seed(plan.settings.seed)
     made = initialise(model, target_end(loaded.model), embed, examples, positions=_INITIAL_POSITIONS, generator=drawn)
-    return _Start(model, embed, optimizer, Position(), {"initialisation": made})
+    return _Start(model, embed, optimizer, Position(), described, {"initialisation": made})
 
 
 def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:

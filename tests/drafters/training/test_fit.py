@@ -13,12 +13,11 @@ from drafters.training.fit import (
     FitSettings,
     Length,
     Position,
+    SavedRun,
     Trainer,
-    load_state,
     make_optimizer,
     rate_factor,
     save_state,
-    vocabulary_of,
 )
 from drafters.training.objective import Objective, ObjectiveSettings, StepScores
 from drafters.training.parallel import Ranks
@@ -88,10 +87,12 @@ def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, k
             break  # work after the last save is lost
 
     second = trainable_drafter(seed=5)
-    second.set_vocabulary(vocabulary_of(file))
+    saved = SavedRun.read(file)
+    saved.refuse_others(DESCRIBED)
+    second.set_vocabulary(saved.d2t)
     optimizer = make_optimizer(second, SETTINGS)
-    position, notes = load_state(file, second, optimizer, described=DESCRIBED)
-    assert (position.step, notes) == (killed_after, {"a": 1})
+    position = saved.take_up(second, optimizer)
+    assert (position.step, saved.notes) == (killed_after, {"a": 1})
     for _ in trainer_of(second, optimizer, position).run(examples, Length(steps=9)):
         pass
     assert same(weights_of(second), weights_of(whole))
@@ -102,10 +103,13 @@ def test_other_settings_and_damaged_files_are_refused(examples: list[Example], t
     optimizer = make_optimizer(model, SETTINGS)
     save_state(file, model, optimizer, Position(), described=DESCRIBED, notes={})
     with pytest.raises(TrainingError, match="seed was 0, is 1"):
-        load_state(file, model, optimizer, described={"seed": 1})
+        SavedRun.read(file).refuse_others({"seed": 1})
+    with pytest.raises(TrainingError, match="target was None, is 'a'"):
+        SavedRun.read(file).refuse_others({"seed": 0, "target": "a"})
+    SavedRun.read(file).refuse_others({"seed": 0, "target": "a"}, may_lack=("target",))
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(TrainingError, match="delete it"):
-        load_state(file, model, optimizer, described=DESCRIBED)
+        SavedRun.read(file)
 
 
 def test_the_rank_head_rests_until_its_step(examples: list[Example]) -> None:

@@ -220,6 +220,19 @@ def test_settings_of_a_run_do_not_change(target: Path, features: Path, tmp_path:
     assert "learning_rate was 0.0005, is 0.1" in refused(*fit, "--steps", 3, "--learning-rate", 0.1)
 
 
+def test_a_run_is_not_gone_on_with_for_another_target(target: Path, features: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", save_target(tmp_path / "other", seed=3)
+    fit = ("fit", "--out", out, "--steps", 2, *QUICK)
+    run(*fit, "--features", features, "--target", target)
+    run("features", "--responses", features.parent / "r.jsonl", "--out", tmp_path / "f", "--target", other)
+    assert "target_identity was '" in refused(*fit, "--features", tmp_path / "f", "--target", other)
+    state = torch.load(out / "fit.pt")
+    for name in ("target_identity", "tap_layers"):
+        del state["described"][name]  # as an earlier version wrote it
+    torch.save(state, out / "fit.pt")
+    run(*fit, "--features", features, "--target", target)
+
+
 def test_features_say_what_they_are_made_of(target: Path, features: Path) -> None:
     manifest = Manifest.read(features)
     assert (manifest.shards, manifest.tap_layers) == (1, TAPS)
