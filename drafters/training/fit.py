@@ -179,9 +179,9 @@ class Trainer:
             for group in self._epoch(examples)[self.position.place :]:
                 seconds = self._ranks.first(time.perf_counter() - began)
                 fraction = length.fraction(self.position.step, seconds)
+                self.position = replace(self.position, seconds=seconds)
                 if fraction >= 1.0:
                     return
-                self.position = replace(self.position, seconds=seconds)
                 yield self._step(Batch.of(group, self._reach, self._device), fraction)
             self.position = replace(self.position, epoch=self.position.epoch + 1, place=0)
 

@@ -147,7 +147,7 @@ def _drafter(
     from drafters.training.fit import Length
     from service.logging import say
     from service.training.features import make_features, processes
-    from service.training.fit import STATE_FILE, fit_drafter
+    from service.training.fit import STATE_FILE, fit_drafter, kept_length
     from service.training.regenerate import Answering, answer_prompts
 
     features = out / "work" / "features"
@@ -162,11 +162,16 @@ def _drafter(
         deadline = _deadline(_FEATURE_SHARE * minutes)
         make_features(config, responses, features, branches=options.branches, deadline=deadline)
     ranks.wait()
-    left = minutes * 60 - (time.monotonic() - began)
-    say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
-    if left <= 0:
-        raise StartupError("answers and features took all the time: run again, they are kept, or give more --minutes")
-    fit_drafter(config, ranks, features, out, Length(seconds=left), options)
+    length = kept_length(out)  # a run that is taken up again ends where it was to end
+    if length is None:
+        left = ranks.first(minutes * 60 - (time.monotonic() - began))
+        say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
+        if left <= 0:
+            raise StartupError(
+                "answers and features took all the time: run again, they are kept, or give more --minutes"
+            )
+        length = Length(seconds=left)
+    fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()
 
 
@@ -219,15 +224,19 @@ def _fit(
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
-    """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too."""
+    """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too.
+
+    A run that is taken up again goes on to the end it was given, unless another one is.
+    """
     config = _config(target, device, threads)
     from drafters.training.fit import Length
     from service.training.features import processes
-    from service.training.fit import fit_drafter
+    from service.training.fit import fit_drafter, kept_length
 
-    if minutes is None and steps is None:
+    is_said = minutes is not None or steps is not None
+    length = Length(steps, None if minutes is None else minutes * 60) if is_said else kept_length(out)
+    if length is None:
         raise StartupError("say how long to train: give --minutes or --steps")
-    length = Length(steps, None if minutes is None else minutes * 60)
     ranks = processes(config)
     fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()

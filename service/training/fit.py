@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,17 @@ class _Start:
     notes: Mapping[str, Any]
 
 
+def kept_length(out: Path) -> Length | None:
+    """How long the run in a folder is to be; None: none is there, or none that says it. Raises StartupError."""
+    if not (out / STATE_FILE).exists():
+        return None
+    try:
+        kept = SavedRun.read(out / STATE_FILE).notes.get("length")
+    except TrainingError as error:
+        raise StartupError(str(error)) from error
+    return None if kept is None else Length(**kept)
+
+
 def fit_drafter(
     config: ServiceConfig, ranks: Ranks, features: Path, out: Path, length: Length, options: FitOptions
 ) -> None:
@@ -144,6 +155,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
+    start = replace(start, notes={**start.notes, "length": asdict(plan.length)})
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
@@ -186,11 +198,14 @@ def _watched(
     curve = Curve(plan.out, up_to_step=start.position.step)
     reports: list[StepReport] = []
 
+    def save() -> None:
+        state, described = plan.out / STATE_FILE, start.described
+        save_state(state, start.model, start.optimizer, trainer.position, described=described, notes=start.notes)
+
     def evaluate() -> None:
         curve.add(CurvePoint.of(reports, score()))
         reports.clear()
-        state, described = plan.out / STATE_FILE, start.described
-        save_state(state, start.model, start.optimizer, trainer.position, described=described, notes=start.notes)
+        save()
 
     if not curve.points:
         curve.add(CurvePoint(scores=score()))
@@ -205,6 +220,8 @@ def _watched(
                 evaluated = time.perf_counter()
     if reports:
         evaluate()
+    elif trainer.position.step:
+        save()  # that the run is over
     return curve.points
 
 

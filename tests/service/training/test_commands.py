@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,11 @@ def test_one_command_from_prompts_to_a_drafter_that_serves(target: Path, tmp_pat
     assert str(tmp_path) not in (out / "config.json").read_text()
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
 
+    before = load_file(out / "model.safetensors")
+    run("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 9, *QUICK)
+    again = load_file(out / "model.safetensors")
+    assert all(torch.equal(value, again[name]) for name, value in before.items()), "it was finished"
+
     served = settings(target).model_copy(update={"drafter": "specblock", "drafter_path": out})
     assert assemble(served).drafter().tap_layers == TAPS
 
@@ -126,6 +132,34 @@ def test_fit_goes_on_where_it_was_killed(
     assert all(torch.equal(value, torn[name]) for name, value in whole.items())
     steps = [json.loads(line)["step"] for line in (tmp_path / "torn" / "curve.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 4]
+
+
+def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
+    target: Path, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, true_run = list[Length](), Trainer.run
+
+    def killed_run(self: Trainer, examples: list[Example], length: Length) -> Iterator[StepReport]:
+        lengths.append(length)
+        yield from islice(true_run(self, examples, length), 2)
+        raise Killed
+
+    monkeypatch.setattr(Trainer, "run", killed_run)
+    common = ("--target", target, "--out", tmp_path, "--evaluate-minutes", 0, *QUICK)
+    fit, responses = ("fit", "--features", features, *common), features.parent / "r.jsonl"
+    for arguments in (
+        ("drafter", "--prompts", responses, "--responses", responses, "--minutes", 5, *common),
+        ("drafter", "--prompts", responses, "--responses", responses, "--minutes", 9, *common),
+        fit,
+        (*fit, "--steps", 7),
+        fit,
+    ):
+        with pytest.raises(Killed):
+            run(*arguments)
+    whole = lengths[0].seconds
+    assert whole is not None
+    assert 200 < whole < 300
+    assert lengths == [Length(seconds=whole)] * 3 + [Length(steps=7)] * 2
 
 
 def test_a_finished_run_is_only_written_again(target: Path, features: Path, tmp_path: Path) -> None:
