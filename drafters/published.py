@@ -47,7 +47,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     tensors = read_tensors(folder, form)
     with checkpoint.refusing(folder, f"is no drafter of kind {form.kind} for this target", KeyError, ValueError):
-        config = form.config(described, target)
+        config = form.config(described, tensors, target)
         weights = form.weights(tensors, config, target)
     checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
     with torch.random.fork_rng(devices=[]):

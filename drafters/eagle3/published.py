@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3.kind import EAGLE3
-from drafters.specblock.checkpoint import VOCABULARY, TargetParts
+from drafters.specblock.checkpoint import VOCABULARY, TargetParts, names_tokens
 from drafters.specblock.form import Form, renamed
 from drafters.specblock.model import SpecBlockConfig
 
@@ -29,7 +29,7 @@ def _recognises(described: Mapping[str, Any]) -> bool:
     return named or "draft_vocab_size" in described
 
 
-def _config(described: Mapping[str, Any], target: TargetParts) -> SpecBlockConfig:
+def _config(described: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetParts) -> SpecBlockConfig:
     """It taps what layers 2, L / 2 and L - 3 of the target receive."""
     for name in _OTHERWISE:
         if described.get(name):
@@ -60,8 +60,14 @@ def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: Target
         raise ValueError(f"its {_EMBEDDING} is not the target's")
     tensors.pop("t2d", None)
     tokens = torch.arange(config.draft_vocab_size)
-    distances = tensors.pop("d2t", torch.zeros_like(tokens))
-    return {**renamed(tensors, _NAMES), VOCABULARY: tokens + distances.long()}
+    unsaid = torch.zeros(len(tokens) if len(tokens) == config.target_vocab_size else 0)
+    distances = tensors.pop("d2t", unsaid)
+    if distances.shape != tokens.shape:
+        raise ValueError(f"its d2t must list {len(tokens)} tokens, and lists {distances.numel()}")
+    d2t = tokens + distances.long()
+    if not names_tokens(d2t, config.target_vocab_size):
+        raise ValueError("its d2t names tokens that the target does not have, or one twice")
+    return {**renamed(tensors, _NAMES), VOCABULARY: d2t}
 
 
 def _same(embedding: Tensor, other: Tensor) -> bool:

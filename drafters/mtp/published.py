@@ -30,7 +30,7 @@ def _reads(name: str) -> bool:
     return name.startswith(_MODULE) or name == _HEAD
 
 
-def _config(described: Mapping[str, Any], target: TargetParts) -> SpecBlockConfig:
+def _config(described: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetParts) -> SpecBlockConfig:
     """Of the last layer's output alone."""
     return SpecBlockConfig(
         target.config,

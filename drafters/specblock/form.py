@@ -15,7 +15,8 @@ class Form(NamedTuple):
     kind: str  # of `TRAINED_KINDS`
     recognises: Callable[[Mapping[str, Any]], bool]  # by the content of config.json
     reads: Callable[[str], bool]  # which tensors are the drafter's, by name
-    config: Callable[[Mapping[str, Any], TargetParts], SpecBlockConfig]
+    config: Callable[[Mapping[str, Any], Mapping[str, Tensor], TargetParts], SpecBlockConfig]
+    """Of the content of config.json, the tensors and the target."""
     weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`, without a rank head."""
     with_target: bool = False  # among the weights of the target itself

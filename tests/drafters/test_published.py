@@ -150,6 +150,41 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         published.load(folder, parts, dtype=torch.float32, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("distances", "message"),
+    [
+        ([0] * 39, "its d2t must list 40 tokens, and lists 39"),
+        ([0], "its d2t must list 40 tokens, and lists 1"),
+        (None, "its d2t must list 40 tokens, and lists 0"),
+        ([300] * 40, "its d2t names tokens that the target does not have, or one twice"),
+        ([0, -1] + [0] * 38, "its d2t names tokens that the target does not have, or one twice"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path, distances: list[int] | None, message: str) -> None:
+    parts = load(deep_target(tmp_path / "target")).parts
+    folder = eagle3(tmp_path / "drafter", torn="d2t")
+    tensors = load_file(folder / "model.safetensors")
+    given = {} if distances is None else {"d2t": torch.tensor(distances)}
+    save_file(tensors | given, folder / "model.safetensors")
+    with pytest.raises(DrafterError, match=message):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+
+
+def test_heads_are_those_there_are_whatever_the_config_says(tmp_path: Path) -> None:
+    target, folder = tiny_model("llama", tmp_path / "target"), medusa(tmp_path / "drafter")
+    parts, file = load(target).parts, folder / "medusa_lm_head.safetensors"
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
+    assert published.load(folder, parts, dtype=torch.float32, device="cpu").config.block_size == 3
+    tensors = load_file(file)
+    save_file(tensors | {"2.1.linear.weight": tensors["2.0.linear.weight"].clone()}, file)
+    with pytest.raises(DrafterError, match=r"tensors that are not read: 2\.1\.linear\.weight"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+    del tensors["1.1.weight"]
+    save_file(tensors, file)
+    with pytest.raises(DrafterError, match=r"1\.1\.weight"):
+        published.load(folder, parts, dtype=torch.float32, device="cpu")
+
+
 def test_a_rank_head_that_nobody_taught_says_what_the_draft_says() -> None:
     chances = torch.tensor([0.5, 0.1, 0.1, 0.05, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
     expected = torch.tensor([0.5, 0.25, 0.1, 0.15])
