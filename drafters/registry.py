@@ -69,11 +69,22 @@ _KINDS = {
 }
 
 
+_BY_COST: tuple[Need, ...] = ("nothing", "layers", "weights", "model")
+"""What the drafters need whose steps cost least, and so on."""
+
+
 class _Named(NamedTuple):
     """One of the drafters of a name."""
 
+    name: str  # of the kind
     kind: Kind
     argument: str
+
+    @property
+    def place(self) -> tuple[int, int, int, str]:
+        """Among all there can be, cheaper ones first."""
+        order = kind_names().index(self.name), len(self.argument), self.argument  # numbers by their size
+        return _BY_COST.index(self.kind.needs), *order
 
 
 def kind_names() -> tuple[str, ...]:
@@ -105,15 +116,14 @@ def build_drafter(name: str, parts: Parts) -> Drafter:
 
 def _resolved(name: str) -> list[_Named]:
     """The cheaper one first: the other is asked where that pays."""
-    names = _parts_of(name)
-    found = [_named(part) for part in names]
+    found = [_named(part) for part in _parts_of(name)]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
-    if len(found) == 2 and names[0] == names[1]:
+    if len(found) == 2 and found[0] == found[1]:
         raise ValueError(f"drafter {name!r} asks the same one twice")
     if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
         raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
-    return sorted(found, key=lambda one: one.kind.needs != "nothing")
+    return sorted(found, key=lambda one: one.place)
 
 
 def _parts_of(name: str) -> tuple[str, ...]:
@@ -127,7 +137,7 @@ def _named(name: str) -> _Named:
     if match is None:
         raise ValueError(f"drafter {name!r} is no name of a kind, nor one with an argument, as in early_exit(4)")
     kind, argument = match.groups(default="")
-    return _Named(_kind(kind), argument)
+    return _Named(kind, _kind(kind), argument)
 
 
 def _kind(name: str) -> Kind:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafters import registry
 from drafters.kinds import Parts
 from drafters.protocol import Drafter, DraftingSizes, Noise
 from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, trained_kind_of
@@ -64,6 +65,7 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
         ("lookup+eagle(2)", "unknown drafter 'eagle': choose one of"),
         ("lookup+none+random", "joins 3 drafters: one tree has at most two"),
         ("lookup+lookup", "asks the same one twice"),
+        ("lookup+lookup()", "asks the same one twice"),
         ("specblock+draft_model", "both need something"),
         ("lookup+", "'' is no name of a kind"),
         ("early_exit(2", "is no name of a kind, nor one with an argument"),
@@ -87,6 +89,25 @@ def test_a_name_that_cannot_be_says_why(name: str, complaint: str) -> None:
 )
 def test_a_kind_says_what_it_needs(name: str, needs: set[str]) -> None:
     assert needs_of(name) == needs
+
+
+@pytest.mark.parametrize(
+    ("cheaper", "costlier"),
+    [
+        ("lookup", "lookahead"),
+        ("lookup", "early_exit(4)"),
+        ("lookahead", "specblock(rank)"),
+        ("early_exit(4)", "specblock"),
+        ("early_exit(4)", "draft_model"),
+        ("early_exit(4)", "early_exit(12)"),
+        ("random", "echo"),
+        ("echo(9)", "echo(10)"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_the_order_in_which_two_are_written_changes_nothing(cheaper: str, costlier: str) -> None:
+    for name in (f"{cheaper}+{costlier}", f"{costlier}+{cheaper}", f"switch({costlier},{cheaper})"):
+        assert registry._resolved(name) == [registry._named(cheaper), registry._named(costlier)]
 
 
 @pytest.mark.usefixtures("installed")
