@@ -119,12 +119,17 @@ def source_of(prompt_id: str) -> str:
 def read_lines(file: Path, kind: type[_Line], what: str) -> Iterator[tuple[str, _Line]]:
     """Name of the place and content of each line that is not blank. Raises StartupError naming file and line."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = file.read_bytes()
+    except OSError as error:
         raise StartupError(f"{what} {file} cannot be read: {error}") from error
+    yield from lines_of(content, kind, f"{what} {file}")
+
+
+def lines_of(content: bytes, kind: type[_Line], name: str) -> Iterator[tuple[str, _Line]]:
+    """As `read_lines`, of what was read of the file of that name."""
     # Only line feeds end a line of JSON: other separators may stand inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        place = f"{what} {file}, line {number}"
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        place = f"{name}, line {number}"
         if not line.strip():
             continue
         try:

@@ -4,10 +4,10 @@ Half are answered greedily, half at a temperature; which, and with what noise, f
 that is taken up again writes what it would have written.
 """
 
-import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
-from service.prompts import Prompt, read_lines, read_prompts
+from service.prompts import Prompt, lines_of, read_lines, read_prompts
 from service.tokenizer import ChatTokenizer
 
 FEWEST_TOKENS = 4
@@ -46,7 +46,7 @@ class Response(BaseModel):
 
 def read_responses(files: Sequence[Path]) -> list[Response]:
     """All responses long enough to teach. Raises StartupError naming file and line, or when there are none."""
-    found = [response for file in files for response in _responses(file)]
+    found = [response for file in files for _, response in read_lines(file, Response, "response file")]
     kept = [response for response in found if len(response.response) >= FEWEST_TOKENS]
     if not kept:
         names = ", ".join(str(file) for file in files)
@@ -56,15 +56,28 @@ def read_responses(files: Sequence[Path]) -> list[Response]:
     return kept
 
 
+_BEGINS = b'{"id":"'
+"""How each line of a response file begins."""
+
+
 class ResponseFile:
     """A file of responses that grows."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # what a kill tore off
-        self.done = {response.id for response in _responses(path)}
-        self._stream = path.open("a", encoding="utf-8")
+        """Raises StartupError for one that cannot be written, or holds something else: nothing is cut off there."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            content = path.read_bytes()
+            whole, _, torn = content.rpartition(b"\n")
+            self.done = {line.id for _, line in lines_of(whole, Response, f"response file {path}")}
+            if torn[: len(_BEGINS)] != _BEGINS[: len(torn)]:
+                raise StartupError(f"response file {path} ends with what is no response: give another file")
+            self._stream = path.open("a", encoding="utf-8")
+            self._stream.truncate(len(content) - len(torn))  # what a kill tore off
+        except OSError as error:
+            raise StartupError(f"response file {path} cannot be written ({error}): give another file") from error
 
     def append(self, response: Response) -> None:
         """Written at once, so that a kill costs at most this line."""
@@ -72,15 +85,11 @@ class ResponseFile:
             self._stream.write(response.model_dump_json() + "\n")
             self._stream.flush()
         except OSError as error:
-            raise StartupError(f"{self._stream.name}: {error}; free some space and start again: it goes on") from error
+            raise StartupError(f"{self.path}: {error}; free some space and start again: it goes on") from error
         self.done.add(response.id)
 
     def close(self) -> None:
         self._stream.close()
-
-
-def _responses(file: Path) -> Iterator[Response]:
-    return (response for _, response in read_lines(file, Response, "response file"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +106,22 @@ def regenerate(
     engine: Engine,
     tokenizer: ChatTokenizer,
     prompts: Sequence[Prompt],
-    out: Path,
+    file: ResponseFile,
     how: Answering,
     *,
     max_model_len: int,
 ) -> int:
-    """Append the missing answers to `out`; returns how many responses it holds then. Raises StartupError."""
-    file = ResponseFile(out)
-    try:
-        missing = [prompt for prompt in prompts if prompt.id not in file.done]
-        if file.done:
-            say(f"{out}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
-        asked = [_asked(tokenizer, prompt, how) for prompt in missing]
-        most = max_model_len - how.max_tokens
-        fitting = [(request, response) for request, response in asked if len(request.prompt) <= most]
-        if len(fitting) < len(asked):
-            say(f"left out {len(asked) - len(fitting)} prompts of more than {most} tokens")
-        _answer(engine, fitting, file, how)
-        return len(file.done)
-    finally:
-        file.close()
+    """Append the missing answers; returns how many responses the file holds then. Raises StartupError."""
+    missing = [prompt for prompt in prompts if prompt.id not in file.done]
+    if file.done:
+        say(f"{file.path}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
+    asked = [_asked(tokenizer, prompt, how) for prompt in missing]
+    most = max_model_len - how.max_tokens
+    fitting = [(request, response) for request, response in asked if len(request.prompt) <= most]
+    if len(fitting) < len(asked):
+        say(f"left out {len(asked) - len(fitting)} prompts of more than {most} tokens")
+    _answer(engine, fitting, file, how)
+    return len(file.done)
 
 
 def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
@@ -163,5 +168,7 @@ def _answer(
 def answer_prompts(config: ServiceConfig, prompts: Sequence[Path], out: Path, how: Answering) -> None:
     """Stage 1 as a command runs it."""
     wanted = read_prompts(prompts)
-    assembly = assemble(config)
-    regenerate(assembly.engine(), assembly.tokenizer, wanted, out, how, max_model_len=assembly.limits.max_model_len)
+    with closing(ResponseFile(out)) as file:  # before the model is loaded: it may be no such file
+        assembly = assemble(config)
+        most = assembly.limits.max_model_len
+        regenerate(assembly.engine(), assembly.tokenizer, wanted, file, how, max_model_len=most)

@@ -1,14 +1,16 @@
 """Answers: the engine's own, at mixed temperatures, the same after a kill."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from service.assembly import Assembly, assemble
+from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.prompts import Message, Prompt, read_prompts
-from service.training.regenerate import Answering, Response, ResponseFile, read_responses, regenerate
+from service.training.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
 from tests.service.training.parts import save_target, settings, write_prompts
 
 HOW = Answering(max_tokens=10, concurrency=3, seed=5)
@@ -26,9 +28,9 @@ def prompts(tmp_path: Path) -> list[Prompt]:
 
 def answer(assembly: Assembly, prompts: list[Prompt], out: Path, how: Answering = HOW) -> dict[str, Response]:
     engine, longest = assembly.engine(), assembly.limits.max_model_len
-    assert regenerate(engine, assembly.tokenizer, prompts, out, how, max_model_len=longest) == len(
-        out.read_text().splitlines()
-    )
+    with closing(ResponseFile(out)) as file:
+        count = regenerate(engine, assembly.tokenizer, prompts, file, how, max_model_len=longest)
+    assert count == len(out.read_text().splitlines())
     return {response.id: response for response in read_responses([out])}
 
 
@@ -80,8 +82,9 @@ def test_prompts_that_leave_no_room_are_left_out(
 
 def test_when_time_is_up_what_was_begun_is_finished(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
     ended = Answering(max_tokens=10, concurrency=3, seed=5, deadline=0.0)
-    engine, out = assembly.engine(), tmp_path / "r.jsonl"
-    count = regenerate(engine, assembly.tokenizer, prompts, out, ended, max_model_len=256)
+    engine = assembly.engine()
+    with closing(ResponseFile(tmp_path / "r.jsonl")) as file:
+        count = regenerate(engine, assembly.tokenizer, prompts, file, ended, max_model_len=256)
     assert count == 3
     assert engine.idle
 
@@ -132,6 +135,22 @@ def test_a_bad_line_in_the_middle_is_not_dropped(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"id":"a"', '"id":7'))
     with pytest.raises(StartupError, match=r"r\.jsonl, line 1: id: "):
         ResponseFile(file)
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"id": "a-1", "messages": []}', '{"id":7}\n{"id":"'])
+def test_a_file_of_something_else_is_refused_as_it_is(tmp_path: Path, content: str) -> None:
+    (tmp_path / "notes").write_text(content)
+    with pytest.raises(StartupError, match=r"response file .*notes"):
+        ResponseFile(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == content
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_model_is_loaded(tmp_path: Path) -> None:
+    nowhere = ServiceConfig.model_validate({"model": "./no-such-folder"})
+    prompts = [write_prompts(tmp_path / "p.jsonl")]
+    for out in (tmp_path, prompts[0] / "r.jsonl"):
+        with pytest.raises(StartupError, match=r"response file .* cannot be written \(.*\): give another file"):
+            answer_prompts(nowhere, prompts, out, HOW)
 
 
 def test_short_responses_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
