@@ -31,3 +31,4 @@ class Kind:
 
     build: Callable[[Parts], Drafter]
     needs: Need = "nothing"
+    takes_argument: bool = True

@@ -59,10 +59,10 @@ def _trained(kind: str, parts: Parts) -> Drafter:
 
 
 _KINDS = {
-    "lookup": Kind(lambda parts: LookupDrafter(parts.sizes)),
-    "lookahead": Kind(lambda parts: LookaheadDrafter(parts.sizes)),
-    "none": Kind(lambda parts: NoDrafter()),
-    "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes)),
+    "lookup": Kind(lambda parts: LookupDrafter(parts.sizes), takes_argument=False),
+    "lookahead": Kind(lambda parts: LookaheadDrafter(parts.sizes), takes_argument=False),
+    "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
+    "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
     "draft_model": DRAFT_MODEL,
     "early_exit": EARLY_EXIT,
@@ -136,8 +136,11 @@ def _named(name: str) -> _Named:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"drafter {name!r} is no name of a kind, nor one with an argument, as in early_exit(4)")
-    kind, argument = match.groups(default="")
-    return _Named(kind, _kind(kind), argument)
+    name, argument = match.groups(default="")
+    kind = _kind(name)
+    if argument and not kind.takes_argument:
+        raise ValueError(f"drafter {name}({argument}): {name} takes no argument: leave the parentheses out")
+    return _Named(name, kind, argument)
 
 
 def _kind(name: str) -> Kind:
@@ -154,8 +157,8 @@ def _loaded(entry: EntryPoint) -> Kind:
     """A kind that another distribution brings."""
     try:
         kind = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+    except Exception as error:  # whatever a module of others does when it is imported
+        raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not isinstance(kind, Kind):
         raise ValueError(f"drafter {entry.name!r} ({entry.value}) is no drafters.kinds.Kind")
     return kind

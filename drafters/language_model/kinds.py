@@ -15,8 +15,6 @@ def _early_exit(parts: Parts) -> LanguageModelDrafter:
 
 def _draft_model(parts: Parts) -> LanguageModelDrafter:
     sizes = parts.sizes
-    if parts.argument:
-        raise ValueError("draft_model takes its model from drafter_path: leave the parentheses out")
     if parts.draft_model is None:
         raise ValueError("draft_model needs a model: set drafter_path to a folder, a .gguf file or a hub id")
     model = parts.draft_model(sizes.num_slots, scratch_places(sizes.max_sequences))
@@ -24,4 +22,4 @@ def _draft_model(parts: Parts) -> LanguageModelDrafter:
 
 
 EARLY_EXIT = Kind(_early_exit, needs="layers")
-DRAFT_MODEL = Kind(_draft_model, needs="model")
+DRAFT_MODEL = Kind(_draft_model, needs="model", takes_argument=False)

@@ -36,6 +36,7 @@ def build(name: str) -> Drafter:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution with kinds of its own, as an installer would leave it behind."""
     (tmp_path / "echoing_drafters.py").write_text(_OTHERS)
+    (tmp_path / "broken_drafters.py").write_text("KIND = 1 / 0\n")
     told = tmp_path / "echoing_drafters-1.0.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: echoing-drafters\nVersion: 1.0\n")
@@ -45,6 +46,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "lookup = echoing_drafters:KIND\n"
         "wrong = echoing_drafters:NOTHING\n"
         "gone = echoing_drafters:MISSING\n"
+        "broken = broken_drafters:KIND\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "echoing_drafters", raising=False)
@@ -71,6 +73,10 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
         ("early_exit(2", "is no name of a kind, nor one with an argument"),
         ("specblock", "needs trained weights: set drafter_path"),
         ("draft_model", "set drafter_path"),
+        ("none(3)", "none takes no argument: leave the parentheses out"),
+        ("lookup+random(1)", r"drafter random\(1\): random takes no argument"),
+        ("switch(lookup(7),lookahead(9))", "lookup takes no argument"),
+        ("lookahead(9)", "lookahead takes no argument"),
     ],
 )
 def test_a_name_that_cannot_be_says_why(name: str, complaint: str) -> None:
@@ -112,10 +118,10 @@ def test_the_order_in_which_two_are_written_changes_nothing(cheaper: str, costli
 
 @pytest.mark.usefixtures("installed")
 def test_other_distributions_bring_kinds() -> None:
-    assert kind_names()[-3:] == ("echo", "gone", "wrong")
+    assert kind_names()[-4:] == ("broken", "echo", "gone", "wrong")
     assert build("echo(7)").name == "echo(7)"
     assert build("lookup+echo").name == "lookup+echo()"
-    with pytest.raises(ValueError, match=r"one of .*early_exit, echo, gone, wrong, or two of them as A"):
+    with pytest.raises(ValueError, match=r"one of .*early_exit, broken, echo, gone, wrong, or two of them as A"):
         build("eagle")
 
 
@@ -125,9 +131,16 @@ def test_nobody_takes_the_place_of_a_kind_of_ours() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("name", "complaint"), [("wrong", "is no drafters.kinds.Kind"), ("gone", "cannot be loaded")])
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("wrong", "is no drafters.kinds.Kind"),
+        ("gone", "cannot be loaded"),
+        ("broken", r"cannot be loaded: ZeroDivisionError"),
+    ],
+)
 def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=rf"drafter '{name}' \(echoing_drafters:\w+\) {complaint}"):
+    with pytest.raises(ValueError, match=rf"drafter '{name}' \(\w+:\w+\) {complaint}"):
         build(name)
 
 
