@@ -2,7 +2,6 @@
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from drafters import readback
 from drafters.gating import AskGate
 from drafters.proposals import Field, ProposalLog
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
+from drafters.taps import SharedTaps
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree, joined_trees
 from kernels import ops
 from kernels.graph_runner import by_batch
@@ -25,7 +25,8 @@ class MergedDrafter(Drafter):
     def __init__(self, cheap: Drafter, costly: Drafter, sizes: DraftingSizes) -> None:
         device, max_nodes = sizes.device, sizes.max_nodes
         self._cheap, self._costly = cheap, costly
-        self.tap_layers = costly.tap_layers or cheap.tap_layers
+        self._taps = SharedTaps(cheap, costly)
+        self.tap_layers = self._taps.layers
         self.reads_prompts = cheap.reads_prompts or costly.reads_prompts
         self._max_nodes = max_nodes
         self._gate = AskGate(costly.name, sizes.ledger)
@@ -79,8 +80,9 @@ class MergedDrafter(Drafter):
         self._costly.start(contexts)
 
     def read(self, read: Read) -> None:
-        self._cheap.read(read)
-        self._costly.read(replace(read, follow=read.follow and self._follows))
+        for one, follow in ((self._cheap, True), (self._costly, self._follows)):
+            if one.reads_prompts:
+                one.read(self._taps.told(one, read, follow=follow))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         cheap = self._cheap.grow(rows, noise)
@@ -99,11 +101,10 @@ class MergedDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         if self._has_grown:
             self._give_credit(committed)
-        self._cheap.commit(committed)
         self._has_grown = False
         self._follows = self._follows and self._gate.promises
-        follow = committed.follow and self._follows
-        self._costly.commit(replace(committed, follow=follow))
+        self._cheap.commit(self._taps.told(self._cheap, committed, follow=True))
+        self._costly.commit(self._taps.told(self._costly, committed, follow=self._follows))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._proposals.forget(rows)

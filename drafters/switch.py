@@ -4,7 +4,7 @@ Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's ta
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from drafters import readback
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
+from drafters.taps import SharedTaps
 from drafters.tree import Candidates
 
 FIRST, SECOND = 0, 1
@@ -128,8 +129,8 @@ class SwitchDrafter(Drafter):
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
         self._both = first, second
-        others = (layer for layer in second.tap_layers if layer not in first.tap_layers)
-        self.tap_layers = (*first.tap_layers, *others)
+        self._taps = SharedTaps(first, second)
+        self.tap_layers = self._taps.layers
         self.reads_prompts = first.reads_prompts or second.reads_prompts
         self._choice = Choice(f"switch to {second.name}", sizes.ledger)
         self._outcomes = readback.readback_of(sizes.device)
@@ -176,8 +177,7 @@ class SwitchDrafter(Drafter):
     def read(self, read: Read) -> None:
         for kind, one in enumerate(self._both):
             if one.reads_prompts:
-                follow = read.follow and (kind == FIRST or self._follows)
-                one.read(replace(read, features=self._tapped(one, read.features), follow=follow))
+                one.read(self._taps.told(one, read, follow=kind == FIRST or self._follows))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         first, second = self._both
@@ -193,9 +193,7 @@ class SwitchDrafter(Drafter):
             self._learn(self._asked, committed)
         self._asked = None
         for kind, one in enumerate(self._both):
-            features = None if committed.features is None else self._tapped(one, committed.features)
-            follow = committed.follow and (kind == FIRST or self._follows)
-            one.commit(replace(committed, features=features, follow=follow))
+            one.commit(self._taps.told(one, committed, follow=kind == FIRST or self._follows))
 
     def timed(self, times: StepTimes) -> None:
         self._choice.took(times, followed=self._follows)
@@ -227,13 +225,6 @@ class SwitchDrafter(Drafter):
         self._credits[name] += int(accepted)
         if observe is not None:
             observe([emitted, entropy])
-
-    def _tapped(self, one: Drafter, features: Tensor) -> Tensor:
-        """Of the layers that this one taps. # [..., taps * hidden]"""
-        if one.tap_layers == self.tap_layers or not one.tap_layers:
-            return features
-        parts = dict(zip(self.tap_layers, features.chunk(len(self.tap_layers), dim=-1), strict=True))
-        return torch.cat([parts[layer] for layer in one.tap_layers], dim=-1)
 
 
 def _entropy(committed: Committed) -> Tensor:

@@ -27,6 +27,7 @@ class Chain:
         self.tap_layers = taps
         self.reads_prompts = bool(taps)
         self.heard: list[str] = []
+        self.features: list[Tensor] = []
         survival = torch.full((1, len(tokens)), odds).cumprod(1)
         tree = DraftTree.of(torch.tensor([tokens]), torch.arange(len(tokens))[None] - 1)
         self.tree = DraftTree(tree.tokens, tree.parents, tree.depths, survival, tree.num_nodes)
@@ -49,9 +50,11 @@ class Chain:
 
     def read(self, read: Read) -> None:
         self.heard.append("read")
+        self.features.append(read.features)
 
     def commit(self, committed: Committed) -> None:
         self.heard.append("commit")
+        self.features += [] if committed.features is None else [committed.features]
 
     def timed(self, times: StepTimes) -> None:
         self.heard.append("timed")
@@ -149,11 +152,23 @@ def test_what_is_yet_to_be_made_leaves_the_cheap_one_alone() -> None:
 
 
 def test_both_observe_everything() -> None:
-    cheap, costly = Chain("lookup", [5], 0.9), Chain("net", [5], 0.9)
+    cheap, costly = Chain("small", [5], 0.9, taps=(1, 4)), Chain("net", [5], 0.9, taps=(4, 2))
     both = merged(cheap, costly)
+    assert both.tap_layers == (1, 4, 2)
     both.start([DraftContext(1, [1, 2])])
+    features = torch.tensor([[10.0, 40.0, 20.0]])
+    both.read(Read(1, 0, ROW, ROW, features))
+    both.commit(replace(committed([], 1), features=features[None]))
+    assert cheap.heard == costly.heard == ["start", "read", "commit"]
+    for one, expected in ((cheap, [10.0, 40.0]), (costly, [40.0, 20.0])):
+        assert [told.flatten().tolist() for told in one.features] == [expected, expected], "each its own"
+
+
+def test_one_that_asks_for_no_prompts_is_not_told_of_them() -> None:
+    cheap, costly = Chain("lookup", [5], 0.9), Chain("net", [5], 0.9, taps=(1, 4))
+    both = merged(cheap, costly)
     both.read(Read(1, 0, ROW, ROW, torch.zeros(1, 4)))
-    assert cheap.heard == costly.heard == ["start", "read"]
+    assert (cheap.heard, costly.heard) == ([], ["read"])
 
 
 def test_captured_it_merges_and_credits_the_same() -> None:
