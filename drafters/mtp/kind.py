@@ -5,4 +5,5 @@ from drafters.specblock.kind import TrainedKind
 MTP = TrainedKind(
     trained_blocks=2,
     shape={"block_size": 1, "num_layers": 1, "shift": False},
+    with_target=True,
 )

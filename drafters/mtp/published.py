@@ -59,4 +59,4 @@ def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: Target
     }
 
 
-MTP_FORM = Form("mtp", _recognises, _reads, _config, _weights, with_target=True)
+MTP_FORM = Form("mtp", _recognises, _reads, _config, _weights)

@@ -19,7 +19,6 @@ class Form(NamedTuple):
     """Of the content of config.json, the tensors and the target."""
     weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`, without a rank head."""
-    with_target: bool = False  # among the weights of the target itself
 
 
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

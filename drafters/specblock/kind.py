@@ -23,6 +23,7 @@ class TrainedKind(NamedTuple):
     token before them."""
 
     glancing: float = 0.0  # share of entries on a token guessed wrong that training tells it
+    with_target: bool = False  # its weights come with the target's own, and are not trained from nothing
 
     def blocks(self, asked: int) -> int:
         """Of a tree, where so many are asked for: one where it never learnt to go on, and short ones go as far as it

@@ -60,7 +60,7 @@ def shipped_by_target(config: ServiceConfig) -> Path | None:
         return None  # whoever loads the model says why
     folder = None if found is None else Path(found).parent
     form = None if folder is None else published.form_of(folder)
-    return folder if form is not None and form.with_target else None
+    return folder if form is not None and TRAINED_KINDS[form.kind].with_target else None
 
 
 def imported_folder(config: ServiceConfig) -> Path | None:

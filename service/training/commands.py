@@ -20,6 +20,8 @@ from service.errors import StartupError
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 """Parts of the method that a run can leave out, to see what they are worth."""
 
+_KINDS = tuple(name for name, kind in TRAINED_KINDS.items() if not kind.with_target)
+
 _ANSWER_SHARE = 0.4
 _FEATURE_SHARE = 0.3
 """Most of the time these stages may take in a run of all stages; what they leave goes to training."""
@@ -32,9 +34,8 @@ _Target = Annotated[
         "--target", help="The model to draft for: smollm2-135m, a Hugging Face id, a folder, or a .gguf file."
     ),
 ]
-_Prompts = Annotated[
-    list[Path], typer.Option("--prompts", metavar="FILE", help="JSONL file with id, task and messages; repeatable.")
-]
+_PROMPTS = typer.Option("--prompts", metavar="FILE", help="JSONL file with id, task and messages; repeatable.")
+_Prompts = Annotated[list[Path], _PROMPTS]
 _Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
 _Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Unset: one per physical core.")]
 _MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longest answer.")]
@@ -50,7 +51,7 @@ class FitOptions:
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
     kind: Annotated[  # named, for typer 0.27 takes a metavar of the same letters for the name
-        str, typer.Option("--kind", metavar="KIND", help=f"What to train: {', '.join(TRAINED_KINDS)}.")
+        str, typer.Option("--kind", metavar="KIND", help=f"What to train: {', '.join(_KINDS)}.")
     ] = "specblock"
     layers: Annotated[
         int | None,
@@ -83,8 +84,8 @@ class FitOptions:
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in TRAINED_KINDS:
-            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(TRAINED_KINDS)}")
+        if self.kind not in _KINDS:
+            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(_KINDS)}")
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:
             raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
@@ -126,9 +127,9 @@ def train_app() -> typer.Typer:
 
 def _drafter(
     options: FitOptions,
-    prompts: _Prompts,
     out: _Folder,
     minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")],
+    prompts: Annotated[list[Path] | None, _PROMPTS] = None,
     target: _Target = "smollm2-135m",
     responses: Annotated[
         list[Path] | None,
@@ -156,6 +157,8 @@ def _drafter(
     # A run that is taken up again goes on with the texts it began with.
     if ranks.rank == 0 and not (out / STATE_FILE).exists():
         if not responses:
+            if not prompts:
+                raise StartupError("say what to learn from: give --prompts to be answered, or --responses")
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)

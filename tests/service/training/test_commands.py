@@ -148,8 +148,8 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
     common = ("--target", target, "--out", tmp_path, "--evaluate-minutes", 0, *QUICK)
     fit, responses = ("fit", "--features", features, *common), features.parent / "r.jsonl"
     for arguments in (
-        ("drafter", "--prompts", responses, "--responses", responses, "--minutes", 5, *common),
-        ("drafter", "--prompts", responses, "--responses", responses, "--minutes", 9, *common),
+        ("drafter", "--responses", responses, "--minutes", 5, *common),
+        ("drafter", "--minutes", 9, *common),
         fit,
         (*fit, "--steps", 7),
         fit,
@@ -239,6 +239,9 @@ def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) 
 
 def test_what_does_not_fit_is_refused(target: Path, features: Path, tmp_path: Path) -> None:
     fit = ("fit", "--out", tmp_path / "out", "--target", target, "--threads", 1)
+    assert "--kind mtp: choose one of specblock" in refused(*fit, "--features", features, "--steps", 1, "--kind", "mtp")
+    whole = ("drafter", "--out", tmp_path / "out", "--target", target, "--minutes", 1)
+    assert "give --prompts to be answered, or --responses" in refused(*whole)
     assert "choose among shift" in refused(*fit, "--features", features, "--steps", 1, "--ablate", "shft")
     assert "give --minutes or --steps" in refused(*fit, "--features", features)
     assert "adaptree train features" in refused(*fit, "--features", tmp_path, "--steps", 1)
