@@ -157,7 +157,10 @@ def _drafters(
         ),
     ] = None,
     nodes: Annotated[
-        str, typer.Option(metavar="N,...", help="For --kinds: nodes of each tree; served: the configured budget.")
+        str,
+        typer.Option(
+            metavar="N,...", help="For --kinds: nodes of each tree, of all forwards there are; served: as it is served."
+        ),
     ] = "8,32,64,served",
     seed: Seed = 0,
     out: Out = None,

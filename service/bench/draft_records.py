@@ -217,6 +217,12 @@ def without_noise(drafter: Drafter) -> Drafter:
     return drafter
 
 
+def without_times(drafter: Drafter) -> Drafter:
+    """Have all of a drafter asked in every step: without times nothing is found too dear."""
+    vars(drafter)["timed"] = lambda times: None
+    return drafter
+
+
 def observed(assembly: Assembly) -> tuple[Drafter, Recorder]:
     """The configured drafter, never captured and always asked, and what records it."""
     recorder, sources = Recorder(), []
@@ -224,7 +230,7 @@ def observed(assembly: Assembly) -> tuple[Drafter, Recorder]:
         sources.append(assembly.drafter(name, witness=recorder.hear))
         recorder.listen_to_source(name, sources[-1])
     whole = sources[0] if len(sources) == 1 else _joined(assembly, *sources)
-    vars(whole)["timed"] = lambda times: None  # without times nobody is found too dear
+    without_times(whole)
     # A property, of which one object cannot have one of its own.
     whole.__class__ = type(type(whole).__name__, (type(whole),), {"wants_scores": True})
     recorder.listen(whole)

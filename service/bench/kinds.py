@@ -17,7 +17,7 @@ from rich.table import Table
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
-from service.bench.draft_records import observed, without_noise
+from service.bench.draft_records import observed, without_noise, without_times
 from service.bench.driver import Run, TimedStep, generate
 from service.bench.experiment import (
     PLAIN,
@@ -40,6 +40,7 @@ from service.bench.experiment import (
 from service.bench.quality import COVERED, quality_of
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
+from service.engine.engine import Engine
 from service.errors import StartupError
 
 SERVED, OBSERVED = "served", "observed"
@@ -137,7 +138,7 @@ def _rows_of(
     """With the noise withheld engines run last, for from then on their drafters know how it is without."""
     sets = read_sets(assembly, files, limit, measures[0].max_tokens)
     prompts = list(chain.from_iterable(chosen.prompts for chosen in sets))
-    engines = {SERVED if nodes is None else str(nodes): assembly.engine(policy=_policy(nodes)) for nodes in budgets}
+    engines = {SERVED if nodes is None else str(nodes): _engine(assembly, nodes) for nodes in budgets}
     contestants: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
     everybody: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly)), **contestants}
     warm_up(everybody, prompts[0], measures[0])
@@ -158,8 +159,13 @@ def _rows_of(
     ]
 
 
-def _policy(nodes: int | None) -> FixedBudget | None:
-    return None if nodes is None else FixedBudget(nodes)
+def _engine(assembly: Assembly, nodes: int | None) -> Engine:
+    """With trees of so many nodes from every forward there is, whatever that takes; None: as it is served."""
+    if nodes is None:
+        return assembly.engine()
+    engine = assembly.engine(policy=FixedBudget(nodes))
+    without_times(engine.drafter)
+    return engine
 
 
 def _known(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
