@@ -32,3 +32,5 @@ class Kind:
     build: Callable[[Parts], Drafter]
     needs: Need = "nothing"
     takes_argument: bool = True
+    tap_layers: Callable[[int], tuple[int, ...]] = lambda num_layers: ()
+    """Which of so many layers of the target it is told the outputs of; trained weights say so themselves."""

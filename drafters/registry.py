@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -96,6 +97,14 @@ def kind_names() -> tuple[str, ...]:
 def needs_of(name: str) -> frozenset[Need]:
     """What the drafter of that name needs. Raises ValueError as `build_drafter`."""
     return frozenset(one.kind.needs for one in _resolved(name))
+
+
+def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ...]:
+    """Which of so many layers the drafter of that name taps, in the order in which it is told; `trained`: those of the
+    trained weights. Raises ValueError as `build_drafter`."""
+    kinds = (one.kind for one in _resolved(name))
+    taps = (trained if kind.needs == "weights" else kind.tap_layers(num_layers) for kind in kinds)
+    return tuple(dict.fromkeys(chain.from_iterable(taps)))
 
 
 def trained_kind_of(name: str) -> str | None:

@@ -17,7 +17,7 @@ from drafters.kinds import Need
 from drafters.language_model.drafter import scratch_places
 from drafters.lattice import Witness
 from drafters.protocol import Drafter
-from drafters.registry import TrainedWeights, needs_of, trained_kind_of
+from drafters.registry import TrainedWeights, needs_of, taps_of, trained_kind_of
 from drafters.regret import RegretLedger
 from drafters.specblock.model import SpecBlock
 from drafters.tree import MAX_NODES
@@ -210,7 +210,8 @@ def _target(
     in_pool = scratch if "layers" in _needs(drafter_name) else 0
     beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
-    target = memory_planner.target_without_room(loaded, limits, network.config.tap_layers if network else ())
+    taps = taps_of(drafter_name, loaded.kv_shape.num_layers, network.config.tap_layers if network else ())
+    target = memory_planner.target_without_room(loaded, limits, taps)
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
         needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)

@@ -11,16 +11,18 @@ import torch
 from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
 from drafters import registry
-from drafters.kinds import Kind
+from drafters.kinds import Kind, Parts
 from drafters.lookup.drafter import LookupDrafter
+from drafters.protocol import Committed, DraftingSizes, Read
 from service.api.tenants import Tenants
+from service.assembly import assemble
 from service.config import ServiceConfig
 from service.engine.requests import SequenceOutput
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
 from service.serve import load_served, metrics_of, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
-from tests.service.engine.harness import greedy, request
+from tests.service.engine.harness import generate, greedy, request
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
 from tests.service.test_metrics import made, series
 
@@ -102,6 +104,48 @@ def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sou
     assert engine.failure is None
     found, counted = series(metrics), "adaptree_accepted_tokens_by_source_total{"
     assert {name.removeprefix(counted).rstrip("}") for name in found if name.startswith(counted)} == sources
+
+
+class _Tapping(LookupDrafter):
+    """Is told of layers, and keeps how much."""
+
+    name, reads_prompts = "tapping", True
+
+    def __init__(self, sizes: DraftingSizes, *layers: int) -> None:
+        super().__init__(sizes)
+        self._layers, self.widths = layers, set[int]()
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    def read(self, read: Read) -> None:
+        self.widths.add(read.features.shape[-1])
+
+    def commit(self, committed: Committed) -> None:
+        assert committed.features is not None
+        self.widths.add(committed.features.shape[-1])
+        super().commit(committed)
+
+
+@pytest.mark.parametrize(("drafter", "taps"), [("tapping", (1,)), ("specblock+tapping", (1, 0))])
+def test_a_kind_says_what_it_taps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, taps: tuple[int, ...]
+) -> None:
+    """Beside trained weights, too, whose layers are others."""
+    built: list[_Tapping] = []
+
+    def build(parts: Parts) -> _Tapping:
+        built.append(_Tapping(parts.sizes, 1))
+        return built[-1]
+
+    monkeypatch.setitem(registry._KINDS, "tapping", Kind(build, tap_layers=lambda num_layers: (num_layers - 1,)))
+    folder = save_two_layers(tmp_path / "model")
+    weights = save_drafter(tmp_path / "drafter", assembled(folder)) if "specblock" in drafter else None
+    assembly = assemble(settings(folder, drafter=drafter, drafter_path=weights))
+    assert registry.taps_of(drafter, 2, (0, 1)) == taps
+    assert generate(assembly.engine(), request("a", [5, 6, 5, 6, 5], greedy(12)))
+    assert built[-1].widths == {32}
 
 
 @pytest.mark.anyio
