@@ -76,6 +76,7 @@ class SavedLearner:
     condemned: set[NonNegativeInt] = field(default_factory=set)  # never to go back to
     parts: Mapping[str, State] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()  # what was passed over, and why
+    paused: bool = False  # by an operator
 
 
 _INFO = TypeAdapter(SnapshotInfo)
@@ -129,9 +130,11 @@ class LearnerCheckpoint:
         self._current, self._previous = _learner_files(folder)
         self._unfinished = folder / f"{_UNFINISHED}learner.json"
 
-    def save(self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State]) -> None:
+    def save(
+        self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State], paused: bool = False
+    ) -> None:
         """Raises NotStored, and then what was saved before can still be loaded."""
-        served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned))}
+        served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned)), "paused": paused}
         state: State = {"version": newest, "parts": {**parts, "served": served}}
         try:
             data = seal({"format": _FORMAT, "state": state})

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,12 +112,14 @@ class Learner:
 
     def worker(self) -> Worker:
         """A thread that runs the learner."""
-        return Worker(
+        worker = Worker(
             self,
             max_waiting=self.tuning.queued_queries,
             niceness=self.tuning.niceness,
             device=self.weights.train_device,
         )
+        self.time.is_urged = lambda: worker.is_urged
+        return worker
 
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         """One finished query."""
@@ -160,13 +163,13 @@ class Learner:
         return report
 
     def pause(self) -> None:
-        """Learn nothing until resumed; alarms go on."""
-        self.paused = True
-        self._tell("paused", "operator")
+        """Learn nothing until resumed, by a later process neither; alarms go on."""
+        self._pause("operator")
 
     def resume(self) -> None:
         self.paused = False
         self._tell("resumed", "operator")
+        self.save(training=False)
 
     def rollback(self) -> Version:
         """An operator distrusts what is served: back to what was before it."""
@@ -183,8 +186,9 @@ class Learner:
         return version
 
     def shared(self) -> dict[str, JsonValue]:
-        """What whoever learns after this process should know: which updates were worth their time."""
-        return {"policy": self._policy.state()}
+        """What whoever learns after this process should know: which updates were worth their time, and whether an
+        operator has paused."""
+        return {"policy": self._policy.state(), "paused": self.paused}
 
     def inherit(self, shared: Mapping[str, JsonValue]) -> None:
         """Go on from what another process has shared; what cannot be used is told, and costs nothing else."""
@@ -193,6 +197,8 @@ class Learner:
             self._policy.restore(policy if isinstance(policy, dict) else {})
         except ValueError as error:
             self._tell("restored", f"policy: {error}")
+        if shared.get("paused") is True and not self.paused:  # what was shared may be older than a pause here
+            self._pause("inherited")
 
     def recover(self, error: str) -> None:
         """Something broke at any place: forget the update under way and go on from what is served."""
@@ -215,7 +221,8 @@ class Learner:
         if self._bootstrap.makes:
             parts["bootstrap"] = self._bootstrap.state()
         newest, origin, condemned = weights.newest, weights.latest.origin, weights.condemned
-        self._storing(lambda: self._checkpoint.save(newest=newest, origin=origin, condemned=condemned, parts=parts))
+        save = partial(self._checkpoint.save, newest=newest, origin=origin, condemned=condemned, parts=parts)
+        self._storing(lambda: save(paused=self.paused))
         if training:
             tensors = self._trainer.tensors()
             self._storing(lambda: self._checkpoint.save_tensors("training", tensors, origin=origin))
@@ -225,6 +232,7 @@ class Learner:
         saved = self._checkpoint.load()
         for complaint in saved.complaints:
             self._tell("restored", complaint)
+        self.paused = saved.paused
         self.weights.resume(saved.newest, saved.condemned)
         if self.weights.newest != ANCHOR:  # whatever serves now has a version of its own, be it as deployed
             self._serve_again(saved.origin)
@@ -273,6 +281,11 @@ class Learner:
             restarts=worker.num_restarts,
             events=tuple(self._last_events),
         )
+
+    def _pause(self, reason: str) -> None:
+        self.paused = True
+        self._tell("paused", reason)
+        self.save(training=False)
 
     def _collect(self, example: Example) -> None:
         """A text that the drafter is made of."""

@@ -231,6 +231,7 @@ class TrainingTime:
     ) -> None:
         self.seconds = 0.0
         self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
+        self.is_urged: Callable[[], bool] = lambda: False  # somebody waits for what is under way to end
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
         self._process = process
@@ -287,13 +288,14 @@ class TrainingTime:
         return seconds
 
     def may_compute(self) -> bool:
-        """Whether a process may go on: while nobody is served, or what it takes is covered."""
+        """Whether a process may go on: while nobody is served, or what it takes is covered, or somebody waits for its
+        end."""
         now = self._clock()
         is_busy = not self.is_idle
         if is_busy and self._computes:
             self._uncharged += (now - self._glanced_at) * self.taken_share
         self._glanced_at = now
-        self._computes = not is_busy or self.covers(self._uncharged)
+        self._computes = not is_busy or self.covers(self._uncharged) or self.is_urged()
         return self._computes
 
     def _now(self) -> float:

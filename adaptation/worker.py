@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Stage = Literal["observe", "update", "command", "recover", "save"]
 Result = TypeVar("Result")
+_Command = tuple[Future[Any], Callable[[], object]]
 _IDLE_SECONDS = 0.5
 _NICEST = 19
 
@@ -65,7 +66,8 @@ class Worker:
         self._niceness = niceness
         self._device = device or torch.device("cpu")
         self._waiting: deque[QueryFeedback] = deque()
-        self._commands: deque[tuple[Future[Any], Callable[[], object]]] = deque()
+        self._commands: deque[_Command] = deque()
+        self._urgent: deque[_Command] = deque()
         self._ready = threading.Condition()
         self._stopping = threading.Event()
         self._nothing_due = threading.Event()
@@ -94,12 +96,17 @@ class Worker:
             self._ready.notify()
         self._revive()
 
-    def ask(self, command: Callable[[], Result]) -> "Future[Result]":
-        """Run something in the thread that owns the learner, before the next query."""
+    @property
+    def is_urged(self) -> bool:
+        """Whether something waits that no update is worth waiting for."""
+        return bool(self._urgent)
+
+    def ask(self, command: Callable[[], Result], *, urgent: bool = False) -> "Future[Result]":
+        """Run something in the thread that owns the learner, before the next query; `urgent` breaks an update off."""
         answer: Future[Result] = Future()
 
         with self._ready:
-            self._commands.append((answer, command))
+            (self._urgent if urgent else self._commands).append((answer, command))
             self._ready.notify()
         self._revive()
         if self._stopping.is_set():
@@ -117,7 +124,7 @@ class Worker:
             self._ready.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-        for answer, _ in tuple(self._commands):
+        for answer, _ in (*self._urgent, *self._commands):
             answer.cancel()
         return not self.alive
 
@@ -144,9 +151,11 @@ class Worker:
         """The next thing there is to do, commands first."""
         command = feedback = None
         with self._ready:
-            if not (self._commands or self._waiting or self._stopping.is_set()):
+            if not (self._urgent or self._commands or self._waiting or self._stopping.is_set()):
                 self._ready.wait(0.0 if self._more_due else _IDLE_SECONDS)
-            if self._commands:
+            if self._urgent:
+                command = self._urgent.popleft()
+            elif self._commands:
                 command = self._commands.popleft()
             elif self._waiting:
                 feedback = self._waiting.popleft()
@@ -154,18 +163,18 @@ class Worker:
             self._attempt("command", partial(_carry_out, *command))
         elif feedback is not None:
             self._attempt("observe", partial(self.loop.observe, feedback))
-        if not self._stopping.is_set():
+        if not (self._stopping.is_set() or self.is_urged):
             self._attempt("update", self._update)
 
     def _update(self) -> None:
         self._more_due = False  # nor after one that failed
         self._more_due = self.trains and self.loop.update(self._interrupted) is not None
         with self._ready:
-            if not (self._more_due or self._waiting or self._commands):
+            if not (self._more_due or self._waiting or self._commands or self._urgent):
                 self._nothing_due.set()
 
     def _interrupted(self) -> bool:
-        return self._stopping.is_set() or not self.trains
+        return self._stopping.is_set() or self.is_urged or not self.trains
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True

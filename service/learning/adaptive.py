@@ -73,20 +73,27 @@ class Adaptive:
             self.learner.process.close()
 
     def status(self) -> AdaptationStatus:
-        """Waits for an update under way, as everything below does. Raises CancelledError once learning is stopped."""
+        """Waits for an update under way, as everything below does that breaks none off. Raises CancelledError once
+        learning is stopped."""
         status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
         return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
-        self.worker.ask(self.learner.pause).result()
+        """Break an update off, and begin no other, here nor where replicas learn after this one. Raises
+        InvalidRequest."""
+        self._check_leads()
+        self.worker.ask(self.learner.pause, urgent=True).result()
 
     def resume(self) -> None:
+        """Also of one that was paused while it led, and follows now. Raises InvalidRequest."""
+        if not self.learner.paused:
+            self._check_leads()
         self.worker.ask(self.learner.resume).result()
 
     def rollback(self) -> int:
         """Serve what was before, as a new version. # -> that version; raises InvalidRequest"""
         self._check_leads()
-        return self.worker.ask(self.learner.rollback).result().version
+        return self.worker.ask(self.learner.rollback, urgent=True).result().version
 
     def load_from_disk(self, folder: Path) -> int:
         """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored,

@@ -291,7 +291,7 @@ EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     "discarded": (*_TRAINER, OTHER),
     "rolled_back": ("operator", *_ALARMS, OTHER),
     "changed": ("other_words", OTHER),
-    "paused": ("operator", OTHER),
+    "paused": ("operator", "inherited", OTHER),
     "resumed": ("operator", OTHER),
     "loaded": ("operator", "leader", OTHER),
     "restored": ("same_weights", OTHER),

@@ -261,6 +261,14 @@ def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
     serve_until(tried, range(130, 190), "published")
 
 
+def test_a_pause_outlasts_the_process(tmp_path: Path) -> None:
+    for command, paused in (("pause", True), ("resume", False)):
+        getattr(bench(tmp_path).learner, command)()
+        later = bench(tmp_path)
+        later.learner.restore()
+        assert later.learner.paused == paused
+
+
 def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     for seed in range(60):

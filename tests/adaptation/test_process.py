@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,37 @@ def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None
     tried.learner.recover("thread_died")
     assert process.pid is None
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
+
+
+def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench) -> None:
+    """Under load that covers nothing the process is stopped amid its update."""
+    learner, process = tried.learner, process_of(tried)
+    process.update("head", samples(4))
+    learner.time.covers = lambda taken: not process.is_asked
+    worker, ended = learner.worker(), threading.Event()
+
+    def serve() -> None:
+        while not ended.wait(0.01):
+            learner.time.stepping()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    worker.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not process._waits:
+            assert time.monotonic() < deadline, tried.events
+            worker.ask(lambda: learn(tried, 1, updates=False))
+            time.sleep(0.05)
+        worker.ask(learner.pause, urgent=True).result(10)
+    finally:
+        ended.set()
+        serving.join()
+        assert worker.stop()
+    assert [(event.kind, event.reason) for event in tried.events] == [
+        ("discarded", "interrupted"),
+        ("paused", "operator"),
+    ]
 
 
 def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:

@@ -213,6 +213,26 @@ def test_an_update_under_way_is_told_to_end(made: Made) -> None:
     assert time.monotonic() - stopped_at < 1.0
 
 
+def test_a_command_that_is_urgent_ends_an_update_and_comes_before_others(made: Made) -> None:
+    ran, begun, ended = list[str](), threading.Event(), threading.Event()
+
+    def update(interrupted: Callable[[], bool]) -> None:
+        if not begun.is_set():
+            begun.set()
+            wait_until(interrupted)
+            ended.set()
+
+    worker = made(Scripted(on_update=update))
+    worker.start()
+    assert begun.wait(10)
+    usual = worker.ask(lambda: ran.append("usual"))
+    assert not ended.wait(0.1), "who only looks may wait"
+    worker.ask(lambda: ran.append("urgent"), urgent=True).result(10)
+    usual.result(10)
+    assert ran == ["urgent", "usual"]
+    assert not worker.is_urged
+
+
 def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> None:
     begun, ended = threading.Event(), threading.Event()
 

@@ -54,8 +54,9 @@ def test_what_all_are_asked_becomes_weights_that_all_serve(running: Fleet) -> No
 
 
 def test_an_operator_of_a_follower_is_sent_to_the_leader(running: Fleet) -> None:
-    answer = running.replicas[0].command("rollback")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_leading")
+    for command in ("pause", "resume", "rollback"):
+        answer = running.replicas[0].command(command)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_leading")
     running.wait(running.agree, RECOVERY_SECONDS)  # weights may be on their way
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.records import Event
+from adaptation.records import Event, ReplicaStatus
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from service.assembly import Assembly, assemble
 from service.engine import drafter_weights
 from service.engine.budget import FixedBudget
-from service.errors import StartupError
+from service.errors import InvalidRequest, StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.drafters.specblock.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
@@ -105,6 +105,21 @@ def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
     assert (status.version, status.newest, status.origin) == (0, 1, 0)
     assert [event.kind for event in status.events] == [event.kind for event in events]
     assert [event.kind for event in events] == ["paused", "resumed", "rolled_back"]
+
+
+def test_an_operator_of_one_that_follows_is_sent_to_the_leader(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(assembly, tmp_path) as adaptive:
+        adaptive.pause()
+        following = ReplicaStatus(role="following", leader="another")
+        monkeypatch.setattr(adaptive.replicas, "status", lambda: following)
+        adaptive.resume()
+        for command in (adaptive.pause, adaptive.resume, adaptive.rollback):
+            with pytest.raises(InvalidRequest, match="another") as refusal:
+                command()
+            assert refusal.value.code == "not_leading"
+        assert not adaptive.status().paused
 
 
 def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -> None:

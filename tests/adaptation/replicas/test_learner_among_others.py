@@ -44,6 +44,18 @@ def test_what_one_knows_another_goes_on_from(tmp_path: Path, policy: str) -> Non
     assert two.events == []
 
 
+def test_whoever_learns_after_a_paused_one_is_paused_until_resumed(tmp_path: Path) -> None:
+    one, two = experienced(tmp_path / "one", "bandit"), bench(tmp_path / "two", policy="bandit")
+    before = one.learner.shared()
+    one.learner.pause()
+    two.learner.inherit(one.learner.shared())
+    assert two.learner.paused
+    two.learner.inherit(before)
+    assert two.learner.paused, "what is older than the pause does not end it"
+    two.learner.resume()
+    assert [(event.kind, event.reason) for event in two.events] == [("paused", "inherited"), ("resumed", "operator")]
+
+
 @pytest.mark.parametrize("shared", [{}, {"policy": 3}, {"policy": {"knowledge": {}, "random": []}}])
 def test_what_is_no_knowledge_is_told_and_changes_nothing(tmp_path: Path, shared: dict[str, object]) -> None:
     tried = experienced(tmp_path, "bandit")
