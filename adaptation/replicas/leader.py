@@ -152,11 +152,17 @@ class Leader:
     def _announce(self, epoch: int, served: ServedVersion) -> None:
         before = self._state.record.sha256 or served.sha256
         record = self._next_record(epoch, served)
-        self._store.put(served.sha256, served.data)
+        if not self._store.put(served.sha256, served.data, lambda: self._holds(epoch)):
+            return
         self._state.accept(record, record.encode(self._state.secret))
         if self._store.announce(epoch, self._state.raw, served.sha256, before):
             self._replica.versions["announced"] += 1
             logger.info("announced version %s, weights %s", record.order, served.sha256[:16])
+
+    def _holds(self, epoch: int) -> bool:
+        """Renew the lease, if due: weights may take longer to send than it lasts."""
+        lease = self._replica.lease
+        return lease.hold(self._state.record.epoch) and lease.epoch == epoch
 
     def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
         """A new one, unless the store has only forgotten the last."""

@@ -152,14 +152,18 @@ class RedisStore:
         """Announce again what an emptied store has forgotten; anybody may, and the first does."""
         return bool(self.script(_REINSTATE, [self._version, self._weights + sha256], raw))
 
-    def put(self, sha256: str, data: bytes) -> None:
-        """Weights, unless they are there, for a while only: until they are announced."""
+    def put(self, sha256: str, data: bytes, holds: Callable[[], bool] = lambda: True) -> bool:
+        """Weights, unless they are there, for a while only: until they are announced. `holds` is asked before each
+        piece. # -> False: it said no, and they are not all there"""
         if self.has(sha256, len(data)):
-            return
+            return True
         key = self._weights + sha256
         for start in range(0, len(data), CHUNK_BYTES):
+            if not holds():
+                return False
             self.command("HSET", key, start // CHUNK_BYTES, data[start : start + CHUNK_BYTES])
             self.command("EXPIRE", key, _KEPT_SECONDS)
+        return True
 
     def has(self, sha256: str, num_bytes: int) -> bool:
         """Whether all pieces are there, whatever is in them."""

@@ -1,6 +1,7 @@
 """Replicas around a real Redis server: one leads, all serve what it serves, and a server that forgets or freezes costs
 nothing but time."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.exchange import Exchange, LocalOnly, Role
+from adaptation.replicas.redis_store import Part
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
@@ -189,6 +191,31 @@ def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Membe
     assert leader.status.versions["announced"] == 1  # the one before
     until([leader, follower], lambda: agreed([leader, follower]) and leader.status.epoch == 2)
     assert same(leader.served, weights_of(drafter()))
+
+
+def test_weights_that_take_longer_to_send_than_a_lease_lasts_are_announced(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptation.replicas.redis_store.CHUNK_BYTES", 1 << 12)
+    with (
+        member(tmp_path / "leader", server.url, lease_seconds=1.0) as leader,
+        member(tmp_path / "other", server.url, lease_seconds=1.0) as other,
+    ):
+        until([leader, other], lambda: leader.status.role == "leading" and agreed([leader, other]))
+        leader.bring(seed=1)
+        at_once, num_pieces = leader.exchange._store.command, len(leader.exchange._replica.served.now().data) >> 12
+
+        def slow(*parts: Part) -> object:
+            if parts[0] == "HSET":
+                time.sleep(2.0 / num_pieces)
+                other.exchange.attempt()
+            return at_once(*parts)
+
+        monkeypatch.setattr(leader.exchange._store, "command", slow)
+        leader.exchange.step()
+        assert (leader.status.role, leader.status.epoch, leader.status.number) == ("leading", 1, 1)
+        until([leader, other], lambda: agreed([leader, other]))
+        assert same(other.served, weights_of(drafter(1)))
 
 
 def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path) -> None:

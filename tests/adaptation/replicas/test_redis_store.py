@@ -206,6 +206,14 @@ def test_weights_come_back_whole(store: RedisStore, size: int) -> None:
     assert store.get("a", size) == DATA[:size]
 
 
+def test_sending_ends_with_the_right_to(store: RedisStore) -> None:
+    may = iter([True, True, False])
+    assert not store.put("a", DATA, lambda: next(may))
+    assert not store.has("a", len(DATA))
+    assert store.put("a", DATA)
+    assert store.put("a", DATA, lambda: False), "they are there"
+
+
 def test_a_missing_piece_is_seen(server: RedisServer, store: RedisStore) -> None:
     store.put("a", DATA)
     server.client.hdel("here:weights:a", "1")
