@@ -14,7 +14,7 @@ from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
-from service.api.settings import ApiSettings
+from service.api.settings import ApiSettings, naming_key
 from service.api.tenants import Tenants
 from service.api_keys import digest_in
 from service.assembly import Assembly, assemble
@@ -227,4 +227,5 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         served_model_names=(config.public_model_name,),
         release_seconds=config.release_seconds,
         allowed_hosts=config.checked_hosts,
+        naming_key=naming_key(config.adaptation.redis_secret),
     )

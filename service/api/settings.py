@@ -1,10 +1,12 @@
 """Limits and keys of the HTTP interface, and what its routes share."""
 
 import hashlib
+import hmac
 import logging
 import secrets
 from dataclasses import dataclass, field
 
+from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 4 * 1024**2
 _MOST_REMEMBERED_FIELDS = 256
 _LONGEST_LOGGED_NAME = 64
+_KEY_BYTES = 32
+_NAMING = b"names of clients"  # no kind of message that is signed with the same secret begins so
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class ApiSettings:
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # between two tokens of a choice; None: as steps bring them
     allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
+    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,6 @@ class Server:
     runtime: Runtime
     settings: ApiSettings
     _seen: set[str] = field(default_factory=set)  # names of unknown fields, a bounded number
-    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # of this process
 
     def note_ignored(self, name: str) -> None:
         """Name each unknown request field once in the log."""
@@ -51,7 +55,15 @@ class Server:
 
     def client_of(self, scope: Scope, body: SamplingFields | None) -> str:
         """The name under which a client's share of what is learnt is counted."""
-        return client_name(self._secret, scope, body, by_api_key=bool(self.settings.tenants))
+        return client_name(self.settings.naming_key, scope, body, by_api_key=bool(self.settings.tenants))
+
+
+def naming_key(shared: SecretStr | None) -> bytes:
+    """What clients' names are hashed with: by replicas that share a secret alike, for whoever leads counts the queries
+    of all; else by this process alone."""
+    if shared is None:
+        return secrets.token_bytes(_KEY_BYTES)
+    return hmac.digest(shared.get_secret_value().encode(), _NAMING, "sha256")
 
 
 def client_name(secret: bytes, scope: Scope, body: SamplingFields | None, *, by_api_key: bool) -> str:

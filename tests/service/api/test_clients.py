@@ -1,11 +1,15 @@
 """Under which name a client's share is counted."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adaptation.config import AdaptationConfig
 from service.api.schemas import CompletionRequest
 from service.api.settings import client_name
+from service.config import ServiceConfig
+from service.serve import api_settings
 from tests.service.api.client import ASK, client_of
 from tests.service.scripted import ScriptedEngine, say
 
@@ -61,6 +65,21 @@ def test_a_name_says_nothing_and_holds_for_one_process(user: str) -> None:
     assert len(name) == 32
     assert set(name) <= set("0123456789abcdef")
     assert name != client_name(b"another", scope(), body().model_copy(update={"user": user}), by_api_key=False)
+
+
+def test_replicas_with_one_secret_know_a_client_by_one_name(tmp_path: Path) -> None:
+    def name(redis_secret: str | None) -> str:
+        config = ServiceConfig(
+            state_dir=tmp_path,
+            adaptation=AdaptationConfig(enabled=True, redis_url="redis://localhost", redis_secret=redis_secret),
+        )
+        key = api_settings(config).naming_key
+        assert redis_secret is None or redis_secret.encode() not in key
+        return client_name(key, scope("a", "Bearer one"), body(), by_api_key=True)
+
+    shared, other = "a secret of all replicas", "another secret of replicas"
+    assert name(shared) == name(shared)
+    assert len({name(shared), name(other), name(None), name(None)}) == 4
 
 
 @pytest.mark.anyio
