@@ -30,8 +30,8 @@ _TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
 _LONGEST_RETRY_SECONDS = 30
 _NOT_LEARNING = (
-    "This server does not learn while it serves: start it with --adaptation.enabled true and a drafter that has "
-    "weights."
+    "This server does not learn while it serves: start it with --adaptation.enabled true and --drafter auto, or a "
+    "drafter that has weights."
 )
 
 

@@ -1,19 +1,44 @@
 """The shipped example configurations start a server, or refuse for a stated reason."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import yaml
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from drafters.specblock.model import SpecBlock
+from drafters.tree import MAX_NODES
+from service.assembly import _learning
+from service.config import GIB
 from service.config_sources import load_config
+from service.engine import memory_planner
+from service.engine.drafter_start import drafter_config
+from service.engine.engine import EngineLimits
+from service.engine.kv_pool import KVShape
+from service.engine.memory_planner import MemoryPlan, needs_of, slots_for
 from tests.architecture.rules import ROOT
 from tests.processes import begin
 from tests.service.bench.parts import save_two_layers
 
 FOLDER = ROOT / "deploy" / "config"
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+)
+"""As published."""
 SHIPPED = sorted(FOLDER.glob("*.yaml"))
 
 
@@ -27,6 +52,45 @@ def test_each_is_possible(file: Path) -> None:
     named = yaml.safe_load(file.read_text()) or {}
     from_file = {name for name, origin in loaded.origin.items() if origin.startswith("file")}
     assert {name.split(".")[0] for name in from_file} == set(named)
+
+
+@pytest.mark.parametrize(
+    ("others", "gigabytes"),
+    [
+        ({}, int(re.findall(r"at least (\d+) GB", (FOLDER / "gpu.yaml").read_text())[0])),
+        ({"ADAPTATION__TRAIN_DEVICE": "cpu"}, 48),
+        ({"ADAPTATION__ENABLED": "false", "MAX_SEQUENCES": "8", "MAX_MODEL_LEN": "8192"}, 24),
+    ],
+)
+def test_the_gpu_example_fits_where_it_says(
+    others: dict[str, str], gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan of the start, for the shapes of its model; what forwards take is no more than guessed, generously."""
+    assert f" {gigabytes} GB" in (FOLDER / "gpu.yaml").read_text()
+    monkeypatch.setattr(memory_planner, "_measured", lambda target, rows: GIB)
+    environ = {f"ADAPTREE_{name}": value for name, value in others.items()}
+    config = load_config({"config": FOLDER / "gpu.yaml"}, environ).config
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(QWEN3_8B)
+        shape = drafter_config(model)
+        drafter = SpecBlock(shape)
+    pairs = KVShape(num_layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    learning = _learning(config, cast(Any, SimpleNamespace(unmade=drafter, model=on_gpu)))
+    network = cast(Any, SimpleNamespace(config=shape, dtype=torch.bfloat16, shape=pairs)) if learning else None
+    limits = EngineLimits(
+        max_model_len=config.max_model_len or QWEN3_8B.max_position_embeddings,
+        max_sequences=config.max_sequences,
+        prefill_chunk=config.prefill_chunk,
+        max_budget=config.max_budget,
+    )
+    target = cast(Any, SimpleNamespace(vocab_size=QWEN3_8B.vocab_size, model=SimpleNamespace(dtype=torch.bfloat16)))
+    begun = sum(value.numel() for value in drafter.parameters()) if learning else 0
+    weights = 2 * (model.num_parameters() + 2 * begun)  # in bf16; the drafter once more as it serves
+    needs = needs_of(target, limits, network, learning, captures=True)
+    pool = config.kv_cache_bytes("cuda", MemoryPlan(gigabytes * 10**9 - weights, needs).left_bytes)
+    beside = memory_planner.entry_bytes(network)
+    assert slots_for(pairs, pool, max_model_len=limits.max_model_len, reserve=MAX_NODES, bytes_beside=beside)
 
 
 def test_the_cpu_example_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

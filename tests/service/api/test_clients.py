@@ -69,10 +69,8 @@ def test_a_name_says_nothing_and_holds_for_one_process(user: str) -> None:
 
 def test_replicas_with_one_secret_know_a_client_by_one_name(tmp_path: Path) -> None:
     def name(redis_secret: str | None) -> str:
-        config = ServiceConfig(
-            state_dir=tmp_path,
-            adaptation=AdaptationConfig(enabled=True, redis_url="redis://localhost", redis_secret=redis_secret),
-        )
+        learning = {"enabled": True, "redis_url": "redis://localhost", "redis_secret": redis_secret}
+        config = ServiceConfig(state_dir=tmp_path, adaptation=AdaptationConfig.model_validate(learning))
         key = api_settings(config).naming_key
         assert redis_secret is None or redis_secret.encode() not in key
         return client_name(key, scope("a", "Bearer one"), body(), by_api_key=True)
