@@ -1,11 +1,14 @@
 """What learning keeps on disk: a ring of published drafters, and the learner's state with its training copy.
 
 A file is either the old one or the new one, whenever the process dies. What is read is hashed before it is parsed and
-must fit the drafter it is for; what cannot be trusted is passed over. One process owns a folder, one thread calls.
+must fit the drafter it is for; what cannot be trusted is passed over. One process owns a folder (`owned`), one thread
+calls.
 """
 
 import hashlib
+import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,11 +27,14 @@ from adaptation.policy import State
 from adaptation.records import Damaged, NotRemoved, NotStored, Refused
 from adaptation.trainer import all_finite
 
+logger = logging.getLogger(__name__)
+
 SNAPSHOTS = "snapshots"
 """The folder of published drafters, in that of a learner."""
 WEIGHTS = "weights.safetensors"
 MANIFEST = "snapshot.json"
 _UNFINISHED = ".unfinished-"
+_LOCK = "lock"
 _FORMAT = 1
 _KEPT_COPIES = 2
 
@@ -81,6 +87,31 @@ class SavedLearner:
 
 _INFO = TypeAdapter(SnapshotInfo)
 _SAVED = TypeAdapter(SavedLearner)
+
+
+def owned(folder: Path) -> Path:
+    """This folder, or where other processes learn in it the first numbered one beside it that nobody learns in. It is
+    locked until this process ends, however it does."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        return folder
+    for number in itertools.count(1):
+        chosen = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise
+        except BlockingIOError:
+            continue
+        except OSError as error:  # whoever cannot write there stores nothing either, and says so then
+            logger.warning("no other process is kept from learning in %s: %s", chosen, error)
+        break
+    return chosen
 
 
 class SnapshotRing:

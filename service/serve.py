@@ -10,6 +10,7 @@ import anyio
 import uvicorn
 from fastapi import FastAPI
 
+from adaptation.checkpoint import owned
 from adaptation.records import Event
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
@@ -197,7 +198,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         log_event(event)
         live.observe_event(event)
 
-    folder = learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder)
+    folder = owned(learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder))
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
     return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
 

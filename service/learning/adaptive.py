@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from adaptation.checkpoint import owned
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner
 from adaptation.process import TrainingTime
@@ -198,7 +199,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         made=loaded.unmade is None,
     )
     folder = learning_folder(config.state_dir, loaded, source)
-    folder = folder.with_name(f"{folder.name}-trainer")
+    folder = owned(folder.with_name(f"{folder.name}-trainer"))
     with _refusing():
         learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
         worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.identity)

@@ -27,6 +27,7 @@ from adaptation.checkpoint import (
     digest,
     folder_name,
     layout_of,
+    owned,
     read_snapshot,
     remove_snapshot,
     seal,
@@ -398,6 +399,33 @@ def test_a_real_kill_loses_at_most_the_snapshot_being_written(tmp_path: Path) ->
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.split() == ["20", "kills"]
+
+
+def owner_of(folder: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that owns a folder until it is killed, and the folder it has got."""
+    program = (
+        "import sys; from pathlib import Path; from adaptation.checkpoint import owned; "
+        "print(owned(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_each_process_learns_in_a_folder_of_its_own_and_a_killed_one_leaves_it_to_the_next(tmp_path: Path) -> None:
+    shared = tmp_path / "state" / "learning"
+    first, mine = owner_of(shared)
+    with first:
+        assert (mine, owned(shared)) == (shared, tmp_path / "state" / "learning-2")
+        first.kill()
+    assert owned(shared) == shared
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert owned(tmp_path / "file" / "learning") == tmp_path / "file" / "learning"
+    assert "no other process is kept from learning" in caplog.text
 
 
 CURRENT, PREVIOUS = "learner.json", "learner.previous.json"

@@ -60,6 +60,20 @@ def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> 
     assert served.card.drafter == "lookup+specblock"
 
 
+def test_servers_of_one_state_dir_learn_in_folders_of_their_own(tmp_path: Path) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    config = settings(
+        folder,
+        drafter_path=save_drafter(tmp_path / "drafter", assembled(folder)),
+        state_dir=tmp_path / "state",
+        adaptation=AdaptationConfig(enabled=True),
+    )
+    for _ in range(2):
+        load_served(config, made(), Live())
+    first, second = sorted(path.name for path in (tmp_path / "state" / "adaptation").iterdir())
+    assert second == f"{first}-2"
+
+
 def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_two_layers(tmp_path)
     learning = AdaptationConfig(enabled=True)
