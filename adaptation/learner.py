@@ -33,7 +33,7 @@ from adaptation.process import TrainingTime, training_process
 from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit, Event, EventKind, NotStored
 from adaptation.samples import SampleBuffers, TrainingSample, ValidationSet
 from adaptation.traffic import TrafficMonitor
-from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
+from adaptation.trainer import RATE, Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import DraftVocabulary, Rows, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
@@ -239,7 +239,7 @@ class Learner:
         self._monitor.weights_changed()
         self._restore_parts(saved)
         self._bootstrap.restore_tensors()
-        tensors = self._checkpoint.load_tensors("training", self._trainer.tensors(), origin=self.weights.latest.origin)
+        tensors = self._saved_training()
         if tensors is None:
             self._start_over()
         else:
@@ -446,6 +446,13 @@ class Learner:
         """Train on from what is served."""
         self._num_refused = 0
         self._trainer.load(self._bootstrap.training_start())
+
+    def _saved_training(self) -> dict[str, Tensor] | None:
+        """The training copy with its optimizers; an earlier release kept no rates with them."""
+        like, origin = self._trainer.tensors(), self.weights.latest.origin
+        without = {name: value for name, value in like.items() if not name.endswith(RATE)}
+        found = (self._checkpoint.load_tensors("training", each, origin=origin) for each in (like, without))
+        return next((tensors for tensors in found if tensors is not None), None)
 
     def _serve_again(self, origin: int) -> None:
         try:

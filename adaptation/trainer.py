@@ -41,6 +41,8 @@ _RANK_ROWS = 128  # entries per step that train the rank head: drawing noise for
 _GRADIENT_NORM = 1.0  # gradients are scaled down to it
 _BETAS = (0.9, 0.98)
 _ADAM_EPSILON = 1e-8
+RATE = ".rate"
+"""How names of stored rates end."""
 _RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # of an arm's share of its rate, after a publish and a candidate clearly worse
 _FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
 _PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
@@ -94,12 +96,12 @@ class Adam:
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float, relative: bool = False) -> None:
         """`relative`: `rate` is in units of each parameter's root mean square, as it was before the first step."""
         self._parameters = dict(parameters)
-        self._rate, self._relative = rate, relative
+        self._rate = rate
+        self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not taken
         groups = [{"params": [parameter]} for parameter in self._parameters.values()]
         self._optimizer = torch.optim.AdamW(
             groups, lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
         )
-        self._rates = self._rates_now()
         for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
@@ -114,19 +116,18 @@ class Adam:
 
     def step(self, share: float = 1.0) -> None:
         """Use the gradients that are there, at this share of the rate; parameters without one stay."""
-        if not self.num_steps:
-            self._rates = self._rates_now()
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(self._optimizer.param_groups, self._rates(), strict=True):
             group["lr"] = share * rate
         self._optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state itself, by name."""
-        return {
+        moments = {
             f"{name}.{kind}": value
             for name, parameter in self._parameters.items()
             for kind, value in self._optimizer.state[parameter].items()
         }
+        return moments | {f"{name}{RATE}": rate for name, rate in self._relative.items()}
 
     @torch.no_grad()
     def forget(self, name: str, rows: Tensor) -> None:
@@ -140,12 +141,14 @@ class Adam:
         for value in self.tensors().values():
             value.zero_()
 
-    def _rates_now(self) -> list[float]:
-        """One for each parameter."""
-        if not self._relative:
-            return [self._rate] * len(self._parameters)
-        sizes = [float(value.detach().square().mean().sqrt()) for value in self._parameters.values()]
-        return [self._rate * (size or 1.0) for size in sizes]
+    @torch.no_grad()
+    def _rates(self) -> list[float]:
+        """One for each parameter; taken once, for steps change what they are relative to."""
+        for name, rate in self._relative.items():
+            if not rate:
+                size = float(self._parameters[name].square().mean().sqrt())
+                rate.fill_(self._rate * (size or 1.0))
+        return [float(self._relative.get(name, self._rate)) for name in self._parameters]
 
 
 class Pace:
@@ -276,8 +279,9 @@ class Trainer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Without rates, as earlier releases have stored them, these are taken anew."""
         for name, value in self.tensors().items():
-            value.copy_(tensors[name])
+            value.copy_(tensors.get(name, torch.zeros_like(value)) if name.endswith(RATE) else tensors[name])
         self._model.set_vocabulary(self._model.d2t.clone())
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from adaptation import learner
 from adaptation.config import PolicyName
 from adaptation.gate import GateDecision
 from adaptation.policy import Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
+from adaptation.trainer import RATE
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from tests.adaptation.drafts import same
-from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, vocabulary
+from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
@@ -348,6 +350,20 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
     assert same(after.learner._trainer.tensors(), before.learner._trainer.tensors())
     assert after.learner._policy.state() == before.learner._policy.state()
     assert [(event.kind, event.reason) for event in after.events] == [("restored", "same_weights")]
+
+
+def test_a_training_copy_without_rates_of_an_earlier_release_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules_of = learner._rules_of
+    monkeypatch.setattr(learner, "_rules_of", lambda *given, **named: replace(rules_of(*given, **named), relative=True))
+    before, after = full_bench(tmp_path), full_bench(tmp_path)
+    before.learner._trainer.update("full", samples(4))
+    left = {name: value for name, value in before.learner._trainer.tensors().items() if not name.endswith(RATE)}
+    assert len(left) < len(before.learner._trainer.tensors())
+    before.learner._checkpoint.save_tensors("training", left, origin=0)
+    after.learner.restore()
+    assert same({name: value for name, value in after.learner._trainer.tensors().items() if name in left}, left)
 
 
 def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:

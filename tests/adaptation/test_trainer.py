@@ -42,11 +42,13 @@ def trainer(
     autocast: bool = False,
     steps: int = 4,
     kind: str = "specblock",
+    relative: bool = False,
+    size: float = 1.0,
     **tuned: Any,
 ) -> tuple[Trainer, SpecBlock]:
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
-        relative=False,
+        relative=relative,
         blocks=TRAINED_KINDS[kind].trained_blocks,
         learning_rate=rate or 0.01,
         anchor_weight=anchor_weight,
@@ -55,6 +57,9 @@ def trainer(
     )
     model = drafter() if kind == "specblock" else of_kind(kind)
     anchor = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(size)
     return Trainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
 
 
@@ -169,6 +174,25 @@ def test_a_resumed_trainer_goes_on_to_the_bit() -> None:
     going.update("head", samples(2))
     resumed.update("head", samples(2))
     assert same(going.tensors(), resumed.tensors())
+
+
+def test_rates_relative_to_weights_stay_for_whoever_goes_on() -> None:
+    """Who was built around other weights."""
+    going, resumed = trainer(relative=True)[0], trainer(relative=True, size=50.0)[0]
+    going.update("head", samples(4))
+    resumed.load_tensors(state_of(going))
+    going.update("head", samples(2))
+    resumed.update("head", samples(2))
+    assert same(going.tensors(), resumed.tensors())
+
+
+def test_rates_that_were_not_kept_are_taken_of_what_is_loaded() -> None:
+    going, resumed = trainer(relative=True)[0], trainer(relative=True, size=50.0)[0]
+    going.update("full", samples(4))
+    kept = {name: value for name, value in state_of(going).items() if not name.endswith(".rate")}
+    resumed.load_tensors(kept)
+    moved = going.update("full", samples(2)).moved
+    assert resumed.update("full", samples(2)).moved == pytest.approx(moved, rel=0.2)
 
 
 def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
