@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,7 +115,8 @@ def owned(folder: Path) -> Path:
 
 
 class SnapshotRing:
-    """Keeps the newest `on_disk` published drafters in a folder and the newest `in_memory` beside them."""
+    """Keeps the newest `on_disk` published drafters in a folder, whatever serves among them, and the newest `in_memory`
+    beside them."""
 
     def __init__(self, folder: Path, *, in_memory: int, on_disk: int) -> None:
         self._folder = folder
@@ -129,9 +130,17 @@ class SnapshotRing:
         """Versions in memory or on disk, rising; also of snapshots that cannot be trusted."""
         return sorted({*self._memory, *stored_versions(self._folder)})
 
-    def add(self, info: SnapshotInfo, tensors: Mapping[str, Tensor]) -> None:
-        """Store copies of these tensors. Raises NotStored, and then memory and disk are as they were; or NotRemoved,
-        and then only the ring is longer than it should be."""
+    def add(
+        self,
+        info: SnapshotInfo,
+        tensors: Mapping[str, Tensor],
+        *,
+        served: int | None = None,
+        condemned: Collection[int] = (),
+    ) -> None:
+        """Store copies of these tensors. The version that is `served` makes no room for them, and those `condemned` do
+        so first. Raises NotStored, and then memory and disk are as they were; or NotRemoved, and then only the ring is
+        longer than it should be."""
         keeps = self._num_in_memory > 0
         snapshot = Snapshot(info, _on_host(tensors, copy=keeps))
         write_snapshot(self._folder, snapshot)
@@ -139,7 +148,11 @@ class SnapshotRing:
             self._memory[info.version] = snapshot
         for version in sorted(self._memory)[: -self._num_in_memory]:
             del self._memory[version]
-        self._drop_oldest()
+        stored = stored_versions(self._folder)
+        able = [version for version in stored if version not in (served, info.version)]
+        able.sort(key=lambda version: (version not in condemned, version))
+        for version in able[: max(0, len(stored) - self._num_on_disk)]:
+            remove_snapshot(self._folder, version)
 
     def get(self, version: int, layout: Layout) -> Snapshot:
         """Raises Damaged for a snapshot that cannot be trusted, or is not there."""
@@ -147,10 +160,6 @@ class SnapshotRing:
         if kept is not None:
             return Snapshot(kept.info, _on_host(kept.tensors))
         return read_snapshot(self._folder, version, layout)
-
-    def _drop_oldest(self) -> None:
-        for version in stored_versions(self._folder)[: -self._num_on_disk]:
-            remove_snapshot(self._folder, version)
 
 
 class LearnerCheckpoint:

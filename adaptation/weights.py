@@ -210,8 +210,10 @@ class DrafterWeights:
     ) -> int:
         version = self._claim()
         staged = self._prepared(version, version, weights)
+        served = self.latest.origin
+        info = SnapshotInfo(version, served, now(), dict(scores))
         try:
-            self.snapshots.add(SnapshotInfo(version, self.latest.origin, now(), dict(scores)), weights)
+            self.snapshots.add(info, weights, served=served, condemned=self.condemned)
         except NotRemoved as error:
             logger.warning("%s; the next publish tries again", error)
         self._stage(staged, replaced)

@@ -16,7 +16,7 @@ from drafters.specblock.checkpoint import VOCABULARY, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
-from tests.adaptation.drafts import same
+from tests.adaptation.drafts import info_of, same, tensors_of
 from tests.adaptation.samples import EMBED, drafter, feedback
 
 torch.set_num_threads(1)
@@ -107,6 +107,33 @@ def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dt
         assert weights.between_steps() == version
         assert weights.origin == target
         assert same(bits(serving), known[target])
+
+
+def test_publishes_that_are_taken_back_push_nothing_out_that_can_be_gone_back_to(tmp_path: Path) -> None:
+    serving = drafter()
+    weights = weights_in(tmp_path, serving)
+    for seed in (1, 2):
+        train(weights, seed)
+        weights.publish({})
+        weights.between_steps()
+    good = bits(serving)
+    for seed in range(6):
+        train(weights, seed)
+        taken_back = weights.publish({})
+        weights.between_steps()
+        weights.condemn()
+        assert weights.restore_before(taken_back).origin == 2
+        weights.between_steps()
+        assert same(bits(serving), good)
+    assert {1, 2} < set(weights.snapshots.versions)
+    assert len(weights.snapshots.versions) == 4
+
+
+def test_what_serves_makes_no_room_for_others(tmp_path: Path) -> None:
+    ring = SnapshotRing(tmp_path, in_memory=0, on_disk=2)
+    for version in range(1, 5):
+        ring.add(info_of(version), tensors_of(version), served=1)
+    assert ring.versions == [1, 4]
 
 
 def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path) -> None:
