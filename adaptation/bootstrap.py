@@ -111,14 +111,15 @@ class Bootstrap:
         self._checkpoint.save_tensors("anchor", weights_of(self._weights.anchor), origin=self._weights.latest.origin)
 
     def adopted(self, weights: dict[str, Tensor]) -> None:
-        """Somebody brought a drafter: what would be made is not wanted. Raises as `rebase`."""
-        if self.makes:
+        """Somebody brought a drafter: what would be made is not wanted; what was made, or brought before, stays what
+        distances are measured to. Raises as `rebase`."""
+        if self.collects:
             self._sums = None
             self.rebase(weights)
 
     def rolled_back(self) -> None:
-        """What was made of these positions may have turned out badly."""
-        if self.serves_nothing:
+        """What was made, if anything, may have turned out badly, and the sums behind it are gone."""
+        if self.serves_nothing and not self.collects:
             self._sums = self._no_sums()
             self.wanted = _FIRST * self._sums.known
 

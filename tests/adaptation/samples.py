@@ -142,8 +142,8 @@ def full_bench(folder: Path, **knobs: object) -> Bench:
     return bench(folder, **{"policy": "full_only", "full_queries": 4, **large, **knobs})
 
 
-def bench(folder: Path, **knobs: object) -> Bench:
-    """Quick to decide: always updates, gates on four texts."""
+def bench(folder: Path, *, made: bool = True, **knobs: object) -> Bench:
+    """Quick to decide: always updates, gates on four texts. `made`: the drafter need not be made of texts first."""
     config, tuning = tuned({**QUICK, **knobs})
     serving = drafter()
     events: list[Event] = []
@@ -155,6 +155,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         embedding=TABLE,
         prepare=in_place(serving),
         embed=EMBED,
+        made=made,
     )
     learner = Learner(
         config,
