@@ -8,7 +8,7 @@ class IdleTime:
     """A share of it is used, and none any more once updates have led nowhere and no new texts have come."""
 
     def __init__(self, *, share: float, most_in_vain: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share`: 0 to 1; `most_in_vain`: updates in a row that were computed and not published."""
+        """`share`: 0 to 1; `most_in_vain`: updates in a row that nobody interrupted and that published nothing."""
         self._share = share
         self._most_in_vain = most_in_vain
         self._clock = clock

@@ -153,13 +153,7 @@ class Learner:
             return None
         self._updating = True
         report = self._train(arm, self._buffers.take(arm), interrupted)
-        if report.applied:
-            self._conclude(report)
-        else:
-            self._ended(None)
-            if report.outcome not in ("nothing_to_learn", "interrupted"):
-                self._buffers.clear_replay()
-            self._tell("discarded", report.outcome, {"seconds": report.seconds})
+        self._finish(report)
         return report
 
     def pause(self) -> None:
@@ -385,7 +379,7 @@ class Learner:
             return
         began = time.monotonic()
         report = self._train("full", texts, lambda: interrupted() or not self.time.is_idle)
-        published = self._conclude(report) if report.applied else None
+        published = None if report.outcome == "interrupted" else self._finish(report)
         self._idle.ended(time.monotonic() - began, published=published)
 
     def _train(self, arm: Arm, samples: list[TrainingSample], interrupted: Callable[[], bool]) -> UpdateReport:
@@ -395,6 +389,16 @@ class Learner:
             report = self._update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
+
+    def _finish(self, report: UpdateReport) -> bool:
+        """Judge what was trained, or say why there is nothing to judge. # -> whether it was published"""
+        if report.applied:
+            return self._conclude(report)
+        self._ended(None)
+        if report.outcome not in ("nothing_to_learn", "interrupted"):
+            self._buffers.clear_replay()
+        self._tell("discarded", report.outcome, {"seconds": report.seconds})
+        return False
 
     def _conclude(self, report: UpdateReport) -> bool:
         """Publish what was trained if it is better, and say which. # -> whether it was"""

@@ -16,7 +16,7 @@ from adaptation.gate import GateDecision
 from adaptation.policy import Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
-from adaptation.trainer import RATE
+from adaptation.trainer import RATE, UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -304,6 +304,25 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
     assert tried.learner._buffers.take("full") == [], "it would break the next update too"
+
+
+def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
+    serve(tried, range(16), update=False)
+    tried.learner._buffers._replay.extend(samples(4))
+    for outcome, told in (("interrupted", []), ("nothing_to_learn", ["nothing_to_learn"] * 2)):
+        report = UpdateReport("full", outcome, 0.0)
+        monkeypatch.setattr(tried.learner, "_update", lambda *_, report=report, **__: report)
+        for _ in range(5):
+            tried.learner.update()
+        assert [event.reason for event in tried.events if event.kind == "discarded"] == told
+    tried.learner._buffers.num_remembered += 1
+    monkeypatch.setattr(tried.learner, "_update", lambda *_, **__: UpdateReport("full", "loss_not_finite", 0.0))
+    tried.learner.update()
+    assert tried.events[-1].reason == "loss_not_finite"
+    assert not tried.learner._buffers._replay
 
 
 @pytest.mark.parametrize("stage", ["_train", "_conclude"])
