@@ -137,6 +137,7 @@ class Learner:
             self._traffic_changed()
             self._tell("changed", "other_words")
         self._watch(feedback.query, filtered)
+        self._charge()
         self.sampler.resting = self._may_rest()
         return filtered
 
@@ -151,6 +152,7 @@ class Learner:
         if arm is None:
             self._train_idle(interrupted)
             return None
+        self._charge()  # what comes from here on is the arm's
         self._updating = True
         report = self._train(arm, self._buffers.take(arm), interrupted)
         self._finish(report)
@@ -242,6 +244,8 @@ class Learner:
     def status(self, worker: Worker) -> AdaptationStatus:
         """What an operator sees."""
         weights, feedback, counts = self.weights, self._feedback, self._event_counts
+        with self.time.spent():
+            kl_to_anchor = self._evaluator.kl_to_anchor()
         return AdaptationStatus(
             policy=self._policy_name,
             paused=self.paused,
@@ -270,7 +274,7 @@ class Learner:
             rollbacks=counts["rolled_back"],
             discards=counts["discarded"],
             training_seconds=self.time.seconds,
-            kl_to_anchor=self._evaluator.kl_to_anchor(),
+            kl_to_anchor=kl_to_anchor,
             failures={stage: count for stage, count in worker.failures.items()},
             restarts=worker.num_restarts,
             events=tuple(self._last_events),
@@ -302,7 +306,7 @@ class Learner:
         self._storing(lambda: self._bootstrap.judged(solution, published=published))
         self._pace.traffic_changed()  # what is solved is as far from the texts as another's drafter
         self._evaluator.rebased()
-        self._policy.spent(self.time.taken())
+        self._charge()
         reason = decision.reason if published or not decision.publish else "not_stored"
         self._tell("published" if published else "refused", reason, {**numbers, **_scores(decision)})
         if not published:
@@ -380,6 +384,7 @@ class Learner:
         began = time.monotonic()
         report = self._train("full", texts, lambda: interrupted() or not self.time.is_idle)
         published = None if report.outcome == "interrupted" else self._finish(report)
+        self._charge()
         self._idle.ended(time.monotonic() - began, published=published)
 
     def _train(self, arm: Arm, samples: list[TrainingSample], interrupted: Callable[[], bool]) -> UpdateReport:
@@ -445,6 +450,10 @@ class Learner:
         if self._updating:
             self._policy.ended(judgement, self.time.taken(), published=published)
         self._updating = False
+
+    def _charge(self) -> None:
+        """What no update has taken from serving."""
+        self._policy.spent(self.time.taken())
 
     def _start_over(self) -> None:
         """Train on from what is served."""

@@ -16,7 +16,7 @@ from adaptation.gate import GateDecision
 from adaptation.policy import Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
-from adaptation.trainer import RATE, UpdateReport
+from adaptation.trainer import RATE, Outcome, UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -312,7 +312,8 @@ def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_
     tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
     serve(tried, range(16), update=False)
     tried.learner._buffers._replay.extend(samples(4))
-    for outcome, told in (("interrupted", []), ("nothing_to_learn", ["nothing_to_learn"] * 2)):
+    cases: list[tuple[Outcome, list[str]]] = [("interrupted", []), ("nothing_to_learn", ["nothing_to_learn"] * 2)]
+    for outcome, told in cases:
         report = UpdateReport("full", outcome, 0.0)
         monkeypatch.setattr(tried.learner, "_update", lambda *_, report=report, **__: report)
         for _ in range(5):
@@ -440,6 +441,58 @@ def test_what_training_took_is_told_once(tmp_path: Path) -> None:
     with time.spent():
         now.now += 0.5
     assert [time.taken(), time.taken()] == [0.5 * time.taken_share, 0.0]
+
+
+def taking(tried: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, seconds: float) -> None:
+    """From here on this call takes so much from serving."""
+    call = getattr(owner, name)
+
+    def takes(*given: object, **named: object) -> object:
+        tried.learner.time._uncharged += seconds
+        return call(*given, **named)
+
+    monkeypatch.setattr(owner, name, takes)
+
+
+def charges(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is charged from here on, of what is no update."""
+    charged: list[float] = []
+    monkeypatch.setattr(tried.learner._policy, "spent", lambda seconds: charged.append(seconds) if seconds else None)
+    return charged
+
+
+def test_each_text_that_is_collected_is_charged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = bench(tmp_path, made=False, policy="bandit", validation_share=0.0)
+    charged = charges(tried, monkeypatch)
+    taking(tried, monkeypatch, tried.learner._bootstrap, "add", 2.0)
+    serve(tried, range(3), update=False)
+    assert charged == [2.0] * 3
+
+
+def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = taught(tmp_path, idle_share=1.0)
+    charged = charges(tried, monkeypatch)
+    taking(tried, monkeypatch, tried.learner._evaluator, "scored", 2.0)
+    serve(tried, range(100, 104), update=False)
+    assert charged
+    assert set(charged) == {2.0}
+    charged.clear()
+    taking(tried, monkeypatch, tried.learner, "_update", 3.0)
+    monkeypatch.setattr(tried.learner._policy, "take_update", lambda: None)
+    tried.learner.update()
+    assert charged == [3.0]
+
+
+def test_an_arm_pays_for_its_update_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = full_bench(tmp_path)
+    serve(tried, range(12), update=False)
+    charged, paid = charges(tried, monkeypatch), list[float]()
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda _, seconds, **__: paid.append(seconds))
+    taking(tried, monkeypatch, tried.learner._evaluator, "_drift", 2.0)
+    taking(tried, monkeypatch, tried.learner, "_update", 3.0)
+    seen(tried)
+    assert tried.learner.update() is not None
+    assert (charged, paid) == ([2.0], [3.0])
 
 
 def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
