@@ -94,9 +94,9 @@ def learn_for_ever(folder: Path, seed: int, tell: Callable[..., None]) -> None:
     ring = process.weights.snapshots
     usual = ring.add
 
-    def add(info: Any, tensors: Mapping[str, Tensor]) -> None:
+    def add(info: Any, tensors: Mapping[str, Tensor], **named: Any) -> None:
         tell(what="storing", version=info.version, weights=hashed(tensors))
-        usual(info, tensors)
+        usual(info, tensors, **named)
 
     ring.add = add  # type: ignore[method-assign]
     tell(what="done", version=process.weights.origin)
