@@ -148,7 +148,8 @@ class Bandit:
         belief.cost += rate * (seconds / mean_seconds - belief.cost)
         if judgement is not None and signal > 0 and signal >= rules.s_min:
             posterior = self._posterior(arm)
-            posterior.observe(judgement.gain / signal, noise=max(judgement.error, _LEAST_ERROR) / signal)
+            gain = judgement.gain - judgement.before
+            posterior.observe(gain / signal, noise=max(judgement.error, _LEAST_ERROR) / signal)
             belief.mean, belief.sd = posterior.mean, posterior.sd
         gained = 0.0
         if judgement is not None and published:  # of many candidates the lucky ones are: what is sure of the arm counts

@@ -42,6 +42,8 @@ from drafters.regret import RegretLedger
 from drafters.training.corpus import Example
 
 Result = TypeVar("Result")
+_NOTHING = (0.0, 0.0)
+"""Gained, and its standard error, of a training copy that is what serves."""
 _KEPT_EVENTS = 50
 _MADE_STEP = 0.01
 """Of each parameter's size: how far a step takes a drafter that was solved and not trained yet."""
@@ -108,6 +110,7 @@ class Learner:
         self._last_events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._idle = IdleTime(share=config.idle_share, most_in_vain=tuning.kept_refusals)
         self._num_refused = 0
+        self._gained: tuple[float, float] | None = _NOTHING
         self._updating = False
 
     def worker(self) -> Worker:
@@ -240,6 +243,7 @@ class Learner:
             self._start_over()
         else:
             self._trainer.load_tensors(tensors)
+            self._gained = None  # it may have been ahead of what serves
 
     def status(self, worker: Worker) -> AdaptationStatus:
         """What an operator sees."""
@@ -332,6 +336,8 @@ class Learner:
         for part in (self._policy, self._validation, self._pace):
             part.traffic_changed()
         self._buffers.clear_replay()
+        if self._gained != _NOTHING:
+            self._gained = None  # what was gained was gained on other texts
 
     def _may_rest(self) -> bool:
         """Whether few queries are enough: what is served is not new, and nothing is learnt, or nothing promises a gain
@@ -410,11 +416,12 @@ class Learner:
         with self.time.spent():
             decision, seconds = self._evaluator.evaluate(self._validation.current)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
+        judgement = self._judgement(report, decision)
         published = decision.publish and self._publish(decision)
+        self._ended(judgement, published=published)
         if not published:
             self._refuse(report, decision, "not_stored" if decision.publish else decision.reason, numbers)
             return False
-        self._ended(_judgement(report, decision), published=True)
         self._pace.published(report.arm)
         self._tell("published", decision.reason, numbers)
         self.save(training=False)
@@ -428,14 +435,13 @@ class Learner:
         except NotStored:
             return False
         self._evaluator.published()
-        self._num_refused = 0
+        self._num_refused, self._gained = 0, _NOTHING
         self._monitor.weights_changed()
         return True
 
     def _refuse(self, report: UpdateReport, decision: GateDecision, reason: str, numbers: dict[str, float]) -> None:
         """Small updates add up, so that a candidate which is not clearly worse is trained on for a while."""
         self._tell("refused", reason, numbers)
-        self._ended(_judgement(report, decision))
         if reason == "too_little_evidence":
             return
         self._num_refused += 1
@@ -444,6 +450,21 @@ class Learner:
             self._pace.clearly_worse(report.arm)
         if clearly_worse or self._num_refused > self.tuning.kept_refusals:
             self._start_over()
+
+    def _judgement(self, report: UpdateReport, decision: GateDecision) -> Judgement | None:
+        """None where there was nothing to judge by, or nothing is known of the copy before, or the update's rate was
+        still rising: it says nothing of its arm."""
+        before, self._gained = self._gained, None
+        if not decision.serving_mean > 0:
+            return None
+        numbers = (decision.gain, decision.standard_error, decision.needed)
+        gain, error, needed = (number / decision.serving_mean for number in numbers)
+        if not all(map(math.isfinite, (gain, error, needed))):
+            return None
+        self._gained = gain, error
+        if before is None or report.is_warming_up:
+            return None
+        return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
     def _ended(self, judgement: Judgement | None, *, published: bool = False) -> None:
         """Tell the policy, unless nobody waited for the time that the update took."""
@@ -457,7 +478,7 @@ class Learner:
 
     def _start_over(self) -> None:
         """Train on from what is served."""
-        self._num_refused = 0
+        self._num_refused, self._gained = 0, _NOTHING
         self._trainer.load(self._bootstrap.training_start())
 
     def _saved_training(self) -> dict[str, Tensor] | None:
@@ -562,14 +583,6 @@ def _feedback_of(
         rng=random.Random(seed + 1),
     )
     return FeedbackFilter(policy, quota, buffers, validation)
-
-
-def _judgement(report: UpdateReport, decision: GateDecision) -> Judgement | None:
-    """None where there was nothing to judge by, or the update's rate was still rising: it says nothing of its arm."""
-    if report.is_warming_up or not decision.serving_mean > 0:
-        return None
-    numbers = [number / decision.serving_mean for number in (decision.gain, decision.standard_error, decision.needed)]
-    return Judgement(*numbers) if all(map(math.isfinite, numbers)) else None
 
 
 def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:

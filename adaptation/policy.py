@@ -48,11 +48,13 @@ class Judgement:
     """What an update made of the drafter, by replays of the same texts; relative to what it serves."""
 
     gain: float  # of emitted tokens per verify; less than 0: a loss
-    error: float  # its standard error
+    error: float  # standard error of what the update itself gained
     needed: float = 0.0  # what may be luck: of many candidates the lucky ones are published
+    before: float = 0.0  # what the same candidate had gained before the update, by earlier ones that were refused
 
     def __post_init__(self) -> None:
-        assert all(map(math.isfinite, (self.gain, self.error, self.needed))), "a judgement that is none"
+        numbers = self.gain, self.error, self.needed, self.before
+        assert all(map(math.isfinite, numbers)), "a judgement that is none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,8 +142,9 @@ def full_bench(folder: Path, **knobs: object) -> Bench:
     return bench(folder, **{"policy": "full_only", "full_queries": 4, **large, **knobs})
 
 
-def bench(folder: Path, *, made: bool = True, **knobs: object) -> Bench:
-    """Quick to decide: always updates, gates on four texts. `made`: the drafter need not be made of texts first."""
+def bench(folder: Path, **knobs: object) -> Bench:
+    """Quick to decide: always updates, gates on four texts. With `made` False the drafter is made of texts first."""
+    made = bool(knobs.pop("made", True))
     config, tuning = tuned({**QUICK, **knobs})
     serving = drafter()
     events: list[Event] = []

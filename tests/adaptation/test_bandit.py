@@ -87,6 +87,12 @@ def test_the_value_of_an_arm_is_its_gain_per_signal() -> None:
     assert policy.values[other] == 0.0
 
 
+def test_what_refused_updates_had_gained_before_is_not_the_arms() -> None:
+    policy = bandit(epsilon=NEVER)
+    arm = update_of(policy, Judgement(0.08, 0.01, before=0.06))
+    assert 0.002 < policy.values[arm] <= 0.0025  # nearly 0.02 / 8
+
+
 def test_a_surer_replay_counts_for_more() -> None:
     values = []
     for error in (0.01, 0.1):

@@ -12,7 +12,7 @@ import torch
 
 from adaptation import learner
 from adaptation.config import PolicyName
-from adaptation.gate import GateDecision
+from adaptation.gate import GateDecision, GateReason
 from adaptation.policy import Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
@@ -220,13 +220,47 @@ def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkey
     serve(tried, range(40))
     assert "published" in tried.kinds()
     events = [event for event in tried.events if event.kind in ("published", "refused")]
+    gained = (0.0, 0.0)
     for (judgement, published), event in zip(told, events, strict=True):
         numbers = event.numbers
+        gain = numbers["candidate"] / numbers["serving"] - 1.0
+        error = numbers["standard_error"] / numbers["serving"]
         assert published == (event.kind == "published")
         if judgement is not None:
-            assert judgement.gain == pytest.approx(numbers["candidate"] / numbers["serving"] - 1.0)
-            assert judgement.error == pytest.approx(numbers["standard_error"] / numbers["serving"])
-            assert judgement.needed == pytest.approx(1.25 * judgement.error)
+            assert (judgement.gain, judgement.before) == pytest.approx((gain, gained[0]))
+            assert judgement.error == pytest.approx(math.hypot(error, gained[1]))
+            assert judgement.needed == pytest.approx(1.25 * error)
+        gained = (0.0, 0.0) if published or gain < -error else (gain, error)
+
+
+def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = full_bench(tmp_path)
+    serve(tried, range(12), update=False)
+    told = told_of_updates(tried, monkeypatch)
+    report = UpdateReport("full", "applied", 0.0)
+
+    def judged(gain: float, reason: GateReason = "within_noise") -> None:
+        decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
+        monkeypatch.setattr(tried.learner._evaluator, "evaluate", lambda _: (decision, 0.0))
+        tried.learner._conclude(report)
+
+    def updated(gain: float, reason: GateReason = "within_noise") -> float | None:
+        tried.learner._updating, tried.learner._policy._training = True, True  # type: ignore[attr-defined]
+        judged(gain, reason)
+        judgement = told[-1][0]
+        return None if judgement is None else judgement.gain - judgement.before
+
+    assert updated(0.02) == pytest.approx(0.02)
+    assert updated(0.06) == pytest.approx(0.04)
+    judged(0.10)  # an idle one
+    assert updated(0.10, "better") == pytest.approx(0.0)
+    tried.weights.between_steps()
+    assert updated(0.03) == pytest.approx(0.03)
+    tried.learner._traffic_changed()
+    assert updated(0.05) is None
+    assert updated(0.06) == pytest.approx(0.01)
+    assert updated(-0.20) == pytest.approx(-0.26)
+    assert updated(0.01) == pytest.approx(0.01)  # it had started over
 
 
 def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
