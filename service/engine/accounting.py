@@ -89,12 +89,11 @@ def step_stats(
 ) -> StepStats:
     """The record of a step; `credited` says who proposed the accepted tokens."""
     per_draft = tuple(count for count, nodes in zip(accepted, budget.nodes, strict=False) if nodes)
-    num_nodes = sum(budget.nodes)
     return StepStats(
         prompt_tokens=sum(item.num_rows for item in batch.items if not item.drafts),
         emitted_tokens=sum(len(output.token_ids) for output in outputs),
         drafts=len(per_draft),
-        drafted_nodes=num_nodes,
+        drafted_nodes=sum(budget.nodes),
         accepted_tokens=sum(per_draft),
         accepted_per_sequence=per_draft,
         accepted_by_source=credited,
@@ -105,7 +104,7 @@ def step_stats(
         follow_seconds=seconds["follow"],
         preemptions=preemptions,
         itl_seconds=gaps,
-        verify_rows=batch.num_extend_rows + num_nodes,
+        verify_rows=budget.num_rows,
     )
 
 

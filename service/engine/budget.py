@@ -63,6 +63,11 @@ class Budget:
     sizes: Tensor | None = None  # [drafting, 2] int64, nodes wanted and candidates there were; None: no trees
     nodes: tuple[int, ...] = ()  # of each line, in the end
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's forward, with those that pad trees to their widths."""
+        return self.load.num_rows + sum(self.widths)
+
 
 def pace_weights(sequences: Sequence[Running], pace_seconds: float, now: float, device: torch.device) -> Tensor:
     """What one token of each sequence counts where latency matters. # -> [sequences] float32
@@ -215,12 +220,11 @@ class CostBudget(BudgetPolicy):
             self._step_seconds = stats.seconds
         if budget.drafted:
             # Settled first: what a step with drafts took must not become what a plain one would have taken.
-            self._settle(load, stats)
-        rows = load.num_rows + stats.drafted_nodes
-        predicted = self._costs.learn(rows, load.context, load.num_sequences, stats.verify_seconds)
+            self._settle(budget, stats)
+        predicted = self._costs.learn(budget.num_rows, load.context, load.num_sequences, stats.verify_seconds)
         if load.num_drafting and not budget.drafted:
             self._settle_plain(load, stats, predicted)
-        self._was_plain = not budget.drafted and not stats.drafted_nodes
+        self._was_plain = not budget.drafted and not any(budget.widths)
         return predicted
 
     def _may_draft(self, load: Load) -> bool:
@@ -275,9 +279,10 @@ class CostBudget(BudgetPolicy):
         if self._was_plain and not stats.drafted_nodes and load.num_rows == load.num_drafting:
             self._forwards(load).observe((self._step_seconds - stats.follow_seconds) / forward_seconds)
 
-    def _settle(self, load: Load, stats: StepStats) -> None:
+    def _settle(self, budget: Budget, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
-        rows = load.num_rows + np.array([0.0, stats.drafted_nodes])
+        load = budget.load
+        rows = np.array([load.num_rows, budget.num_rows], dtype=np.float64)
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
         forward, forwards = self._forward_seconds(load), self._forwards(load)
         plain, prompts = forward * forwards.mean, without - forward

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from drafters.feedback import Query
-from service.engine.accounting import charge, query_of
+from service.engine.accounting import charge, query_of, step_stats
+from service.engine.budget import Budget, Load
 from service.engine.scheduler import Batch
 from service.engine.sequence import Account, Sequence
 from tests.service.engine.harness import greedy, request
@@ -49,3 +50,13 @@ def test_steps_that_read_prompts_belong_to_nobody() -> None:
     told = query(one)
     assert (told.accepted, told.seconds) == ((1,), 0.75)
     assert told.first_version == 1
+
+
+def test_rows_of_a_forward_are_those_that_ran() -> None:
+    """Trees of three nodes and of none in widths of seven: the others are padding."""
+    batch = step(OneSequence(), OneSequence(), reading=True)
+    load = Load(batch.num_extend_rows, 10.0, 100, num_drafting=2, num_sequences=3)
+    budget = Budget(load, "cost", (7, 7, 0), drafted=True, followed=True, nodes=(3, 0, 0))
+    seconds = {"draft": 1.0, "verify": 1.0, "follow": 0.0, "other": 0.0}
+    stats = step_stats(batch, budget, [1, 0], [], seconds, credited={}, gaps=(), preemptions=0)
+    assert (stats.prompt_tokens, stats.drafted_nodes, stats.verify_rows) == (7, 3, 1 + 1 + 7 + 14)

@@ -240,6 +240,16 @@ def test_a_step_that_verifies_what_a_grammar_forces_is_no_plain_one() -> None:
     assert steps(0, OTHER_SECONDS) == pytest.approx(plain, rel=0.02)
 
 
+def test_rows_that_pad_trees_are_paid_for() -> None:
+    policy = CostBudget(table(), DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS])), RegretLedger())
+    load, verify = Load(1, 1.0, 100, num_drafting=1, num_sequences=1), true_seconds(1 + 60)
+    budget = Budget(load, "cost", (60,), drafted=True, followed=True, nodes=(2,))
+    stats = step_stats(2, 1, draft_seconds=DRAFT_SECONDS, verify_seconds=verify, other_seconds=OTHER_SECONDS)
+    assert policy.learn(budget, stats) == pytest.approx(verify)
+    lost = DRAFT_SECONDS + verify + OTHER_SECONDS - 2 * true_seconds(1)
+    assert policy.outlook(load).lost_seconds == pytest.approx(lost)
+
+
 def test_a_trial_begins_with_a_text() -> None:
     world = World(2, 0.8, noise=0.1)
     world.speed(8_000, lambda: 0.0)
