@@ -106,6 +106,7 @@ class LookaheadDrafter(Drafter):
         learns: bool,
     ) -> tuple[()]:
         (tokens, counts, positions), (tree, path, choices) = text, verified
+        choices = choices.masked_fill(~pad(tree.valid, (1, 0), value=True), NOTHING)  # rows of padding run as well
         if learns:
             self._learn(rows, tokens, counts)
         self._guesses.move(rows, counts, tree, choices)

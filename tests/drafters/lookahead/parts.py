@@ -25,14 +25,16 @@ def grow(drafts: LookaheadDrafter, rows: Sequence[int], temperature: float = 0.0
     return drafts.grow(torch.tensor(rows), Noise(zeros, zeros + temperature, zeros))
 
 
-def verify(drafts: LookaheadDrafter, texts: dict[int, list[int]], target: Target, tree: DraftTree) -> list[int]:
+def verify(
+    drafts: LookaheadDrafter, texts: dict[int, list[int]], target: Target, tree: DraftTree, behind_padding: int = -1
+) -> list[int]:
     """What the target says of each text's tree is committed; texts grow. # -> accepted tokens of each"""
     choices, paths = [], []
     for line, text in enumerate(texts.values()):
         count = int(tree.num_nodes[line])
         words = [[int(tree.tokens[line, place]) for place in path_to(tree, line, node)] for node in range(count)]
         said = [target([*text, *path]) for path in ([], *words)]
-        choices.append(said + [-1] * (tree.width - count))
+        choices.append(said + [behind_padding] * (tree.width - count))
         paths.append(walk(tree, line, said))
     depth = max(map(len, paths))
     rows, roots = torch.tensor(list(texts)), torch.tensor([len(text) - 1 for text in texts.values()])

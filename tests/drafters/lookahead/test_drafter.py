@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
 from drafters.lookahead.calibration import LEVELS
 from drafters.protocol import DraftContext
-from drafters.tree import DraftTree
+from drafters.tree import ROOT, DraftTree
 from tests.drafters.lookahead.parts import drafter, grow, step, verify, words
 from tests.drafters.trees import assert_valid_tree
 from tests.kernels.tensor_program import kernels, record
@@ -81,6 +82,20 @@ def test_a_choice_behind_a_rejected_node_is_a_guess_for_its_position() -> None:
     assert words(grow(drafts, [0])) == [[1004], [1004, 1005]]
     verify(drafts, text, by_position, DraftTree.empty(1))  # a plain step moves on
     assert words(grow(drafts, [0]))[0] == [1005]
+
+
+def test_what_is_said_behind_padding_is_not_learnt() -> None:
+    """Trees in fixed widths: rows of padding run as if 0 had been said, and something is chosen behind them."""
+    drafts, text = drafter(), {0: [1, 2, 3]}
+    drafts.start([DraftContext(0, list(text[0]))])
+    tree = tree_of([50])
+    tokens, parents, depths, survival = (
+        pad(values, (0, 2), value=padding) for values, padding in zip(tree[:4], (0, ROOT, 0, 0), strict=True)
+    )
+    padded = DraftTree(tokens, parents, depths, survival, tree.num_nodes)
+    assert verify(drafts, text, lambda said: 0, padded, behind_padding=42) == [0]
+    assert text[0] == [1, 2, 3, 0]
+    assert [42] not in words(grow(drafts, [0]))
 
 
 def test_guesses_are_learnt_to_be_right() -> None:
