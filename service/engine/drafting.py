@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
 from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes, StepTimes
-from drafters.tree import Candidates, DraftTree
+from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture
 from kernels.staging import send, send_floats
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
@@ -214,4 +214,5 @@ def _pad_lines(tree: DraftTree, lines: int) -> DraftTree:
     missing = lines - tree.batch
     if not missing:
         return tree
-    return DraftTree(*(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) for values in tree))
+    empty = DraftTree(*(values.new_zeros(missing, *values.shape[1:]) for values in tree))
+    return DraftTree.concatenated([tree, empty._replace(parents=empty.parents + ROOT)])

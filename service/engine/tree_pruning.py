@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
-from drafters.tree import MAX_DEPTH, Candidates, DraftTree
+from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, by_batch
 from service.engine.budget import allocate_nodes
@@ -57,7 +57,7 @@ class TreePruning:
         self._ops = ops.on(nodes.device)
         text = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
         endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
-        candidates = DraftTree(nodes, nodes, nodes, nodes.float(), none)
+        candidates = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
         self._correct = by_batch(self._run_correct, capture, max_batch, (candidates, none, none))
         corrected = list(zip(batches, self._correct.results, strict=True))
         self._share = GraphRunner(

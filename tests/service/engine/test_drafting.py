@@ -18,6 +18,7 @@ from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
+from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
 from tests.service.engine.test_scheduler import sequence_of
@@ -111,6 +112,12 @@ def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
     assert sizes(decoding(0), reading=2) == [5, 0, 0]
     assert sizes(decoding(0), reading=2, free=1 + 2 * 5 + 3) == [3, 0, 0]
     assert sizes(reading=1) == [0]
+
+
+def test_what_pads_trees_keeps_their_promises() -> None:
+    stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
+    tree, _ = stage.build(batch_of(decoding(0), reading=2), 100)
+    assert_valid_tree(tree)
 
 
 def test_the_drafter_is_told_of_whoever_starts() -> None:

@@ -123,6 +123,14 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 
+def test_captured_candidates_are_padded_with_roots_children() -> None:
+    pruning, raw = Steps(record).pruning, random_trees(2, 9, torch.Generator().manual_seed(1))
+    pruning.correct(raw, torch.full((2,), MAX_DEPTH), torch.full((2,), WIDTH))
+    parents = pruning._corrected.trees.parents
+    assert parents.shape == (2, WIDTH)
+    assert (parents[:, 9:] == ROOT).all()
+
+
 def test_a_captured_capture_learns_nothing_before_it_is_asked() -> None:
     fresh, captured = SurvivalCalibration(), Steps(record).calibration
     raw = random_trees(3, 9, torch.Generator().manual_seed(1))
