@@ -218,12 +218,12 @@ class CostBudget(BudgetPolicy):
         load = budget.load
         if load.num_rows == load.num_drafting:
             self._step_seconds = stats.seconds
+        # Settled first: what a step took must not become what it was expected to take.
         if budget.drafted:
-            # Settled first: what a step with drafts took must not become what a plain one would have taken.
             self._settle(budget, stats)
+        elif load.num_drafting:
+            self._settle_plain(budget, stats)
         predicted = self._costs.learn(budget.num_rows, load.context, load.num_sequences, stats.verify_seconds)
-        if load.num_drafting and not budget.drafted:
-            self._settle_plain(load, stats, predicted)
         self._was_plain = not budget.drafted and not any(budget.widths)
         return predicted
 
@@ -272,12 +272,17 @@ class CostBudget(BudgetPolicy):
         """What a plain step takes, in forwards of the drafting sequences alone as they are predicted."""
         return self._plain[load.num_sequences.bit_length()]
 
-    def _settle_plain(self, load: Load, stats: StepStats, forward_seconds: float) -> None:
+    def _settle_plain(self, budget: Budget, stats: StepStats) -> None:
+        load = budget.load
         self._ledger.settle(DRAFTING, -stats.follow_seconds)
         self.gains.of(load.num_sequences).elapse()
         # One that follows a step with drafts finds their rows in the caches.
-        if self._was_plain and not stats.drafted_nodes and load.num_rows == load.num_drafting:
-            self._forwards(load).observe((self._step_seconds - stats.follow_seconds) / forward_seconds)
+        if self._was_plain and not any(budget.widths):
+            rows = np.array([load.num_rows], dtype=np.float64)
+            whole = float(self._costs.verify_seconds(rows, load.context, load.num_sequences)[0])
+            # Of the verify the share of those who draft: a difference would have the error of all that was read.
+            others = stats.seconds - stats.verify_seconds - stats.follow_seconds
+            self._forwards(load).observe(stats.verify_seconds / whole + others / self._forward_seconds(load))
 
     def _settle(self, budget: Budget, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""

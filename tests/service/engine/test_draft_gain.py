@@ -40,8 +40,8 @@ def table(error: float = 1.0) -> CostTable:
 
 class World:
     """Chains of DEPTH nodes for each of `batch` sequences, a node accepted with probability `truth` given its parent,
-    whatever the drafter `claims`. In every second step one may read its prompt, and only then texts are followed.
-    Time passes as the formulas say."""
+    whatever the drafter `claims`. In every second step, or in every one, one may read so many rows of its prompt; where
+    it is every second, only then texts are followed. Time passes as the formulas say."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class World:
         error: float = 1.0,
         noise: float = 0.0,
         follow_seconds: float = 0.0,
-        one_reads: bool = False,
+        reads_every: int = 0,
+        prompt_rows: int = 1,
     ) -> None:
         drafts = DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS]))
         self.ledger = RegretLedger()
@@ -59,14 +60,15 @@ class World:
         self.calibration = SurvivalCalibration()
         self.rng = random.Random(0)
         self.batch, self.claims, self.noise = batch, claims, noise
-        self.follow_seconds, self.one_reads = follow_seconds, one_reads
+        self.follow_seconds, self.reads_every, self.prompt_rows = follow_seconds, reads_every, prompt_rows
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
         self.followed: list[bool] = []  # step by step
         self.drafted: list[bool] = []
 
     @property
     def plain_speed(self) -> float:
-        return (self.batch - self.one_reads / 2) / (true_seconds(self.batch) + OTHER_SECONDS)
+        drafting = self.batch - (1 / self.reads_every if self.reads_every else 0)
+        return drafting / (true_seconds(drafting + (self.batch - drafting) * self.prompt_rows) + OTHER_SECONDS)
 
     @property
     def lost_seconds(self) -> float:
@@ -81,17 +83,18 @@ class World:
         return (self.tokens - tokens) / (self.seconds - seconds)
 
     def step(self, truth: float) -> None:
-        reads = self.one_reads and len(self.drafted) % 2 == 0
+        reads = self.reads_every > 0 and len(self.drafted) % self.reads_every == 0
         begins = len(self.drafted) % TEXT < 2  # with and without a prompt that is read
         drafting, batch = self.batch - reads, self.batch
-        load = Load(batch, 1.0, 10_000, num_drafting=drafting, num_sequences=batch, begins=begins)
+        rows = drafting + reads * self.prompt_rows
+        load = Load(rows, 1.0, 10_000, num_drafting=drafting, num_sequences=batch, begins=begins)
         drafted = self.policy.refusal(load) is None
         keep, accepted = ([0] * load.num_drafting, 0)
         if drafted:
             keep, accepted = self._draft(load, truth)
-        verify = true_seconds(self.batch + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+        verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         followed = drafted or self.policy.follows(load)
-        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == self.one_reads)
+        draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
         self.tokens += load.num_drafting + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
         self.ledger.elapse(verify + draft + follow + OTHER_SECONDS)
@@ -157,10 +160,22 @@ def test_what_following_the_texts_takes_counts(follow_seconds: float, pays: bool
 
 @pytest.mark.parametrize(("follow_seconds", "pays"), [(0.0, True), (1.5, False)])
 def test_those_who_read_their_prompts_are_of_one_batch_with_those_who_draft(follow_seconds: float, pays: bool) -> None:
-    world = World(16, 0.7, noise=0.1, follow_seconds=follow_seconds, one_reads=True)
+    world = World(16, 0.7, noise=0.1, follow_seconds=follow_seconds, reads_every=2)
     world.speed(300, lambda: 0.65)
     assert world.speed(4_000, lambda: 0.65) >= (1.1 if pays else 0.98) * world.plain_speed
     assert (world.drafted_steps > 4_000) == pays
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 200])
+def test_what_drafting_gains_is_found_where_every_step_reads(prompt_rows: int) -> None:
+    good = World(4, 0.8, noise=0.1, reads_every=1, prompt_rows=prompt_rows)
+    good.speed(300, lambda: 0.85)
+    assert good.speed(1_000, lambda: 0.85) >= 1.5 * good.plain_speed
+    bad = World(4, 0.8, noise=0.1, reads_every=1, prompt_rows=prompt_rows)
+    bad.speed(4_000, lambda: 0.0)
+    assert bad.drafted_steps
+    one_action = true_seconds(prompt_rows + 4 * (1 + DEPTH))
+    assert bad.lost_seconds <= 1.1 * (CAP_STEPS * true_seconds(1) + SHARE * bad.seconds) + one_action
 
 
 @pytest.mark.parametrize("batch", [4, 16])
