@@ -254,8 +254,10 @@ def _advance(batch: Batch, drafted: Items[int], accepted: list[int]) -> tuple[fl
     # -> seconds since each of these emitted last"""
     for item in batch.items:
         item.sequence.num_computed += item.num_rows
-    now, gaps = time.monotonic(), []
-    for sequence, nodes, length in zip(batch.completing, drafted, accepted, strict=False):
+    # Those that read are not verified: their first token comes from reading.
+    for sequence, nodes, length in zip(batch.drafting, drafted, accepted, strict=False):
         sequence.num_computed += length
-        gaps.append(sequence.mark_emitted(now, length, nodes))
+        sequence.mark_verified(length, nodes)
+    now = time.monotonic()
+    gaps = [sequence.mark_emitted(now) for sequence in batch.completing]
     return tuple(gap for gap in gaps if gap is not None)

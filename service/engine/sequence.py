@@ -170,14 +170,16 @@ class Sequence:
         first = self.first_token_seconds if self.first_token_seconds is not None else now
         return Timings(started - arrival, first - arrival, now - arrival)
 
-    def mark_emitted(self, now: float, accepted: int, drafted: int) -> float | None:
-        """Note what a verify emitted; returns the seconds since the last time, None for the first token, which comes
-        from reading the prompt and not from a verify."""
+    def mark_verified(self, accepted: int, drafted: int) -> None:
+        """Note what became of its tree in a step."""
+        self.accepted_per_step.append(accepted)
+        self.drafted_per_step.append(drafted)
+
+    def mark_emitted(self, now: float) -> float | None:
+        """Note that a step emitted; returns the seconds since the last time, None for the first token."""
         if self.first_token_seconds is None or self.last_emit_seconds is None:
             self.first_token_seconds = self.last_emit_seconds = now
             return None
-        self.accepted_per_step.append(accepted)
-        self.drafted_per_step.append(drafted)
         gap, self.last_emit_seconds = now - self.last_emit_seconds, now
         return gap
 

@@ -123,9 +123,8 @@ def test_logprobs_stand_beside_the_kept_tokens_only() -> None:
 
 def test_the_first_emission_is_no_gap() -> None:
     sequence = writing(params())
-    assert sequence.mark_emitted(1.0, 0, 0) is None
-    assert sequence.mark_emitted(1.5, 1, 4) == 0.5
-    assert (sequence.accepted_per_step, sequence.drafted_per_step) == ([1], [4])
+    assert sequence.mark_emitted(1.0) is None
+    assert sequence.mark_emitted(1.5) == 0.5
 
 
 def test_a_prediction_that_comes_true_is_counted() -> None:
