@@ -48,6 +48,7 @@ class Load:
     num_drafting: int = 1  # sequences that may have a tree
     num_sequences: int = 1  # all of the step's sequences
     begins: bool = False  # whether a text begins with this step
+    asks_drafter: bool = True  # False: trees hold what is known or forced, and no time goes into drafting
     weights: Tensor | None = None  # [drafting] float32, what a token of each counts; None: all the same
 
 
@@ -255,7 +256,7 @@ class CostBudget(BudgetPolicy):
         most = candidates.tokens.numel()
         rows = load.num_rows + np.arange(max(0, min(load.max_nodes, most)) + 1, dtype=np.float64)
         verify = self._costs.verify_seconds(rows, load.context, load.num_sequences)
-        drafting = self._drafts.draft_seconds(max(1, load.num_drafting))
+        drafting = self._drafts.draft_seconds(max(1, load.num_drafting)) if load.asks_drafter else 0.0
         seconds = np.full(most + 1, np.inf, dtype=np.float32)
         seconds[: rows.shape[0]] = drafting + self._plain_seconds(load) + (verify - verify[0])
         return torch.from_numpy(seconds).to(candidates.tokens.device, non_blocking=True)

@@ -99,6 +99,7 @@ class DraftStage:
             candidates = self._with_what_is_known(drafting, candidates if is_forced else self._grow(drafting, numbers))
         if refusal is not None and not candidates.width:
             return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
+        load = replace(load, asks_drafter=not is_forced)
         candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
         wanted, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
         widths = self._width.of(wanted, load.max_nodes)

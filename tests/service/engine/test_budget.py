@@ -1,6 +1,7 @@
 """The budget against brute force: every number of nodes is looked at, and no limit is broken."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree
 from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
-from service.engine.costs.model import FREE, CostTable
+from service.engine.costs.model import FREE, CostTable, DraftCosts
 from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
 
@@ -132,6 +133,15 @@ def test_a_late_sequence_gets_more() -> None:
     assert by_cost(costs).choose(candidates, limits, even)[0].tolist() == [1, 1]
     late = Load(2, 50.0, 100, num_drafting=2, num_sequences=2, weights=torch.tensor([1.0, 3.0]))
     assert by_cost(costs).choose(candidates, limits, late)[0].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("asks_drafter", "nodes"), [(True, 1), (False, 0)])
+def test_time_that_goes_into_drafting_counts_where_it_does(asks_drafter: bool, nodes: int) -> None:
+    """A node that does not pay by itself, but once a step takes long anyway."""
+    drafts = DraftCosts(batches=np.ones(1), seconds=np.array([3.0]))
+    policy = CostBudget(table([1.0, 2.0], [1.0, 2.5]), drafts, RegretLedger())
+    load = replace(load_of(1), asks_drafter=asks_drafter)
+    assert policy.choose(candidates_of([[0.9]]), torch.tensor([1]), load)[0].tolist() == [nodes]
 
 
 POLICIES: dict[str, BudgetPolicy] = {

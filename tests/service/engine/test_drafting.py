@@ -227,6 +227,16 @@ def test_a_suspended_policy_asks_no_drafter() -> None:
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
 
 
+def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
+    stage, recorder, watcher = watched()
+    watcher.reason = "suspended"
+    again = decoding(0)
+    again.request = replace(again.request, said=(tuple([2] * 9),))
+    tree, budget = stage.build(batch_of(again), 100)
+    assert (budget.reason, tree.num_nodes.tolist(), recorder.asked) == ("forced", [2], [])
+    assert not budget.load.asks_drafter
+
+
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stage, _, watcher = watched()
     stats = step_stats()
