@@ -48,7 +48,7 @@ class DraftLabels:
 
     @property
     def num_rejected(self) -> int:
-        return int(self.rejected.sum())
+        return int(self.rejected.sum())  # planned transfer: of a text that has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def keep_top_k(scores: Tensor, top_k: Tensor) -> None:
     counted = (top_k > 0).nonzero().squeeze(1)
     if not counted.shape[0]:
         return
-    largest = int(top_k.max())
+    largest = int(top_k.max())  # planned transfer: where no kernel filters
     for part in _parts(len(counted), scores.shape[1]):
         rows = counted[part]
         keys = _rank_keys(scores[rows])

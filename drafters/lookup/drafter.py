@@ -62,7 +62,6 @@ class LookupDrafter(Drafter):
         return self._propose((rows, noise.temperatures, columns)).first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
-        self._history.lengthen(committed.tokens.shape[1])
         self._take_in((committed.rows, committed.tokens, committed.counts, self._has_proposed))
         self._has_proposed = False
 

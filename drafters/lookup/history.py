@@ -24,31 +24,26 @@ class History:
         ends, origins, cursors = (torch.full((rows,), CONTEXT, device=device) for _ in range(3))
         ends[max_sequences] += 1  # a text has a last token
         self.texts = Texts(tokens, ends, origins, cursors)
-        self._reach = CONTEXT
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Lay out these sequences' texts."""
         for context in contexts:
             self._write(context)
-        self._reach = int(self.texts.ends.max())
 
     def columns(self, at_least: int) -> int:
-        """All columns that can be in use and one more, at least so many as asked."""
-        # The bound is the host's own and may be too wide: reading the exact one would wait for the device.
-        return self.width if self._is_fixed else min(max(self._reach + 1, at_least), self.width)
+        """All columns in use and one more, at least so many as asked."""
+        if self._is_fixed:
+            return self.width
+        in_use = int(self.texts.ends.max())  # planned transfer: where nothing is captured
+        return min(max(in_use + 1, at_least), self.width)
 
     @property
     def width(self) -> int:
         """All columns there are."""
         return self.texts.tokens.shape[1]
 
-    def lengthen(self, most: int) -> None:
-        """Texts are at most so many tokens longer from now on."""
-        self._reach += most
-
     def append(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Add counts[b] tokens to each text, once texts are lengthened by as many as there may be. # rows [batch],
-        tokens [batch, depth + 1], counts [batch]"""
+        """Add counts[b] tokens to each text. # rows [batch], tokens [batch, depth + 1], counts [batch]"""
         ends = self.texts.ends[rows]
         columns = ends[:, None] + torch.arange(tokens.shape[1], device=rows.device)
         # Padding lands behind the new end, where the next tokens overwrite it: behind a text stand only separators.
@@ -59,7 +54,6 @@ class History:
     def finish(self, rows: Sequence[int]) -> None:
         """Forget these texts."""
         self.texts.ends[list(rows)] = CONTEXT
-        self._reach = int(self.texts.ends.max())
 
     def _write(self, context: DraftContext) -> None:
         num_prompt = len(context.tokens) - context.num_generated

@@ -47,7 +47,8 @@ class BlockRecorder:
         rows, device = tables.max_sequences + 1, t2d.device
         self._roots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
         self._states = torch.zeros(rows, block_size, tables.hidden, dtype=tables.dtype, device=device)
-        self._logits = torch.zeros(rows, block_size, int(t2d.max()) + 1, dtype=tables.dtype, device=device)
+        draft_vocab = int(t2d.max()) + 1  # planned transfer: at the start
+        self._logits = torch.zeros(rows, block_size, draft_vocab, dtype=tables.dtype, device=device)
 
     @property
     def wants_scores(self) -> bool:

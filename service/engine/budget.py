@@ -166,7 +166,8 @@ class FixedBudget(BudgetPolicy):
     ) -> tuple[Tensor, str]:
         nodes = self._nodes(load)
         keep = limits.clamp(max=nodes)
-        if nodes * keep.shape[0] <= load.max_nodes or int(keep.sum()) <= load.max_nodes:
+        there_is_room = nodes * keep.shape[0] <= load.max_nodes
+        if there_is_room or int(keep.sum()) <= load.max_nodes:  # planned transfer: where slots are short
             return keep, "fixed"
         return keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots"
 

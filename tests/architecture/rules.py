@@ -5,7 +5,7 @@ They read syntax trees only: nothing of the project is imported.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,10 +77,20 @@ def device_transfers(source: str) -> list[str]:
         f"line {node.lineno}: {_called_name(node)}()"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"item", "tolist", "cpu", "synchronize"}
+        and (_is_method_of(node, {"item", "tolist", "cpu", "synchronize"}) or _is_number_of_a_reduction(node))
         and not any(PLANNED_TRANSFER in line for line in lines[node.lineno - 1 : node.end_lineno])
     ]
+
+
+def _is_method_of(node: ast.expr, names: Set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+
+
+def _is_number_of_a_reduction(node: ast.Call) -> bool:
+    """Such as int(ends.max()): what else is turned into a number, syntax cannot tell."""
+    reductions = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum"}
+    is_number = isinstance(node.func, ast.Name) and node.func.id in {"bool", "float", "int"}
+    return is_number and any(_is_method_of(argument, reductions) for argument in node.args)
 
 
 def long_functions(source: str, ceiling: int) -> list[str]:

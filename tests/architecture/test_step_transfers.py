@@ -46,6 +46,8 @@ def test_the_exceptions_exist() -> None:
         "import torch\ntorch.cuda.synchronize()",
         "import torch.cuda as c\nc.synchronize(0)",
         "# planned transfer\nx = y.cpu()",
+        "n = int(self.ends.max())",
+        "if bool((x > 0).any()): ...",
     ],
 )
 def test_a_transfer_is_seen(source: str) -> None:
@@ -58,6 +60,8 @@ def test_a_transfer_is_seen(source: str) -> None:
         "x = y.cpu()  # planned transfer: emitted tokens",
         "x = (\n    y.tolist()  # planned transfer\n)",
         "item = row.items()",
+        "n = int(ends.max())  # planned transfer",
+        "n = int(text.count('a')) + float(seconds[0])",
     ],
 )
 def test_a_planned_transfer_passes(source: str) -> None:

@@ -9,9 +9,11 @@ from drafters.lookup.drafter import LookupDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise
 from drafters.tree import ROOT, Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
+from kernels.lookup import CONTEXT
 from kernels.trees import select_nodes
 from tests.drafters.trees import assert_valid_tree, path_to
 from tests.kernels.tensor_program import kernels, record
+from tests.service.engine.host_reads import HostReads
 
 PROMPT = list(range(100, 120))
 
@@ -63,6 +65,22 @@ def replay(lookup: LookupDrafter, row: int, text: Sequence[int], budget: int = 1
         commit(lookup, {row: text[done : done + accepted + 1]})
         done, steps = done + accepted + 1, steps + 1
     return steps
+
+
+def test_columns_are_those_in_use_and_captured_nobody_asks_for_them() -> None:
+    lookup = drafter()
+    lookup.start([DraftContext(1, PROMPT)])
+    for token in range(9):
+        commit(lookup, {1: [token], 2: [1, 2, 3, 4]})
+    lookup.finish([2])
+    assert lookup._history.columns(0) == CONTEXT + len(PROMPT) + 9 + 1
+    with kernels():
+        captured = drafter(capture=record)
+    with HostReads() as reads:
+        captured.start([DraftContext(1, PROMPT)])
+        grow(captured, [1])
+        captured.finish([1])
+    assert [read for read in reads.seen if read.startswith("drafters.lookup.history:")] == []
 
 
 def test_text_without_repetition_gets_no_tree() -> None:
