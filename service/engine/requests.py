@@ -59,7 +59,8 @@ class GenerationRequest:
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
     client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
-    priority: int = 0  # lower is earlier, among the requests of one client
+    # Lower is earlier among the requests of one client; where slots run out the highest gives way, whoever's it is.
+    priority: int = 0
     said: Tokens[Tokens[int]] = ()  # what each sequence is taken to begin with, for it was generated before
     singly: int = 0  # of so many first tokens of a sequence each is an output of its own, however steps bring them
     arrival_seconds: float = field(default_factory=time.monotonic)
