@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kernels.graph_runner import HIGH_PRIORITY
 from service.engine.engine import Engine, StepReport
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
@@ -20,8 +21,6 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[list[SequenceOutput]], None]
 Observe = Callable[[StepReport, LoadStats], None]
 _Message = Callable[[Engine], None]
-
-_HIGH_PRIORITY = -1
 
 
 class EngineThread:
@@ -114,7 +113,7 @@ def serving(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+    stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
     before = torch.cuda.current_stream(device)
     stream.wait_stream(before)
     try:
