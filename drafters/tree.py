@@ -46,14 +46,12 @@ def joined_trees(one: Candidates, other: Candidates) -> Candidates:
     return DraftTree(tokens, parents, depths, survival, one.num_nodes + other.num_nodes)
 
 
-def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b; survival is
     multiplied by weights, what one token of each sequence counts. # limits, weights [batch]
     -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1 beyond those that exist"""
     nodes = candidates.tokens.shape[1]
-    survival = falling(candidates).values  # [batch, nodes]
-    if weights is not None:
-        survival = survival * weights[:, None]
+    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
     ranks = torch.arange(nodes, device=survival.device)
     allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
     together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)

@@ -11,18 +11,12 @@ from torch import Tensor
 _NUMBERS_AT_ONCE = 1 << 18  # 1 MiB: what stays in a core's second-level cache through all passes
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """g = -log(E), E = -log1p(-u), u = (hash32(seed, position, token id) + 1/2) * 2^-32, clamped to 1 - 2^-24.
     u keeps its relative precision near 0, where E is small and g large: g reaches 22.87 = -log(2^-33). From below it
     is cut at -2.81 = -log(24 log 2), which a Gumbel variable passes with probability 2^-24. So a token whose chance
     against the likeliest one is under e^-25.6 (7e-12) is never drawn, and no other probability moves by more than
     about 2^-24."""
-    # seeds, positions [rows] int64 -> [rows, vocab] float32
-    return noise_of_tokens(row_keys(seeds, positions), token_ids(vocab, seeds.device))
-
-
-def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The columns of `gumbel_noise` of some tokens, to the same bits."""
     # seeds, positions [rows] int64; tokens [picked] -> [rows, picked] float32
     return noise_of_tokens(row_keys(seeds, positions), tokens.to(torch.int32))
 
@@ -34,19 +28,13 @@ def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
     rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, tokens.shape[0]))
     for start in range(0, len(keys), rows_at_once):
         part = slice(start, start + rows_at_once)
-        _fill(noise[part], _hashed(keys[part], tokens))
+        _fill(noise[part], hash_bits(keys[part], tokens))
     return noise
 
 
-def hash_bits(keys: Tensor, vocab: int) -> Tensor:
-    """The random bits of every token id."""
-    # keys [rows, 2] int32 -> [rows, vocab] int32, to be read as uint32
-    return _hashed(keys, token_ids(vocab, keys.device))
-
-
-def _hashed(keys: Tensor, tokens: Tensor) -> Tensor:
+def hash_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """Two rounds of a 32-bit mixer over the token id, one half of the row's key entering before each round."""
-    # keys [rows, 2] int32, tokens [picked] int32 -> [rows, picked] int32
+    # keys [rows, 2] int32, tokens [picked] int32 -> [rows, picked] int32, to be read as uint32
     bits = tokens ^ keys[:, :1]
     scratch = torch.empty_like(bits)
     _mix32_(bits, scratch)

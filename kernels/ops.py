@@ -17,7 +17,7 @@ from kernels.accept import accept
 from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
-from kernels.gumbel import gumbel_noise, gumbel_noise_of
+from kernels.gumbel import gumbel_noise_of
 from kernels.hit_rates import correct_survival, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import plan_linear, plan_linear_int8
@@ -28,7 +28,7 @@ from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
 from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
 
-__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise", "gumbel_noise_of", "kernel_set", "on", "twin"]
+__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
 
 class Ops:

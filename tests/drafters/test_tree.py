@@ -29,7 +29,7 @@ def test_paths_are_cut_at_the_depth_asked_for() -> None:
 @given(draft_trees(), st.data())
 def test_survival_order_sorts_the_whole_batch(tree: DraftTree, data: st.DataObject) -> None:
     limits = [data.draw(st.integers(0, tree.tokens.shape[1] + 2)) for _ in tree.num_nodes]
-    survival, owners = survival_order(tree, torch.tensor(limits))
+    survival, owners = survival_order(tree, torch.tensor(limits), torch.ones(tree.batch))
     oracle = [(-float(tree.survival[b, i]), b) for b in range(len(limits)) for i in likeliest(tree, b, limits[b])]
     total = len(oracle)
     assert [(-s, b) for s, b in zip(survival.tolist(), owners.tolist(), strict=True)][:total] == sorted(oracle)
@@ -39,7 +39,7 @@ def test_survival_order_sorts_the_whole_batch(tree: DraftTree, data: st.DataObje
 
 @given(draft_trees(), st.integers(0, 20))
 def test_any_prefix_of_the_common_order_is_a_set_of_trees(tree: DraftTree, total: int) -> None:
-    _, owners = survival_order(tree, tree.num_nodes)
+    _, owners = survival_order(tree, tree.num_nodes, torch.ones(tree.batch))
     owners = owners[:total]
     keep = torch.bincount(owners[owners >= 0], minlength=len(tree.num_nodes))
     kept, _ = select_nodes(tree, keep, tree.width)

@@ -49,7 +49,8 @@ def assembly(folder: Path) -> Iterator[Assembly]:
 
 def test_hash_bits_are_those_of_the_cpu() -> None:
     keys = torch.randint(-(2**31), 2**31 - 1, (7, 2), dtype=torch.int32)
-    assert torch.equal(hash_bits(keys, 49_152), hash_bits(keys.cuda(), 49_152).cpu())
+    tokens = torch.arange(49_152, dtype=torch.int32)
+    assert torch.equal(hash_bits(keys, tokens), hash_bits(keys.cuda(), tokens.cuda()).cpu())
 
 
 def test_forwards_are_captured_and_rows_independent(assembly: Assembly) -> None:

@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from kernels.accept import accept
-from kernels.gumbel import gumbel_noise
+from kernels.gumbel import gumbel_noise_of
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable
 from tests.service.engine.harness import choose_tokens
@@ -197,14 +197,14 @@ def _random(positions: Tensor) -> Tensor:
 def _coupled(positions: Tensor) -> Tensor:
     """Ranks by the noise the target will use, and knows nothing else: as far from independent as a drafter can be."""
     seeds = torch.full_like(positions, SEEDS[0])
-    first = gumbel_noise(seeds, positions, VOCAB).topk(3).indices
-    second = gumbel_noise(seeds, positions + 1, VOCAB).topk(2).indices
+    first = gumbel_noise_of(seeds, positions, torch.arange(VOCAB)).topk(3).indices
+    second = gumbel_noise_of(seeds, positions + 1, torch.arange(VOCAB)).topk(2).indices
     return torch.cat((first, second, second[:, :1]), 1)
 
 
 def _coupled_upside_down(positions: Tensor) -> Tensor:
     seeds = torch.full_like(positions, SEEDS[0])
-    first = (-gumbel_noise(seeds, positions, VOCAB)).topk(3).indices
+    first = (-gumbel_noise_of(seeds, positions, torch.arange(VOCAB))).topk(3).indices
     return torch.cat((first, first), 1)
 
 
@@ -308,7 +308,7 @@ def test_a_ratio_test_on_shared_noise_is_noticed() -> None:
     coins = torch.rand(DRAWS, generator=torch.Generator().manual_seed(0))
     for residual_seed, is_exact in ((3, False), (4, True)):
         noise, residual_noise = (
-            gumbel_noise(torch.full_like(positions, seed), positions, 3) for seed in (3, residual_seed)
+            gumbel_noise_of(torch.full_like(positions, seed), positions, torch.arange(3)) for seed in (3, residual_seed)
         )
         proposed = (draft.log() + noise).argmax(-1)
         residual = ((target - draft).clamp(min=0).log() + residual_noise).argmax(-1)

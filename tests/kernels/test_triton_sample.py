@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import sample as reference
-from kernels.gumbel import gumbel_noise, hash_bits, row_keys
+from kernels.gumbel import gumbel_noise_of, hash_bits, row_keys
 from kernels.triton.sample import gumbel, sample
 from kernels.triton.sample import hash_bits as device_hash_bits
 
@@ -37,12 +37,14 @@ POSITIONS = torch.tensor([0, 1, 4095, 2**31, 7, 2**20])
 
 def test_hash_bits_are_the_reference_s(device: str) -> None:
     bits, _ = _drawn(SEEDS, POSITIONS, 4096, device)
-    assert torch.equal(bits, hash_bits(row_keys(SEEDS, POSITIONS), 4096))
+    assert torch.equal(bits, hash_bits(row_keys(SEEDS, POSITIONS), torch.arange(4096, dtype=torch.int32)))
 
 
 def test_noise_is_the_reference_s_on_the_same_device(device: str) -> None:
     _, noise = _drawn(SEEDS, POSITIONS, 4096, device)
-    assert torch.equal(noise, gumbel_noise(SEEDS.to(device), POSITIONS.to(device), 4096).cpu())
+    assert torch.equal(
+        noise, gumbel_noise_of(SEEDS.to(device), POSITIONS.to(device), torch.arange(4096, device=device)).cpu()
+    )
 
 
 def _rows(count: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

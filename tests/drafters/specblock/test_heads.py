@@ -98,7 +98,7 @@ def test_a_drafter_that_knows_the_target_proposes_what_the_noise_will_select() -
         for line in range(2):
             for place in range(4):
                 position = keys.positions[line] + depths[line, 0, place]
-                gumbel = ops.gumbel_noise(keys.seeds[line : line + 1], position[None], VOCAB_SIZE)[0]
+                gumbel = ops.gumbel_noise_of(keys.seeds[line : line + 1], position[None], torch.arange(VOCAB_SIZE))[0]
                 chosen = (everything[line, 0, place] / temperature + gumbel).argmax()
                 assert proposed[line, 0, place] == chosen
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gumbel import gumbel_noise
+from kernels.gumbel import gumbel_noise_of
 from kernels.sample import Choice
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, logprobs
@@ -95,7 +95,7 @@ def _oracle(row: Row) -> int:
     if p.top_p < 1:
         ranking = _nucleus(ranking, [math.exp(z[t]) for t in ranking], p.top_p)
     seed = (p.seed + 2**63) % 2**64 - 2**63
-    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([row.position]), len(z))[0].numpy()
+    noise = gumbel_noise_of(torch.tensor([seed]), torch.tensor([row.position]), torch.arange(len(z)))[0].numpy()
     return max(sorted(ranking), key=lambda t: f32(z[t] + noise[t]))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
-from kernels.gumbel import gumbel_noise
+from kernels.gumbel import gumbel_noise_of
 from service.engine.kv_pool import SlotTable
 from service.engine.requests import SamplingParams
 from service.engine.rows import ExtendRows, ForwardRows, flatten
@@ -95,7 +95,7 @@ def test_without_nodes_each_line_of_logits_is_one_bonus_token(others: int, tempe
     scores = torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(5))
     if temperature:
         positions = torch.tensor([8] + [3] * (batch - 1))
-        scores = scores + gumbel_noise(torch.full((batch,), 7), positions, VOCAB)
+        scores = scores + gumbel_noise_of(torch.full((batch,), 7), positions, torch.arange(VOCAB))
     assert verified.result.bonus.tolist() == scores.argmax(1).tolist()
     assert verified.result.target_tokens.tolist() == scores.argmax(1)[:, None].tolist()
     assert verified.result.path.shape == (batch, 0)
@@ -155,6 +155,6 @@ def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
     logits = torch.zeros(rows.logit_rows.shape[0], VOCAB)
     chosen = stage().verify([sequence_of(8, params)], rows, tree, logits).result.target_tokens[0]
     positions = 8 + torch.tensor([0, 1, 1, 2, 2, 3])  # the root stands at 7, the nodes at depths 1, 1, 2, 2, 3
-    noise = gumbel_noise(torch.full((6,), 77), positions, VOCAB)
+    noise = gumbel_noise_of(torch.full((6,), 77), positions, torch.arange(VOCAB))
     assert torch.equal(chosen, noise.argmax(1))
     assert len(set(chosen.tolist())) == 4
