@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -102,9 +101,11 @@ def needs_of(name: str) -> frozenset[Need]:
 def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ...]:
     """Which of so many layers the drafter of that name taps, in the order in which it is told; `trained`: those of the
     trained weights. Raises ValueError as `build_drafter`."""
-    kinds = (one.kind for one in _resolved(name))
-    taps = (trained if kind.needs == "weights" else kind.tap_layers(num_layers) for kind in kinds)
-    return tuple(dict.fromkeys(chain.from_iterable(taps)))
+    layers: tuple[int, ...] = ()
+    for one in _resolved(name):
+        own = trained if one.kind.needs == "weights" else one.kind.tap_layers(num_layers)
+        layers += tuple(layer for layer in own if layer not in layers)  # of a small target one may tap a layer twice
+    return layers
 
 
 def trained_kind_of(name: str) -> str | None:
