@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine
+from service.engine.engine import Engine, _advance
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
+from service.engine.scheduler import Batch, Scheduled
 from tests.service.engine.harness import (
     LIMITS,
     Generated,
@@ -22,6 +23,7 @@ from tests.service.engine.harness import (
     tiny_engine,
     with_answers,
 )
+from tests.service.engine.test_drafting import decoding
 from tests.tiny_models import EOS_ID, load, random_prompts, stock_tiny, tiny_model
 
 torch.set_num_threads(1)
@@ -276,6 +278,16 @@ def test_what_speculation_did_adds_up(requests: list[GenerationRequest]) -> None
         assert record is not None
         assert len(record.accepted_per_step) == len(record.drafted_per_step) == result.num_outputs - was_read
         assert was_read + sum(accepted + 1 for accepted in record.accepted_per_step) == len(result.tokens) == TOKENS
+
+
+def test_reading_again_is_no_verify() -> None:
+    goes_on, comes_back = decoding(0), decoding(1)
+    comes_back.num_computed, comes_back.first_token_seconds, comes_back.last_emit_seconds = 0, 1.0, 1.0
+    batch = Batch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
+    assert len(_advance(batch, [4, 0], [2, 0])) == 1, "the first token of one, the next one of the other"
+    assert (goes_on.accepted_per_step, goes_on.drafted_per_step) == ([2], [4])
+    assert (comes_back.accepted_per_step, comes_back.drafted_per_step) == ([], [])
+    assert [one.num_pending for one in (goes_on, comes_back)] == [-2, 0], "what is emitted is yet to be appended"
 
 
 def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRequest]) -> None:
