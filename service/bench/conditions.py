@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -77,20 +78,26 @@ def refuse_unwritable(file: Path | None) -> None:
 def command_line(arguments: Sequence[str]) -> str:
     """The command as it could be typed again, with secrets left out and paths cut down to their names."""
     name, *rest = arguments
-    shown = [Path(name).name]
+    program = Path(name)
+    shown = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     for before, argument in zip([name, *rest], rest, strict=False):
         flag, is_assignment, value = argument.partition("=")
         if is_assignment and flag.startswith("--"):
-            shown.append(f"{flag}={'***' if flag in _SECRETS else _without_folder(value)}")
+            shown.append(f"{flag}={'***' if flag in _SECRETS else _without_folders(value)}")
         else:
-            shown.append("***" if before in _SECRETS else _without_folder(argument))
+            shown.append("***" if before in _SECRETS else _without_folders(argument))
     return shlex.join(shown)
 
 
-def _without_folder(argument: str) -> str:
-    """The last part of a path; hub ids, which have one slash and no dot or root before it, stay."""
-    is_path = argument.startswith(("/", ".", "~")) or argument.count("/") > 1
-    return Path(argument).name if is_path else argument
+def _without_folders(argument: str) -> str:
+    """Of paths the last part, also of those in a list or behind a kind's name."""
+    return "".join(part if part in ",=" else _without_folder(part) for part in re.split("([,=])", argument))
+
+
+def _without_folder(part: str) -> str:
+    """Hub ids, which have one slash and no dot or root before it, stay."""
+    is_path = part.startswith(("/", ".", "~")) or part.count("/") > 1
+    return Path(part).name if is_path else part
 
 
 def commit_of(folder: Path) -> str:
