@@ -219,24 +219,29 @@ def _alpha(accepted: Sequence[int]) -> list[float]:
 
 
 def plot_kinds(rows: Sequence[Row], file: Path) -> None:
-    """Tokens per step against what a step costs, with the lines of equal speedup."""
+    """Tokens per step against what a step costs, with the lines of equal speedup. Fixed trees of a kind are joined; a
+    hollow mark is what is served."""
     figure = Figure(figsize=(7.5, 6.0), layout="constrained")
     axes = figure.subplots()
     groups: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["kind"], row["temperature"]), []).append(row)
     for (kind, temperature), mine in groups.items():
-        costs, taus = [row["step_cost"] for row in mine], [row["tau"] for row in mine]
-        axes.plot(costs, taus, marker="o", linewidth=0.8, label=f"{kind}, T = {temperature:g}")
+        fixed = [row for row in mine if row["nodes"] != SERVED]
+        costs, taus = [row["step_cost"] for row in fixed], [row["tau"] for row in fixed]
+        (line,) = axes.plot(costs, taus, marker="o", linewidth=0.8, label=f"{kind}, T = {temperature:g}")
         for row in mine:
+            if row["nodes"] == SERVED:
+                axes.plot(row["step_cost"], row["tau"], "o", markerfacecolor="none", color=line.get_color())
             axes.annotate(row["nodes"], (row["step_cost"], row["tau"]), fontsize=7)
-    dearest = max([1.5, *(row["step_cost"] for row in rows)])
+    dearest, most = max([1.5, *(row["step_cost"] for row in rows)]), 1.1 * max(row["tau"] for row in rows)
     for speedup in _CONTOURS:
-        axes.plot([1.0, dearest], [speedup, speedup * dearest], color="grey", linewidth=0.6, linestyle=":")
-        axes.annotate(f"x{speedup:g}", (dearest, speedup * dearest), fontsize=7, color="grey")
+        end = min(dearest, most / speedup)
+        axes.plot([1.0, end], [speedup, speedup * end], color="grey", linewidth=0.6, linestyle=":")
+        axes.annotate(f"x{speedup:g}", (end, speedup * end), fontsize=7, color="grey", va="top")
     axes.set_xlabel("a step, in plain steps")
     axes.set_ylabel("tokens per step")
-    axes.set_ylim(0.9, 1.1 * max(row["tau"] for row in rows))
+    axes.set_ylim(0.9, most)
     axes.legend(fontsize=7)
     figure.savefig(file, dpi=120)
 
