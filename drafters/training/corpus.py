@@ -7,7 +7,7 @@ said = response tokens of all sequences; branches = tokens that the target might
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,14 @@ class Example:
         branches = self.branch_ids[: labels - 1], self.branch_logprobs[: labels - 1]
         return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature, *branches)
 
+    def within(self, length: int) -> "Example":
+        """What a drafter that sees so many tokens learns from: of a longer text the beginning of the prompt is left out,
+        for a response stands behind the prompt's end, and of a response that is longer still the end."""
+        left_out = min(self.prompt - 1, max(0, self.length - length))
+        seen = self.tokens[left_out:], self.features[left_out:]
+        rest = replace(self, tokens=seen[0], features=seen[1], prompt=self.prompt - left_out)
+        return rest.first(min(rest.length, length))
+
     @property
     def prompt_digest(self) -> bytes:
         """Equal for sequences that answer the same prompt."""
@@ -94,19 +102,19 @@ def likeliest_others(top_ids: Tensor, said: Tensor, count: int) -> Tensor:
 
 
 def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
-    """All sequences of some shards, memory-mapped, cut at so many tokens."""
+    """All sequences of some shards, memory-mapped, within so many tokens."""
     examples = []
     for shard in map(Shard.load, paths):
         token, label, said = 0, 0, 0
         sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
         for length, prompt, temperature in sequences:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
-            if min(length, max_length) > prompt:
+            if length > prompt:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
                 behind = (values for values in (shard.branch_ids, shard.branch_logprobs) if values is not None)
                 own = (values[said : said + length - prompt] for values in behind)
                 whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature, *own)
-                examples.append(whole.first(min(length, max_length)))
+                examples.append(whole.within(max_length))
             token, label, said = mine.stop, labelled.stop, said + length - prompt
     return examples
 

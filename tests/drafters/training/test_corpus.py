@@ -1,5 +1,6 @@
 """Shards, examples, batches, and the texts kept apart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,27 @@ def test_examples_are_the_shards_sequences(corpus: list[Example]) -> None:
     assert [e.temperature for e in corpus[:10]] == shard.temps.tolist()
 
 
-def test_long_texts_are_cut_and_those_without_response_left_out(tmp_path: Path) -> None:
-    random_shard(4).save(tmp_path / "a.safetensors")
-    cut = load_examples([tmp_path / "a.safetensors"], max_length=7)
-    assert [(e.length, e.prompt, e.top_ids.shape[0]) for e in cut] == [(7, 6, 2), (7, 6, 2)]
+@pytest.mark.parametrize("most", [2, 7, 12, 20, 512])
+def test_of_long_texts_the_beginning_is_left_out_and_then_the_end(tmp_path: Path, most: int) -> None:
+    random_shard(12, branches=2).save(tmp_path / "a.safetensors")
+    whole = load_examples([tmp_path / "a.safetensors"], max_length=512)
+    cut = load_examples([tmp_path / "a.safetensors"], max_length=most)
+    for one, all_of_it in zip(cut, whole, strict=True):
+        assert one.length == min(most, all_of_it.length)
+        left_out = min(all_of_it.prompt - 1, all_of_it.length - one.length)
+        assert one.prompt == all_of_it.prompt - left_out
+        assert torch.equal(one.tokens, all_of_it.tokens[left_out:][: one.length])
+        assert torch.equal(one.features, all_of_it.features[left_out:][: one.length])
+        said = one.length - one.prompt
+        assert said == min(all_of_it.length - all_of_it.prompt, most - 1)
+        assert torch.equal(one.top_ids, all_of_it.top_ids[: said + 1])
+        assert torch.equal(one.branch_ids, all_of_it.branch_ids[:said])
+
+
+def test_texts_without_response_are_left_out(tmp_path: Path) -> None:
+    shard = random_shard(4)
+    replace(shard, prompts=shard.lengths.clone()).save(tmp_path / "a.safetensors")
+    assert load_examples([tmp_path / "a.safetensors"], max_length=512) == []
 
 
 def test_a_batch_knows_what_else_might_have_been_said(tmp_path: Path) -> None:
