@@ -82,8 +82,8 @@ class Example:
         return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature, *branches)
 
     def within(self, length: int) -> "Example":
-        """What a drafter that sees so many tokens learns from: of a longer text the beginning of the prompt is left out,
-        for a response stands behind the prompt's end, and of a response that is longer still the end."""
+        """What a drafter that sees so many tokens learns from. Of a longer text the beginning of the prompt is left
+        out, and of a response that is longer still the end."""
         left_out = min(self.prompt - 1, max(0, self.length - length))
         seen = self.tokens[left_out:], self.features[left_out:]
         rest = replace(self, tokens=seen[0], features=seen[1], prompt=self.prompt - left_out)
