@@ -148,11 +148,7 @@ class SnapshotRing:
             self._memory[info.version] = snapshot
         for version in sorted(self._memory)[: -self._num_in_memory]:
             del self._memory[version]
-        stored = stored_versions(self._folder)
-        able = [version for version in stored if version not in (served, info.version)]
-        able.sort(key=lambda version: (version not in condemned, version))
-        for version in able[: max(0, len(stored) - self._num_on_disk)]:
-            remove_snapshot(self._folder, version)
+        self._make_room({info.version, served}, condemned)
 
     def get(self, version: int, layout: Layout) -> Snapshot:
         """Raises Damaged for a snapshot that cannot be trusted, or is not there."""
@@ -160,6 +156,13 @@ class SnapshotRing:
         if kept is not None:
             return Snapshot(kept.info, _on_host(kept.tensors))
         return read_snapshot(self._folder, version, layout)
+
+    def _make_room(self, kept: Collection[int | None], condemned: Collection[int]) -> None:
+        stored = stored_versions(self._folder)
+        able = [version for version in stored if version not in kept]
+        able.sort(key=lambda version: (version not in condemned, version))
+        for version in able[: max(0, len(stored) - self._num_on_disk)]:
+            remove_snapshot(self._folder, version)
 
 
 class LearnerCheckpoint:

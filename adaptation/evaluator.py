@@ -125,6 +125,12 @@ class OfflineEvaluator:
         """The anchor has other weights."""
         self._known_drift, self._anchor = None, _Known(0)
 
+    @property
+    def kl_is_due(self) -> bool:
+        """Whether asking for it takes the time to measure it."""
+        is_known = self._known_drift is not None and self._known_drift[0] == self._weights.newest
+        return len(self._drift_texts) >= self._num_drift_texts and not is_known
+
     def kl_to_anchor(self) -> float | None:
         """Mean KL(serving || anchor) over the first texts, once there are enough: a number for people, which decides
         nothing, because far from the anchor may be exactly where the traffic is."""

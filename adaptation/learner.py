@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -248,7 +249,7 @@ class Learner:
     def status(self, worker: Worker) -> AdaptationStatus:
         """What an operator sees."""
         weights, feedback, counts = self.weights, self._feedback, self._event_counts
-        with self.time.spent():
+        with self.time.spent() if self._evaluator.kl_is_due else nullcontext():
             kl_to_anchor = self._evaluator.kl_to_anchor()
         return AdaptationStatus(
             policy=self._policy_name,

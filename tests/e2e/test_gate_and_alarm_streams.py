@@ -169,9 +169,9 @@ def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised,
 
 
 def false_rollbacks(known: Practised, folder: Path, seed: int) -> int:
-    """In one stream."""
+    """In one stream, on nearly all texts: on a few of them one of two equally good drafters is the better one."""
     events: list[Event] = []
-    built = known.learner(folder, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.2})
+    built = known.learner(folder, events.append, known.good, **{**KNOBS, "policy": "never", "validation_share": 0.9})
     twin = twin_of(known, built)
     stream = known.stream(seed, STATIONARY_WINDOWS * WINDOW, version=0)
     for feedback in stream:
