@@ -159,6 +159,7 @@ def twin_of(known: Practised, built: Learner) -> dict[str, Tensor]:
     return min(map(twin, range(16)), key=lambda weights: abs(fmean(scores_of(known, built, weights)) - good))
 
 
+@pytest.mark.slow
 def test_at_most_two_false_rollbacks_in_200_stationary_windows(known: Practised, tmp_path: Path) -> None:
     """The drafter that serves, the one it has replaced and the anchor are equally good, and not the same: in the mean
     of four streams, for which windows are condemned by chance hangs on the last bit of a score."""
