@@ -134,11 +134,9 @@ class OfflineEvaluator:
     def kl_to_anchor(self) -> float | None:
         """Mean KL(serving || anchor) over the first texts, once there are enough: a number for people, which decides
         nothing, because far from the anchor may be exactly where the traffic is."""
-        if len(self._drift_texts) < self._num_drift_texts:
-            return None
-        if self._known_drift is None or self._known_drift[0] != self._weights.newest:
+        if self.kl_is_due:
             self._known_drift = self._weights.newest, self._drift(self._weights.served_in_full())
-        return self._known_drift[1]
+        return None if self._known_drift is None else self._known_drift[1]
 
     @torch.no_grad()
     def _drift(self, model: SpecBlock) -> float:

@@ -168,11 +168,15 @@ class Reply(ABC):
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(thought.count for thought in self._thoughts.values()),
+                "reasoning_tokens": self._reasoning_tokens,
                 "accepted_prediction_tokens": sum(record.accepted_prediction_tokens for record in self._speculation),
                 "rejected_prediction_tokens": sum(record.rejected_prediction_tokens for record in self._speculation),
             },
         }
+
+    @property
+    def _reasoning_tokens(self) -> int:
+        return sum(thought.count for thought in self._thoughts.values())
 
     def _speculative_decoding(self) -> Body | None:
         """vLLM's record of acceptance, over all choices, and which drafter it was."""

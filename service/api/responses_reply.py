@@ -190,12 +190,10 @@ class ResponseReply(Reply):
 
     def _response_usage(self) -> Body:
         usage = self._usage()
-        details = usage["completion_tokens_details"]
-        assert isinstance(details, dict)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": details["reasoning_tokens"]},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }

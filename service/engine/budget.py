@@ -65,6 +65,11 @@ class Budget:
     nodes: tuple[int, ...] = ()  # of each line, in the end
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the step is one of plain decoding: nobody was asked, and nothing known is verified either."""
+        return not self.drafted and not any(self.widths)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's forward, with those that pad trees to their widths."""
         return self.load.num_rows + sum(self.widths)
@@ -226,7 +231,7 @@ class CostBudget(BudgetPolicy):
         elif load.num_drafting:
             self._settle_plain(budget, stats)
         predicted = self._costs.learn(budget.num_rows, load.context, load.num_sequences, stats.verify_seconds)
-        self._was_plain = not budget.drafted and not any(budget.widths)
+        self._was_plain = budget.is_plain
         return predicted
 
     def _may_draft(self, load: Load) -> bool:
@@ -279,7 +284,7 @@ class CostBudget(BudgetPolicy):
         self._ledger.settle(DRAFTING, -stats.follow_seconds)
         self.gains.of(load.num_sequences).elapse()
         # One that follows a step with drafts finds their rows in the caches.
-        if self._was_plain and not any(budget.widths):
+        if self._was_plain and budget.is_plain:
             rows = np.array([load.num_rows], dtype=np.float64)
             whole = float(self._costs.verify_seconds(rows, load.context, load.num_sequences)[0])
             # Of the verify the share of those who draft: a difference would have the error of all that was read.

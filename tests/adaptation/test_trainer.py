@@ -166,20 +166,12 @@ def test_the_same_lessons_give_the_same_bits() -> None:
     assert same(one.tensors(), other.tensors())
 
 
-def test_a_resumed_trainer_goes_on_to_the_bit() -> None:
-    going, resumed = trainer()[0], trainer()[0]
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_resumed_trainer_goes_on_to_the_bit(relative: bool) -> None:
+    """Also one that was built around other weights, to which its rates were relative."""
+    going, resumed = trainer(relative=relative)[0], trainer(relative=relative, size=50.0)[0]
     going.update("head", samples(4))
     going.update("head", samples(3))
-    resumed.load_tensors(state_of(going))
-    going.update("head", samples(2))
-    resumed.update("head", samples(2))
-    assert same(going.tensors(), resumed.tensors())
-
-
-def test_rates_relative_to_weights_stay_for_whoever_goes_on() -> None:
-    """Who was built around other weights."""
-    going, resumed = trainer(relative=True)[0], trainer(relative=True, size=50.0)[0]
-    going.update("head", samples(4))
     resumed.load_tensors(state_of(going))
     going.update("head", samples(2))
     resumed.update("head", samples(2))
