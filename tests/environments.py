@@ -12,8 +12,9 @@ _OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHON
 
 def python_environment(requirements: Path) -> Path:
     """The folder of an environment with what this file asks for."""
-    create = [sys.executable, "-m", "venv", "."]
-    install = ["bin/pip", "install", "-q", "--disable-pip-version-check", "-r", requirements.name]
+    create = [sys.executable, "-m", "venv", "--without-pip", "."]
+    pip = [sys.executable, "-m", "pip", "--python", "bin/python", "--disable-pip-version-check"]
+    install = [*pip, "install", "-q", "--no-compile", "-r", requirements.name]
     return _made(requirements, create, install)
 
 

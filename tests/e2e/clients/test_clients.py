@@ -28,7 +28,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     running.end()
 
 
-@pytest.mark.parametrize("client", ["openai", "pydantic_ai", "instructor", "langchain", "litellm"])
+LARGE = [pytest.param(client, marks=pytest.mark.slow) for client in ("langchain", "litellm")]  # to install
+
+
+@pytest.mark.parametrize("client", ["openai", "pydantic_ai", "instructor", *LARGE])
 def test_python_clients(client: str, server: Process) -> None:
     folder = python_environment(HERE / f"{client}.txt")
     said = run(["bin/python", str(HERE / f"check_{client}.py"), f"{server.url}/v1"], folder)

@@ -63,6 +63,7 @@ def test_every_route_as_it_is_described(server: Process, fuzz: Callable[..., Non
     fuzz(f"{server.url}/openapi.json", "--exclude-path", "/adaptree/feed", "-H", "authorization: Bearer boss")
 
 
+@pytest.mark.slow
 def test_every_body_as_openai_types_it(server: Process, tmp_path: Path, fuzz: Callable[..., None]) -> None:
     document = tmp_path / "openai.json"
     document.write_text(json.dumps(openai_bodies()))
