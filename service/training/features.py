@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from adaptation.trainer import bf16_is_faster
 from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target, refuse_widened
@@ -293,6 +294,8 @@ def make_features(
     device = device_of(config.device)
     refuse_widened(config)
     loaded = load_target(config, device)
+    if not bf16_is_faster(device):
+        loaded.model.float()  # the same weights
     taps = tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most, branches=branches)
