@@ -299,14 +299,16 @@ def make_features(
     taps = tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most, branches=branches)
-    began = time.monotonic()
+    before = time.monotonic()
     shards, tokens, kept = 0, 0, list[Response]()
     with bar("reading features", sum(response.num_tokens for response in wanted)) as advance:
         for chunk in write_shards(reader, wanted, out):
             shards, kept = shards + 1, [*kept, *chunk]
-            tokens += sum(response.num_tokens for response in chunk)
-            advance(tokens, f"shard {shards}, {tokens / (time.monotonic() - began):.0f} tokens/s")
-            if deadline is not None and time.monotonic() > deadline:
+            read, now = sum(response.num_tokens for response in chunk), time.monotonic()
+            tokens += read
+            advance(tokens, f"shard {shards}, {read / (now - before):.0f} tokens/s")
+            before = now
+            if deadline is not None and now > deadline:
                 break
     manifest = Manifest(
         target=config.public_model_name,
