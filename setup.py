@@ -1,5 +1,6 @@
 """Compiles kernels/cpu, once per kind of processor; everything else about the package stands in pyproject.toml."""
 
+import os
 import platform
 from glob import glob
 
@@ -10,6 +11,7 @@ FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", 
 VARIANTS = {
     "x86_64": {
         "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"],
+        "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
         "avx2": ["-march=x86-64-v3"],
     },
     "aarch64": {"neon": ["-march=armv8.2-a"]},
@@ -28,5 +30,6 @@ setup(
             optional=True,  # without a compiler the torch reference serves
         )
         for variant, flags in VARIANTS.get(platform.machine(), {}).items()
-    ]
+    ],
+    options={"build_ext": {"parallel": os.cpu_count()}},
 )

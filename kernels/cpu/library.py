@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VARIANTS = {"avx512bf16": ("avx512_bf16", "avx512_vnni", "avx512_dq"), "avx2": ("avx2", "fma3"), "neon": ("neon",)}
+VARIANTS = {
+    "avx512bf16": ("avx512_bf16", "avx512_vnni", "avx512_dq"),
+    "avx512": ("avx512_vnni", "avx512_dq"),
+    "avx2": ("avx2", "fma3"),
+    "neon": ("neon",),
+}
 """Builds of the same source, best first, and what a processor must be able to do for each."""
+
+_MAKERS = {"avx512bf16": "AMD"}
+"""Whose processors alone a build is best on: Intel's multiply pairs of bf16 at half the rate (decision 118)."""
 
 MOST_DIM = 256
 """Dimensions of a head, as in vector.h."""
@@ -43,7 +51,8 @@ def variant() -> str | None:
     able = torch.cpu.get_capabilities()
     for name, needs in VARIANTS.items():
         built = _path(name)
-        if built is not None and all(able.get(need, False) for need in needs):
+        is_best = _MAKERS.get(name, "") in str(able.get("cpu_name"))
+        if built is not None and is_best and all(able.get(need, False) for need in needs):
             _check_fresh(built)
             return name
     return None

@@ -1,76 +1,115 @@
 // y = x W^T + b. Every output is summed in the order of x's columns, whatever rows are beside it.
 //
-// A packed weight is [ceil(out / 32)][in / 2][32][2] of bf16, or [ceil(out / 32)][in][32] of float: a block of 32
-// outputs is read front to back, once for up to MOST_ROWS rows.
+// A packed weight is [ceil(out / COLUMNS)][in / 2][COLUMNS][2] of bf16, or [ceil(out / COLUMNS)][in][COLUMNS] of float: a
+// tile of COLUMNS outputs is read front to back, once for up to MOST_ROWS rows.
 #include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
 
 #include "vector.h"
 
 namespace {
 
-constexpr int COLUMNS = 2 * LANES;
-constexpr int MOST_ROWS = 12;  // with two accumulators each they fill 24 of 32 registers
-constexpr int AHEAD = 256;     // steps between a prefetch into the second cache and its use: 32 KB
+constexpr int VECTORS = 2;
+constexpr int COLUMNS = VECTORS * LANES;
+constexpr int MOST_ROWS = MOST_SUMS / VECTORS;
+constexpr int AHEAD = 1 << 15;  // bytes between a prefetch into the second cache and its use
 
-template <class T>
-constexpr int PAIR = sizeof(float) / sizeof(T);  // columns of x that one step takes
+template <class W>
+constexpr int PAIR = sizeof(float) / sizeof(W);  // columns of x that one step takes
 
-inline Vec dot(Vec sum, const float* x, const float* w) { return sum + *x * load(w); }
-inline Vec dot(Vec sum, const bf16* x, const bf16* w) {
-    uint32_t pair;
-    memcpy(&pair, x, 4);
-#ifdef __AVX512BF16__
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(w));
-#else
-    IVec both = *(const IVec*)w;
-    sum = sum + to_float(x[0]) * (Vec)(both << 16);
-    return sum + to_float(x[1]) * (Vec)(both & int32_t(0xffff0000));
-#endif
+template <int ROWS>
+using Sums = Vec[ROWS][VECTORS];
+
+// `add`: what one step adds to the sums of each row. x [ROWS, in], w [COLUMNS][PAIR]
+// `factors`: numbers of bf16 as they are multiplied: where there is no instruction for pairs of them, as floats.
+template <int ROWS>
+inline void add(Sums<ROWS>& sums, const float* x, int64_t in, const float* w) {
+    Vec weights[VECTORS] = {load(w), load(w + LANES)};
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = sums[r][v] + x[r * in] * weights[v];
 }
 
-template <class T, int ROWS>
-void block(const T* x, const T* w, const float* bias, T* y, int64_t in, int64_t out, int columns) {
-    Vec sums[ROWS][2];
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) sums[r][h] = bias ? load(bias + h * LANES) : Vec{};
-    for (int64_t i = 0; i < in; i += PAIR<T>, w += PAIR<T> * COLUMNS) {
-        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS, 0, 2);
-        __builtin_prefetch(w + AHEAD * PAIR<T> * COLUMNS + PAIR<T> * LANES, 0, 2);
+#ifdef __AVX512BF16__
+const bf16* factors(const bf16* x, int64_t) { return x; }
+
+template <int ROWS>
+inline void add(Sums<ROWS>& sums, const bf16* x, int64_t in, const bf16* w) {
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            sums[r][0] = dot(sums[r][0], x + r * in + i, w);
-            sums[r][1] = dot(sums[r][1], x + r * in + i, w + PAIR<T> * LANES);
+    for (int r = 0; r < ROWS; r++) {
+        uint32_t pair;
+        memcpy(&pair, x + r * in, sizeof(pair));
+        for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = (Vec)_mm512_dpbf16_ps((__m512)sums[r][v], (__m512bh)_mm512_set1_epi32(pair),
+                                               (__m512bh)_mm512_loadu_si512(w + 2 * v * LANES));
+    }
+}
+#else
+const float* factors(const bf16* x, int64_t count) {
+    static thread_local std::vector<float> values;
+    values.resize(size_t(count));
+    for (int64_t i = 0; i < count; i++) values[size_t(i)] = to_float(x[i]);
+    return values.data();
+}
+
+template <int ROWS>
+inline void add(Sums<ROWS>& sums, const float* x, int64_t in, const bf16* w) {
+#pragma GCC unroll 2
+    for (int column = 0; column < 2; column++) {
+        Vec weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            IVec pairs = *(const IVec*)(w + 2 * v * LANES);
+            weights[v] = (Vec)(column ? pairs & int32_t(0xffff0000) : pairs << 16);
         }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = sums[r][v] + x[r * in + column] * weights[v];
+    }
+}
+#endif
+
+template <class X, class W, int ROWS>
+void tile(const X* x, const W* w, const float* bias, W* y, int64_t in, int64_t out, int columns) {
+    Sums<ROWS> sums;
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = bias ? load(bias + v * LANES) : Vec{};
+    for (int64_t i = 0; i < in; i += PAIR<W>, w += PAIR<W> * COLUMNS) {
+        for (int byte = 0; byte < COLUMNS * 4; byte += 64) __builtin_prefetch((const char*)w + AHEAD + byte, 0, 2);
+        add<ROWS>(sums, x + i, in, w);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store_end(y + r * out + h * LANES, sums[r][h], columns - h * LANES);
+        for (int v = 0; v < VECTORS; v++) store_end(y + r * out + v * LANES, sums[r][v], columns - v * LANES);
 }
 
-template <class T>
-using Block = void (*)(const T*, const T*, const float*, T*, int64_t, int64_t, int);
-template <class T>
-constexpr Block<T> BLOCKS[MOST_ROWS] = {block<T, 1>, block<T, 2>, block<T, 3>, block<T, 4>,  block<T, 5>,  block<T, 6>,
-                                        block<T, 7>, block<T, 8>, block<T, 9>, block<T, 10>, block<T, 11>, block<T, 12>};
+template <class X, class W>
+using Tile = void (*)(const X*, const W*, const float*, W*, int64_t, int64_t, int);
+template <class X, class W, int... ROWS>
+constexpr std::array<Tile<X, W>, MOST_ROWS> tiles(std::integer_sequence<int, ROWS...>) {
+    return {tile<X, W, ROWS + 1>...};
+}
 
-template <class T>
-void product(const T* x, const T* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+template <class X, class W>
+void product(const X* x, const W* packed, const float* bias, W* y, int64_t rows, int64_t in, int64_t out, int threads) {
+    static constexpr auto TILES = tiles<X, W>(std::make_integer_sequence<int, MOST_ROWS>());
     int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t first = 0; first < out; first += COLUMNS)
         for (int64_t part = 0; part < parts; part++) {
             int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-            BLOCKS<T>[end - begin - 1](x + begin * in, packed + first * in, bias ? bias + first : nullptr,
-                                       y + begin * out + first, in, out, int(std::min<int64_t>(COLUMNS, out - first)));
+            TILES[end - begin - 1](x + begin * in, packed + first * in, bias ? bias + first : nullptr, y + begin * out + first,
+                                   in, out, int(std::min<int64_t>(COLUMNS, out - first)));
         }
 }
 
-template <class T>
-void pack(const T* weight, T* packed, int64_t in, int64_t out) {
+template <class W>
+void pack(const W* weight, W* packed, int64_t in, int64_t out) {
     for (int64_t first = 0; first < out; first += COLUMNS)
-        for (int64_t i = 0; i < in; i += PAIR<T>)
+        for (int64_t i = 0; i < in; i += PAIR<W>)
             for (int c = 0; c < COLUMNS; c++)
-                for (int j = 0; j < PAIR<T>; j++)
-                    *packed++ = first + c < out ? weight[(first + c) * in + i + j] : T{};
+                for (int j = 0; j < PAIR<W>; j++)
+                    *packed++ = first + c < out ? weight[(first + c) * in + i + j] : W{};
 }
 
 }  // namespace
@@ -80,7 +119,7 @@ void pack_bf16(const bf16* weight, bf16* packed, int64_t in, int64_t out) { pack
 void pack_float(const float* weight, float* packed, int64_t in, int64_t out) { pack(weight, packed, in, out); }
 void linear_bf16(const bf16* x, const void* packed, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
                  int threads) {
-    product(x, (const bf16*)packed, bias, y, rows, in, out, threads);
+    product(factors(x, rows * in), (const bf16*)packed, bias, y, rows, in, out, threads);
 }
 void linear_float(const float* x, const void* packed, const float* bias, float* y, int64_t rows, int64_t in, int64_t out,
                   int threads) {

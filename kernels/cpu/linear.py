@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels.cpu.library import address, function
 
-_OUTPUTS = 32  # of a tile, as in the sources
+_OUTPUTS = 32  # of the largest tile that a build has; smaller ones divide it
 
 
 class PackedLinear:

@@ -1,10 +1,12 @@
 // y = x W^T + b with weights and activations of 8 bits: integers with one scale for every 32 columns, as GGUF's Q8_0.
 // Sums within a block of columns are exact; blocks are added up in order, so that a row's bits are its own.
 //
-// A packed weight is [ceil(out / 32)] tiles of [in / 32] blocks of {[8][32][4] of uint8, 128 more than they count,
-// [32] scales in bf16}: a tile is read front to back, once for up to MOST_ROWS rows.
+// A packed weight is [ceil(out / TILE)] tiles of [in / 32] blocks of {[8][TILE][4] of uint8, 128 more than they count,
+// [TILE] scales in bf16}: a tile is read front to back, once for up to MOST_ROWS rows.
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "vector.h"
@@ -12,9 +14,9 @@
 namespace {
 
 constexpr int TILE = 2 * LANES;  // outputs
-constexpr int COLUMNS = 32;
-constexpr int MOST_ROWS = 12;
-constexpr int AHEAD = 28;  // blocks between a prefetch into the second cache and its use: 32 KB
+constexpr int COLUMNS = 32, VECTORS = COLUMNS / LANES;  // of a block
+constexpr int MOST_ROWS = MOST_SUMS / 2;
+constexpr int AHEAD = (1 << 15) / (TILE * (COLUMNS + 2));  // blocks between a prefetch into the second cache and its use
 constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
 
 struct Block {
@@ -37,22 +39,28 @@ void quantise(const T* x, Activations* to, int64_t in) {
         T part[COLUMNS] = {};
         if (in - first < COLUMNS) memcpy(part, x + first, size_t(in - first) * sizeof(T));
         const T* from = in - first < COLUMNS ? part : x + first;
-        Vec low = load(from), high = load(from + LANES);
-        Vec sizes = (Vec)((IVec)low & 0x7fffffff), others = (Vec)((IVec)high & 0x7fffffff);
-        sizes = sizes > others ? sizes : others;
+        Vec values[VECTORS], sizes{};
+        for (int v = 0; v < VECTORS; v++) {
+            values[v] = load(from + v * LANES);
+            Vec size = (Vec)((IVec)values[v] & 0x7fffffff);
+            sizes = size > sizes ? size : sizes;
+        }
         float most = 0;
         for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
         to->scale = most / 127.0f;
         float inverse = most > 0 ? 127.0f / most : 0.0f;
-        IVec whole[2] = {__builtin_convertvector((low * inverse + MAGIC) - MAGIC, IVec),
-                         __builtin_convertvector((high * inverse + MAGIC) - MAGIC, IVec)};
-        to->sum = 0;
-        for (int h = 0; h < 2; h++) {
-            *(Bytes*)(to->values + h * LANES) = __builtin_convertvector(whole[h], Bytes);
-            for (int i = 0; i < LANES; i++) to->sum += whole[h][i];
+        IVec sum{}, broken{};
+        for (int v = 0; v < VECTORS; v++) {
+            IVec whole = __builtin_convertvector((values[v] * inverse + MAGIC) - MAGIC, IVec);
+            *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(whole, Bytes);
+            sum = sum + whole;
+            broken |= values[v] - values[v] != 0.0f;
         }
-        for (int i = 0; i < LANES; i++)
-            if (!(low[i] - low[i] == 0.0f && high[i] - high[i] == 0.0f)) to->scale = NAN;  // what is broken stays so
+        to->sum = 0;
+        for (int i = 0; i < LANES; i++) {
+            to->sum += sum[i];
+            if (broken[i]) to->scale = NAN;  // what is broken stays so
+        }
     }
 }
 
@@ -95,12 +103,14 @@ void tile(const Activations* x, const Block* w, const float* bias, T* y, int64_t
 
 template <class T>
 using Tile = void (*)(const Activations*, const Block*, const float*, T*, int64_t, int64_t, int);
-template <class T>
-constexpr Tile<T> TILES[MOST_ROWS] = {tile<T, 1>, tile<T, 2>, tile<T, 3>, tile<T, 4>,  tile<T, 5>,  tile<T, 6>,
-                                      tile<T, 7>, tile<T, 8>, tile<T, 9>, tile<T, 10>, tile<T, 11>, tile<T, 12>};
+template <class T, int... ROWS>
+constexpr std::array<Tile<T>, MOST_ROWS> tiles(std::integer_sequence<int, ROWS...>) {
+    return {tile<T, ROWS + 1>...};
+}
 
 template <class T>
 void product(const T* x, const Block* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+    static constexpr auto TILES = tiles<T>(std::make_integer_sequence<int, MOST_ROWS>());
     static thread_local std::vector<Activations> quantised;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
     quantised.resize(size_t(rows * blocks));
@@ -111,7 +121,7 @@ void product(const T* x, const Block* packed, const float* bias, T* y, int64_t r
     for (int64_t first = 0; first < out; first += TILE)
         for (int64_t part = 0; part < parts; part++) {
             int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-            TILES<T>[end - begin - 1](values + begin * blocks, packed + first / TILE * blocks, bias ? bias + first : nullptr,
+            TILES[end - begin - 1](values + begin * blocks, packed + first / TILE * blocks, bias ? bias + first : nullptr,
                                       y + begin * out + first, blocks, out, int(std::min<int64_t>(TILE, out - first)));
         }
 }

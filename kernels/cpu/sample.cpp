@@ -7,8 +7,6 @@
 
 namespace {
 
-typedef uint32_t UVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 constexpr int CHAINS = 4;         // comparisons on their way at once
 constexpr int64_t FEW = 1 << 16;  // scores below which waking threads costs more than they save
 

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int ACCUMULATORS = 24;
+constexpr int MOST_VECTORS = 4;  // of a line of values that are summed at once
 constexpr int KEYS_AT_ONCE = 4;
 constexpr int AHEAD = 8;  // positions between a prefetch and its use: slots lie scattered
 constexpr float NEVER = -1e30f;
@@ -33,11 +33,9 @@ Vec capped(Vec scores, float softcap) {  // softcap tanh(x / softcap), all in po
 }
 
 // Up to LANES queries of one sequence: some rows, of each `heads` query heads of one key/value head, from `first_head` on.
-// VECTORS = ceil(dim / LANES)
-template <class T, int VECTORS>
+template <class T>
 void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_rows, int num_rows, const int64_t* table,
                   int64_t head, int64_t first_head, int64_t heads, const T* query, T* out) {
-    constexpr int AT_ONCE = std::clamp(ACCUMULATORS / VECTORS, 1, LANES);
     static thread_local std::vector<float> weights;  // [positions, LANES]
     float queries[MOST_DIM][LANES] = {};
     Query lanes[LANES];
@@ -96,62 +94,61 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
         store(line(i), weight);
     }
 
-    float end[LANES];  // of a line that fills no whole number of vectors
-    auto value = [&](const float* from, int v) {
-        const float* at = from + v * LANES;
-        if (v == VECTORS - 1 && VECTORS * LANES > dim) {
-            memset(end, 0, sizeof(end)), memcpy(end, at, size_t(dim - v * LANES) * sizeof(float));
-            at = end;
-        }
-        asm("" : "+r"(at));  // or products move into the branches above, where no addition is left to fuse them with
-        return load(at);
-    };
-    for (int lane = 0; lane < count; lane += AT_ONCE) {
-        Vec sums[AT_ONCE][VECTORS] = {};
-        for (int i = first; i < common; i++) {
-            const float* from = layer.at(layer.values, table[i], head);
-            layer.prefetch(layer.values, table[std::min(i + AHEAD, common - 1)], head);
-            Vec values[VECTORS];
-            for (int v = 0; v < VECTORS; v++) values[v] = value(from, v);
-            const float* weight = line(i) + lane;
-            for (int q = 0; q < AT_ONCE; q++)
-                for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + weight[q] * values[v];
-        }
-        for (int q = 0; q < std::min(AT_ONCE, count - lane); q++) {
-            const Query& own = lanes[lane + q];
-            for (int i = common; i < own.length; i++) {
-                const float* from = layer.at(layer.values, slot_of(own.row, i), head);
-                for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + line(i)[lane + q] * value(from, v);
+    auto weigh = [&](auto vectors, int64_t column) {  // so many vectors of all values, from a column on
+        constexpr int VECTORS = vectors, AT_ONCE = MOST_SUMS / VECTORS;
+        float end[LANES];  // of a line that fills no whole number of vectors
+        auto value = [&](const float* from, int v) {
+            const float* at = from + column + v * LANES;
+            const int64_t left = dim - column - v * LANES;
+            if (v == VECTORS - 1 && left < LANES) {
+                memset(end, 0, sizeof(end)), memcpy(end, at, size_t(left) * sizeof(float));
+                at = end;
             }
-            T* to = out + (own.row * layer.query_heads + first_head + (lane + q) % heads) * dim;
-            for (int v = 0; v < VECTORS; v++) store_end(to + v * LANES, sums[q][v] / total[lane + q], dim - v * LANES);
+            asm("" : "+r"(at));  // or products move into the branches above, where no addition is left to fuse them with
+            return load(at);
+        };
+        for (int lane = 0; lane < count; lane += AT_ONCE) {
+            Vec sums[AT_ONCE][VECTORS] = {};
+            for (int i = first; i < common; i++) {
+                const float* from = layer.at(layer.values, table[i], head);
+                layer.prefetch(layer.values, table[std::min(i + AHEAD, common - 1)], head);
+                Vec values[VECTORS];
+                for (int v = 0; v < VECTORS; v++) values[v] = value(from, v);
+                const float* weight = line(i) + lane;
+                for (int q = 0; q < AT_ONCE; q++)
+                    for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + weight[q] * values[v];
+            }
+            for (int q = 0; q < std::min(AT_ONCE, count - lane); q++) {
+                const Query& own = lanes[lane + q];
+                for (int i = common; i < own.length; i++) {
+                    const float* from = layer.at(layer.values, slot_of(own.row, i), head);
+                    for (int v = 0; v < VECTORS; v++) sums[q][v] = sums[q][v] + line(i)[lane + q] * value(from, v);
+                }
+                T* to = out + (own.row * layer.query_heads + first_head + (lane + q) % heads) * dim + column;
+                for (int v = 0; v < VECTORS; v++)
+                    store_end(to + v * LANES, sums[q][v] / total[lane + q], dim - column - v * LANES);
+            }
         }
-    }
+    };
+    int64_t column = 0;
+    for (; column + (MOST_VECTORS - 1) * LANES < dim; column += MOST_VECTORS * LANES)
+        weigh(std::integral_constant<int, MOST_VECTORS>(), column);
+    for (; column < dim; column += LANES) weigh(std::integral_constant<int, 1>(), column);
 }
-
-template <class T>
-using Group = void (*)(const Layer&, const Rows&, const int32_t*, int, const int64_t*, int64_t, int64_t, int64_t, const T*, T*);
-template <class T>
-constexpr Group<T> GROUPS[MOST_DIM / LANES] = {
-    attend_group<T, 1>,  attend_group<T, 2>,  attend_group<T, 3>,  attend_group<T, 4>,
-    attend_group<T, 5>,  attend_group<T, 6>,  attend_group<T, 7>,  attend_group<T, 8>,
-    attend_group<T, 9>,  attend_group<T, 10>, attend_group<T, 11>, attend_group<T, 12>,
-    attend_group<T, 13>, attend_group<T, 14>, attend_group<T, 15>, attend_group<T, 16>};
 
 }  // namespace
 
 template <class T>
 void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
             int64_t table_width, const T* query, T* out, int threads) {
-    Group<T> one = GROUPS<T>[(layer->dim + LANES - 1) / LANES - 1];
     const int64_t all = layer->query_heads / layer->kv_heads, parts = (all + LANES - 1) / LANES;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t task = 0; task < num_groups * layer->kv_heads * parts; task++) {
         const int32_t* group = groups + task / parts / layer->kv_heads * 3;  // first place in the order, rows, table line
         const int64_t head = task / parts % layer->kv_heads, part = task % parts;
         const int64_t first = all * part / parts, heads = all * (part + 1) / parts - first;
-        one(*layer, *rows, rows->order + group[0], group[1], tables + group[2] * table_width, head, head * all + first, heads,
-            query, out);
+        attend_group(*layer, *rows, rows->order + group[0], group[1], tables + group[2] * table_width, head, head * all + first,
+                     heads, query, out);
     }
 }
 
@@ -159,6 +156,7 @@ template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const i
 template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*, int);
 
 extern "C" {
+int64_t attend_lanes() { return LANES; }  // queries that are computed side by side
 void attend_bf16(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
                  int64_t table_width, const bf16* query, bf16* out, int threads) {
     attend(layer, rows, groups, num_groups, tables, table_width, query, out, threads);

@@ -9,8 +9,6 @@ from torch import Tensor
 from kernels.cpu.library import Layer, Rows, address, function, halves
 from kernels.tree_attention import LOG2_E, Attention, AttentionRows
 
-_LANES = 16  # queries that are computed side by side, as in vector.h
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledAttention:
@@ -60,7 +58,9 @@ def plan_attention(
     kept = order, seen, path_start, path_slots
     call = function("plan_rows", "pppnppppnnnppppp")
     call.restype = c_int64
-    rows_at_once = max(1, _LANES // (query_heads // kv_heads))
+    lanes = function("attend_lanes", "")
+    lanes.restype = c_int64
+    rows_at_once = max(1, lanes() // (query_heads // kv_heads))
     sizes = sequences, nodes, rows_at_once
     count = call(*map(address, given), num_rows, *map(address, texts), *sizes, *map(address, kept), groups.data_ptr())
     return CompiledAttention(Rows(*map(address, kept)), groups[:count], slot_table, kept)

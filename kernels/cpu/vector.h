@@ -1,16 +1,26 @@
-// Sixteen floats at a time, in the compiler's own vectors: one source for AVX2, AVX-512 and NEON.
+// As many floats at a time as a register holds, in the compiler's own vectors: one source for AVX2, AVX-512 and NEON.
+// Wider ones compilers take apart by way of memory.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#else
+constexpr int LANES = 4, REGISTERS = 32;
+#endif
+constexpr int MOST_SUMS = REGISTERS * 3 / 4;  // vectors that add up beside what they add up
 constexpr int MOST_DIM = 256;  // of a head
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t UVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct bf16 {
     uint16_t bits;
@@ -42,7 +52,6 @@ static inline float rounded(float x) {
 
 static inline Vec load(const float* from) { return *(const Vec*)from; }
 static inline Vec load(const bf16* from) {
-    typedef uint16_t Half __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
     return (Vec)(__builtin_convertvector(*(const Half*)from, IVec) << 16);
 }
 
@@ -51,7 +60,8 @@ static inline void store(bf16* to, Vec x) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-    for (int i = 0; i < LANES; i++) put(to + i, x[i]);
+    UVec bits = (UVec)x;
+    *(Half*)to = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Half);
 #endif
 }
 

@@ -13,7 +13,10 @@ from kernels.cpu import library
 
 CPU = torch.device("cpu")
 AVX2 = {"avx2": True, "fma3": True}
-AVX512 = AVX2 | {"avx512_bf16": True, "avx512_dq": True, "avx512_vnni": True}
+ICE_LAKE = AVX2 | {"avx512_dq": True, "avx512_vnni": True, "cpu_name": "Intel Xeon"}
+SAPPHIRE_RAPIDS = ICE_LAKE | {"avx512_bf16": True}
+ZEN_4 = SAPPHIRE_RAPIDS | {"cpu_name": "AMD EPYC 9R14"}
+ALL = "avx512bf16", "avx512", "avx2"
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +39,27 @@ def build(folder: Path, *names: str) -> None:
         (folder / f"{name}.so").touch()
 
 
-def able(monkeypatch: pytest.MonkeyPatch, **abilities: bool) -> None:
+def able(monkeypatch: pytest.MonkeyPatch, **abilities: bool | str) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
 
 
 @pytest.mark.parametrize(
     ("built", "abilities", "expected"),
     [
-        (("avx512bf16", "avx2"), AVX512, "avx512bf16"),
-        (("avx512bf16", "avx2"), AVX2, "avx2"),
-        (("avx2",), AVX512, "avx2"),
-        (("avx512bf16", "avx2"), {"sse4_2": True}, "torch"),
+        (ALL, ZEN_4, "avx512bf16"),
+        (ALL, SAPPHIRE_RAPIDS, "avx512"),
+        (ALL, ICE_LAKE, "avx512"),
+        (ALL, AVX2, "avx2"),
+        (("avx2",), ZEN_4, "avx2"),
+        (ALL, {"sse4_2": True}, "torch"),
         (("avx512bf16",), AVX2, "torch"),
         (("neon",), {"neon": True}, "neon"),
-        ((), AVX512, "torch"),
+        ((), ZEN_4, "torch"),
     ],
 )
 def test_the_best_build_that_fits_runs(
     built: tuple[str, ...],
-    abilities: dict[str, bool],
+    abilities: dict[str, bool | str],
     expected: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
