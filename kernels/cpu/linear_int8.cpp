@@ -69,6 +69,13 @@ inline IVec dot(IVec sum, const uint8_t* weights, const int8_t* values) {
     memcpy(&four, values, 4);
 #ifdef __AVX512VNNI__
     return (IVec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weights), _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    // as numbers of 16 bits, the even columns and then the odd ones
+    __m256i all = _mm256_loadu_si256((const __m256i*)weights), fours = _mm256_set1_epi32(four);
+    __m256i evens = _mm256_madd_epi16(_mm256_and_si256(all, _mm256_set1_epi16(0xff)),
+                                      _mm256_srai_epi16(_mm256_slli_epi16(fours, 8), 8));
+    __m256i odds = _mm256_madd_epi16(_mm256_srli_epi16(all, 8), _mm256_srai_epi16(fours, 8));
+    return sum + (IVec)_mm256_add_epi32(evens, odds);
 #else
     IVec all = *(const IVec*)weights;
     for (int i = 0; i < 4; i++) sum = sum + ((all >> (8 * i)) & 0xff) * int32_t(values[i]);
