@@ -6,8 +6,9 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-# No debug information, which Python's own flags ask for.
+# No debug information, which Python's own flags ask for; no vectors that a processor has no registers for.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+FLAGS += ["-Werror=vector-operation-performance"]
 VARIANTS = {
     "x86_64": {
         "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"],

@@ -52,7 +52,7 @@ void quantise(const T* x, Activations* to, int64_t in) {
         IVec sum{}, broken{};
         for (int v = 0; v < VECTORS; v++) {
             IVec whole = __builtin_convertvector((values[v] * inverse + MAGIC) - MAGIC, IVec);
-            *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(whole, Bytes);
+            *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(__builtin_convertvector(whole, Half), Bytes);
             sum = sum + whole;
             broken |= values[v] - values[v] != 0.0f;
         }

@@ -1,6 +1,7 @@
 """Which build of the compiled kernels runs: the best that was built and fits the processor, and only a fresh one."""
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,12 @@ def test_the_best_build_that_fits_runs(
     build(folder, *built)
     able(monkeypatch, **abilities)
     assert ops.kernel_set(CPU) == expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
+@pytest.mark.parametrize("name", ALL)
+def test_every_build_was_compiled(name: str) -> None:
+    assert library._path(name) is not None, "see what the compiler says in `make install`"
 
 
 def test_a_build_older_than_a_source_is_refused_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
