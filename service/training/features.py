@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -294,7 +295,8 @@ def make_features(
     device = device_of(config.device)
     refuse_widened(config)
     loaded = load_target(config, device)
-    if not bf16_is_faster(device):
+    size = sum(weight.numel() for weight in loaded.model.parameters()) * torch.float32.itemsize
+    if size < psutil.virtual_memory().available and not bf16_is_faster(device):
         loaded.model.float()  # the same weights
     taps = tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
