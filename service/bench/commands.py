@@ -277,7 +277,8 @@ def _lossless(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare every way of decoding with plain decoding, token by token. Exit code 1 if any differs."""
+    """Compare every way of decoding with plain decoding, token by token; with --drafter, its own. Exit code 1 if any
+    differs."""
     from service.bench.lossless import run_lossless
 
     return run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out)

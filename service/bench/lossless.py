@@ -126,11 +126,12 @@ _CHOICES: Mapping[str, Sequence[object]] = {
 
 
 def ways_of(assembly: Assembly) -> tuple[Way, ...]:
-    """All ways there are for this target, the configured one among them."""
+    """All ways there are for this target, what `auto` came to among them; those of a drafter where one is asked for."""
+    own = tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16, 48))
+    if assembly.config.drafter != "auto":
+        return own
     ways: tuple[Way, ...] = WAYS if assembly.weights is None else WAYS + TRAINED_WAYS
-    if assembly.drafter_name not in {way.drafter for way in ways}:
-        ways += tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16))
-    return ways
+    return ways if assembly.drafter_name in {way.drafter for way in ways} else ways + own
 
 
 def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:

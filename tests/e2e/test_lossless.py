@@ -65,7 +65,7 @@ def test_many_tokens_of_a_family(family: str, tmp_path: Path, sized: Sized, tell
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_tokens_by_a_kind_of_drafter(kind: str, tmp_path: Path, sized: Sized, tell: Tell) -> None:
-    """Of random weights, beside all ways that need none."""
+    """Of random weights."""
     plain = assembled(save_two_layers(tmp_path / "model"))
     changes: dict[str, object] = {"drafter": kind}
     if kind in TRAINED_KINDS:
