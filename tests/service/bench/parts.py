@@ -1,5 +1,6 @@
 """A small loaded model for the benchmarks' tests, and prompts of many lengths."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ def written_prompts() -> Iterator[str]:
 
 def run_command(*arguments: object) -> tuple[int, str]:
     """Exit code and output of `adaptree ...`, of words and paths. Raises StartupError as the command does."""
-    runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"})
+    runner, root = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     result = runner.invoke(app, [word for argument in arguments for word in str(argument).split()])
+    root.handlers[:] = handlers  # those of the command write to a stream that is closed now
+    root.setLevel(level)
     if isinstance(result.exception, StartupError):
         raise result.exception
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
