@@ -95,7 +95,7 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
     }
 
     auto weigh = [&](auto vectors, int64_t column) {  // so many vectors of all values, from a column on
-        constexpr int VECTORS = vectors, AT_ONCE = MOST_SUMS / VECTORS;
+        constexpr int VECTORS = vectors, AT_ONCE = std::min(MOST_SUMS / VECTORS, LANES);
         float end[LANES];  // of a line that fills no whole number of vectors
         auto value = [&](const float* from, int v) {
             const float* at = from + column + v * LANES;
