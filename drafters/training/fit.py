@@ -5,6 +5,7 @@ again computes what it would have computed, and no generator has to be kept."""
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -176,14 +177,25 @@ class Trainer:
         """Steps until the end of the run, each reported after it is done."""
         began = time.perf_counter() - self.position.seconds
         while True:
-            for group in self._epoch(examples)[self.position.place :]:
+            for batch in self._made(self._epoch(examples)[self.position.place :]):
                 seconds = self._ranks.first(time.perf_counter() - began)
                 fraction = length.fraction(self.position.step, seconds)
                 self.position = replace(self.position, seconds=seconds)
                 if fraction >= 1.0:
                     return
-                yield self._step(Batch.of(group, self._reach, self._device), fraction)
+                yield self._step(batch, fraction)
             self.position = replace(self.position, epoch=self.position.epoch + 1, place=0)
+
+    def _made(self, groups: Sequence[list[Example]]) -> Iterator[Batch]:
+        """Each is made while the step before it is taken."""
+        with ThreadPoolExecutor(max_workers=1) as maker:
+            coming: Future[Batch] | None = None
+            for group in groups:
+                ready, coming = coming, maker.submit(Batch.of, group, self._reach, self._device)
+                if ready is not None:
+                    yield ready.result()
+            if coming is not None:
+                yield coming.result()
 
     def _epoch(self, examples: list[Example]) -> list[list[Example]]:
         """This process's share of the epoch's batches; every process gets the same number."""

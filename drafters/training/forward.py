@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from drafters.specblock.model import BlockRows, Embed, InputLayer, KeysValues, SpecBlock
+from drafters.training.attention import attend
 from drafters.training.corpus import Batch
 
 
@@ -33,7 +34,7 @@ class MaskedAttention:
             keys, values = self._before[layer]
             key, value = torch.cat([keys.float(), key], dim=2), torch.cat([values.float(), value], dim=2)
         self.layers.append((key, value))
-        return scaled_dot_product_attention(query, key, value, attn_mask=self._seen[:, None], enable_gqa=True)
+        return attend(query, key, value, self._seen)
 
 
 @dataclass(frozen=True, slots=True)

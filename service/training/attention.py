@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from drafters.training.attention import attend
 from service.engine.modules import refuse_unknown
 
 ATTENTION_NAME = "adaptree_dense"
@@ -43,7 +43,7 @@ def dense_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     length = query.shape[2]
     if rows is None and softcap is None and (sliding_window is None or sliding_window >= length):
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        out = attend(query, key, value, scale=scale)
     else:
         rows = rows or Rows.of_text(length, query.device)
         out = _masked(query * scale, key, value, rows.seen(sliding_window), softcap)
