@@ -1,4 +1,4 @@
-"""Takes the pictures of the live page that the documentation shows, from a server that runs.
+"""Takes the picture of the live page that the documentation shows, from a server that runs.
 
     python -m tests.screenshots http://127.0.0.1:8000 docs/images
 
@@ -7,8 +7,6 @@ It asks a few questions first, so that there is something to see.
 
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,22 +24,7 @@ _FEWEST_BRANCHES = 4
 _SLIDER = "document.getElementById('step')"
 
 
-@dataclass(frozen=True)
-class View:
-    """One picture."""
-
-    name: str
-    scheme: str
-    width: int
-    height: int
-    phone: bool = False
-
-
-VIEWS = (
-    View("page-light", "light", 1280, 1060),
-    View("page-dark", "dark", 1280, 1060),
-    View("page-phone", "light", 360, 1500, phone=True),
-)
+PICTURE = "page-light.png"
 
 
 def main(url: str, folder: Path) -> None:
@@ -55,8 +38,8 @@ def main(url: str, folder: Path) -> None:
             ask(page, question)
         show_a_branching_step(page)
         time.sleep(_SETTLING_SECONDS)
-        for file in pictures(page, folder):
-            print(f"{file}: {file.stat().st_size:,} bytes")
+        file = picture(page, folder)
+        print(f"{file}: {file.stat().st_size:,} bytes")
 
 
 def ask(page: Browser, question: str) -> None:
@@ -86,15 +69,12 @@ def worth(page: Browser, step: int) -> int:
     return int(accepted) if rejected >= _FEWEST_BRANCHES else -1
 
 
-def pictures(page: Browser, folder: Path) -> Iterator[Path]:
-    for view in VIEWS:
-        page.prefer(view.scheme)
-        page.resize(view.width, view.height, mobile=view.phone)
-        page.value("window.scrollTo(0, 0); document.getElementById('talk').scrollTop = 1e6")
-        time.sleep(_SETTLING_SECONDS)
-        file = folder / f"{view.name}.png"
-        page.screenshot(file)
-        yield file
+def picture(page: Browser, folder: Path) -> Path:
+    page.prefer("light")
+    page.value("window.scrollTo(0, 0); document.getElementById('talk').scrollTop = 1e6")
+    time.sleep(_SETTLING_SECONDS)
+    page.screenshot(folder / PICTURE)
+    return folder / PICTURE
 
 
 if __name__ == "__main__":
