@@ -350,9 +350,8 @@ class Runtime:
             self._notice_engine_failure()
 
     def _notice_engine_failure(self) -> None:
-        if self.state == "failed" or self._served is None or (failure := self._served.engine.failure) is None:
+        if self.state == "failed" or self._served is None or self._served.engine.failure is None:
             return
-        logger.error("the engine stopped", exc_info=failure)
         self.state = "failed"
         self._give_up(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
 

@@ -83,12 +83,13 @@ class DraftStage:
         """Tell the drafter of a sequence that no longer runs, and keep count of the prediction that came true."""
         sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
 
-    def build(self, batch: Batch, num_free_slots: int) -> tuple[DraftTree, Budget]:
-        """The step's trees, one line per item of the batch, and the decision behind their size."""
+    def build(self, batch: Batch, num_free_slots: int, *, drafts: bool = True) -> tuple[DraftTree, Budget]:
+        """The step's trees, one line per item of the batch, and why they are as large; without `drafts` all are
+        empty."""
         self._notice_new_version()
         drafting, lines = batch.drafting, len(batch.items)
         load = self._load(batch, num_free_slots)
-        asks = any(sequence.max_nodes != 0 for sequence in drafting)
+        asks = drafts and any(sequence.max_nodes != 0 for sequence in drafting)
         refusal = self._policy.refusal(load) if asks else "no_candidates"
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.protocol import Drafter
+from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
+from service.engine.budget import Budget
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
 from service.engine.sampling import logprobs
 from service.engine.sequence import Finish, Sequence
@@ -25,15 +26,20 @@ _NO_SCORE = Finish("error", error="the model produced no finite score for the ne
 
 
 class StepResult(NamedTuple):
-    """What the host is told of a step, by completing sequence."""
+    """What drafting, forward and verification gave. Lines are the step's completing sequences, drafting ones first."""
 
-    tokens: list[list[int]]  # the accepted ones and the bonus token
-    failed: list[bool]
-    sizes: list[list[int]]  # of the trees, as of `Budget`
+    tree: DraftTree
+    budget: Budget
+    verified: Verified
+    committed: Committed
+    logits: Tensor  # [logits, vocab]
+    tokens: list[list[int]]  # by line, the accepted ones and the bonus token
+    failed: list[bool]  # by line, whether there was no finite score to choose a token by
 
 
-def read_result(verified: Verified, sizes: Tensor | None) -> StepResult:
-    """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64"""
+def read_result(verified: Verified, sizes: Tensor | None) -> tuple[list[list[int]], list[bool], list[list[int]]]:
+    """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64, of trees
+    # -> by completing sequence: tokens, whether it failed (both as in `StepResult`), sizes"""
     emitted = verified.emitted
     batch, width = emitted.shape
     if sizes is not None:
@@ -41,7 +47,7 @@ def read_result(verified: Verified, sizes: Tensor | None) -> StepResult:
         emitted = torch.cat([emitted, sizes], dim=1)
     lines: list[list[int]] = emitted.tolist()  # planned transfer
     tokens = [[token for token in line[1:width] if token >= 0] for line in lines]
-    return StepResult(tokens, [bool(line[0]) for line in lines], [line[width:] for line in lines])
+    return tokens, [bool(line[0]) for line in lines], [line[width:] for line in lines]
 
 
 class EmitStage:
@@ -52,42 +58,34 @@ class EmitStage:
         self._eos_ids = eos_ids
 
     def emit(
-        self,
-        completing: Items[Sequence],
-        tokens: Items[list[int]],
-        failed: Items[bool],
-        tree: DraftTree,
-        drafted: Items[int],
-        verified: Verified,
-        logits: Tensor,
-        remove: Callable[[Sequence], None],
+        self, sequence: Sequence, line: int, result: StepResult, remove: Callable[[Sequence], None]
     ) -> list[SequenceOutput]:
-        """Outputs of all completing sequences; `remove` is called with each that ends. # logits [logits, vocab]"""
-        outputs = []
-        for line, sequence in enumerate(completing):
-            told: list[SequenceOutput] = []
-            for part in [[]] if failed[line] else _parts(sequence, tokens[line]):
-                kept, finish = ([], _NO_SCORE) if failed[line] else absorb(sequence, part, self._eos_ids)
-                if finish is not None:
-                    remove(sequence)
-                told.append(self.output(sequence, kept, finish))
-                if finish is not None:
-                    break
-            told = _with_logprobs(told, _shown_logprobs(sequence, _tokens_of(told), logits, verified, line))
-            if sequence.request.speculation.trace:
-                told[-1] = replace(told[-1], tree=_step_tree(tree, verified, line, drafted[line]))
-            outputs += told
-        return outputs
-
-    def output(self, sequence: Sequence, kept: list[int], finish: Finish | None) -> SequenceOutput:
-        """What one sequence sends out; the last of them carries its totals."""
-        text = sequence.text.take() if finish is None else sequence.text.finish()
-        output = SequenceOutput(sequence.request.request_id, sequence.index, tuple(kept), text)
-        if finish is None:
+        """Append a line's tokens to its sequence, up to the end of the text; `remove` is called if that is reached.
+        # -> what is sent, at least one output"""
+        sent, finish, request = list[SequenceOutput](), None, sequence.request
+        has_failed, nodes = result.failed[line], result.budget.nodes[line]
+        for part in [[]] if has_failed else _parts(sequence, result.tokens[line]):
+            kept, finish = ([], _NO_SCORE) if has_failed else absorb(sequence, part, self._eos_ids)
+            text = sequence.text.take() if finish is None else sequence.text.finish()
+            sent.append(SequenceOutput(request.request_id, sequence.index, tuple(kept), text))
+            if finish is not None:
+                break
             sequence.sampling.extend(kept)
-            return output
+        tokens = tokens_of(sent)
+        if line < result.budget.load.num_drafting:  # the others' first tokens come from reading their prompts
+            sequence.mark_verified(max(0, len(tokens) - 1), nodes)
+        if finish is not None:
+            remove(sequence)
+            sent[-1] = self.last(sequence, finish, sent[-1])
+        sent = _with_logprobs(sent, _shown_logprobs(sequence, tokens, result.logits, result.verified, line))
+        if request.speculation.trace:
+            sent[-1] = replace(sent[-1], tree=_step_tree(result.tree, result.verified, line, nodes))
+        return sent
+
+    def last(self, sequence: Sequence, finish: Finish, output: SequenceOutput | None = None) -> SequenceOutput:
+        """A sequence's last output, by default one of no tokens: why it ends, and its totals."""
         return replace(
-            output,
+            output or SequenceOutput(sequence.request.request_id, sequence.index, (), ""),
             finish_reason=finish.reason,
             stop_reason=finish.stop,
             error=finish.error,
@@ -103,7 +101,7 @@ def _parts(sequence: Sequence, tokens: list[int]) -> list[list[int]]:
     return [[token] for token in tokens[:singles]] + ([tokens[singles:]] if singles < len(tokens) else [])
 
 
-def _tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
+def tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 

@@ -5,10 +5,12 @@
 Each stage lives in a module of its own; this one composes them. One thread drives it.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,23 +20,33 @@ from drafters.readback import clock_of
 from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, step_stats
+from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, refused, step_stats
 from service.engine.budget import BudgetPolicy
 from service.engine.commit import committed_of, lay_out, reads
 from service.engine.drafting import DraftStage
-from service.engine.emit import EmitStage, read_result
+from service.engine.emit import EmitStage, StepResult, read_result, tokens_of
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.requests import GenerationRequest, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.engine.rows import ForwardRows, RowLayout
 from service.engine.sampling import SamplingState, signed64
-from service.engine.scheduler import Batch, Scheduler
+from service.engine.scheduler import Batch, Scheduled, Scheduler
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target
 from service.engine.tree_width import widths_up_to
 from service.engine.verify import VerifyStage
 from service.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+_PROBE = GenerationRequest(
+    request_id="probe",
+    prompt=(0,),
+    sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
+    store=False,
+)
+"""What any engine can run that works at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +128,13 @@ class Engine:
         self._ledger = ledger
         self._learning = learning
         self._credited: dict[str, int] = dict(drafter.credits())
+        self._refused: list[StepReport] = []  # ends of requests that could not begin, not yet reported
+        self._to_repeat: list[list[Scheduled]] = []  # parts of a step that failed, the next one last
+        self._is_half_done = False  # whether the last step failed after texts had changed
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler.running and not self.scheduler.waiting
+        return not (self.scheduler.running or self.scheduler.waiting or self._refused)
 
     @property
     def load(self) -> LoadStats:
@@ -132,51 +147,80 @@ class Engine:
         )
 
     def add(self, request: GenerationRequest) -> None:
-        """Take a request in: n sequences at the end of the waiting line."""
-        for index in range(request.n):
-            self.scheduler.add(self._new_sequence(request, index))
+        """Append a request's n sequences to the waiting ones; if that raises, the next step reports their end."""
+        try:
+            sequences = [self._new_sequence(request, index) for index in range(request.n)]
+        except Exception as error:
+            self._refused.append(StepReport(*refused(request, _failure(request, error)), None))
+            return
+        for sequence in sequences:
+            self.scheduler.add(sequence)
 
-    def abort(self, request_id: str) -> tuple[list[SequenceOutput], list[FinishStats]]:
+    def abort(self, request_id: str) -> StepReport:
         """End a request's sequences now and free their slots."""
-        every = [*self.scheduler.running, *self.scheduler.waiting]
-        mine = [sequence for sequence in every if sequence.request.request_id == request_id]
-        for sequence in mine:
-            self.scheduler.remove(sequence)
-        outputs = [self._emit_stage.output(sequence, [], Finish("abort")) for sequence in mine]
-        return outputs, list(map(finish_stats, mine, outputs))
+        every = (*self.scheduler.running, *self.scheduler.waiting)
+        return self._end({one: Finish("abort") for one in every if one.request.request_id == request_id})
 
     def step(self) -> StepReport:
-        """Advance every scheduled sequence: by a piece of its prompt, or by one token and what its tree had right."""
+        """Advance every scheduled sequence: by a piece of its prompt, or by one token and its tree's accepted ones.
+
+        A step that raises before any text has changed is repeated by the next calls: first whole and without drafts,
+        then in halves, until the sequence that raises is alone and ends with an error. Other texts stay the same, since
+        rows do not depend on their company. What raises for every text is raised.
+        """
+        if self._refused:
+            return self._refused.pop()
         version = self._learning.between_steps() if self._learning is not None else 0
         clock = StepClock(self._now)
         if self.target.pool.use(self, self.slots.mine):
             assert not self.scheduler.running, "another engine has used the slots of running texts"
             self.scheduler.forget_texts()
-        batch = self.scheduler.schedule()
+        batch, drafts = self._next_batch()
         if not batch.items:
             return StepReport([], [], None)
+        num_free = self.slots.num_free
+        try:
+            report = self._conclude(batch, self._compute(batch, clock, drafts=drafts), version, clock)
+        except Exception as error:
+            return self._recover(batch, num_free, error, drafts=drafts)
+        self._is_half_done = False
+        return report
+
+    def _next_batch(self) -> tuple[Batch, bool]:
+        """Part of a step that failed, or else a new step. # -> the batch, and whether it may have drafts"""
+        if not self._to_repeat:
+            return self.scheduler.schedule(), True
+        items = [item for item in self._to_repeat.pop() if item.sequence.row is not None]
+        return Batch(items, [item.sequence for item in items]), False
+
+    def _compute(self, batch: Batch, clock: StepClock, *, drafts: bool) -> StepResult:
+        """Draft, run the target and verify. Only slots are taken, and the drafter's state changes."""
         self._draft_stage.start(batch.started)
-        tree, budget = self._draft_stage.build(batch, self.slots.num_free)
+        tree, budget = self._draft_stage.build(batch, self.slots.num_free, drafts=drafts)
         clock.lap("draft")
         rows = lay_out(batch.items, tree, self.slots, self.table, budget.widths, self._layout)
         output = self.target.forward(rows, self.table)
         clock.lap("verify")
-        completing, host = batch.completing, batch.host
-        verified = self._verify_stage.verify(completing, rows, tree, output.logits, output.sampler)
+        verified = self._verify_stage.verify(batch.completing, rows, tree, output.logits, output.sampler)
         scored = self.drafter.wants_scores
-        committed = committed_of(verified, tree, output, wants_scores=scored, host=host, follow=budget.followed)
+        committed = committed_of(verified, tree, output, wants_scores=scored, host=batch.host, follow=budget.followed)
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
         tokens, failed, sizes = read_result(verified, budget.sizes)
         budget = self._draft_stage.settle(budget, sizes)
-        drafted, accepted = budget.nodes, [len(line) - 1 for line in tokens]
-        self.slots.free(verified.freed[: sum(budget.widths) - sum(accepted)])
-        gaps = _advance(batch, drafted, accepted)
-        charge(batch, version, drafted, accepted, clock.settle())
-        emit, remove = self._emit_stage.emit, self.scheduler.remove
-        outputs = emit(completing, tokens, failed, tree, drafted, verified, output.logits, remove)
-        finished = self._close(completing, host.rows, outputs)
+        return StepResult(tree, budget, verified, committed, output.logits, tokens, failed)
+
+    def _conclude(self, batch: Batch, result: StepResult, version: int, clock: StepClock) -> StepReport:
+        """Make a step's tokens part of the texts, send them, and take account of them."""
+        budget, accepted = result.budget, [len(line) - 1 for line in result.tokens]
+        gaps = _advance(batch, accepted)
+        self.slots.free(result.verified.freed[: sum(budget.widths) - sum(accepted)])
+        sent = [self._emit(sequence, line, result) for line, sequence in enumerate(batch.completing)]
+        outputs = list(chain.from_iterable(sent))
+        accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in sent]
+        charge(batch, version, budget.nodes, accepted, clock.settle())
+        finished = self._close(batch.completing, batch.host.rows, [of_one[-1] for of_one in sent])
         clock.lap("other")
         stats = step_stats(
             batch,
@@ -191,15 +235,64 @@ class Engine:
         if self._ledger is not None:
             self._ledger.elapse(stats.seconds)
         undisturbed = self._learning is None or self._learning.stepped(stats)
-        return StepReport(outputs, finished, self._draft_stage.learn(budget, committed, stats, timed=undisturbed))
+        stats = self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
+        return StepReport(outputs, finished, stats)
+
+    def _emit(self, sequence: Sequence, line: int, result: StepResult) -> list[SequenceOutput]:
+        """What a step sends for one sequence; at an exception, that it ends."""
+        try:
+            return self._emit_stage.emit(sequence, line, result, self.scheduler.remove)
+        except Exception as error:
+            return self._end({sequence: _failure(sequence.request, error)}).outputs
+
+    def _recover(self, batch: Batch, num_free: int, error: Exception, *, drafts: bool) -> StepReport:
+        """Undo a step that raised and note what is to be repeated; end its sequences where that is not possible.
+
+        num_free: slots that were free before the step. Raises `error` if texts have changed in this step and in the one
+        before, and what `_probe` raises.
+        """
+        items, sequences = batch.items, [item.sequence for item in batch.items]
+        if any(item.sequence.num_computed != item.start for item in items):
+            if self._is_half_done:
+                raise error
+            self._is_half_done = True
+            return self._end({sequence: _failure(sequence.request, error) for sequence in sequences})
+        self.slots.num_free = num_free  # nothing has been freed since, so what was taken still lies in the stack
+        for sequence in sequences:
+            self._draft_stage.stop(sequence)
+        if drafts or len(items) > 1:
+            logger.warning("a step of %d sequences failed; it runs again without drafts", len(items), exc_info=error)
+            half = 0 if drafts else len(items) // 2
+            self._to_repeat += [part for part in (items[half:], items[:half]) if part]
+            return StepReport([], [], None)
+        report = self._end({sequence: _failure(sequence.request, error) for sequence in sequences})
+        self._probe()
+        return report
+
+    def _probe(self) -> None:
+        """Run a step without drafts for a text of the engine's own, and undo it. Raises what that raises."""
+        sequence, num_free = self._new_sequence(_PROBE, 0), self.slots.num_free
+        sequence.row = self.table.take_row()
+        self._compute(Batch([Scheduled.of(sequence, 1)], [sequence]), StepClock(self._now), drafts=False)
+        self._draft_stage.stop(sequence)
+        self.table.release_row(sequence.row, 1)
+        self.slots.num_free = num_free
+
+    def _end(self, ends: Mapping[Sequence, Finish]) -> StepReport:
+        """Take sequences out that have not been, and send their last outputs, without text."""
+        present = {*self.scheduler.running, *self.scheduler.waiting}
+        for sequence in ends:
+            if sequence in present:
+                self.scheduler.remove(sequence)
+        outputs = [self._emit_stage.last(sequence, finish) for sequence, finish in ends.items()]
+        return StepReport(outputs, list(map(finish_stats, ends, outputs)), None)
 
     def _close(
         self, completing: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
     ) -> list[FinishStats]:
-        """Tell whoever learns of the sequences that have come to an end of their own."""
-        finished, last = [], {(output.request_id, output.index): output for output in outputs}
-        for sequence, row in zip(completing, rows, strict=True):
-            output = last[sequence.request.request_id, sequence.index]
+        """Hand finished queries to learning; `outputs` is the last one of each sequence."""
+        finished = []
+        for sequence, row, output in zip(completing, rows, outputs, strict=True):
             if output.finish_reason is None:
                 continue
             if self._learning is not None and output.finish_reason in ("stop", "length"):
@@ -249,15 +342,20 @@ class Engine:
         return new
 
 
-def _advance(batch: Batch, drafted: Items[int], accepted: list[int]) -> tuple[float, ...]:
+def _advance(batch: Batch, accepted: Items[int]) -> tuple[float, ...]:
     """Note which positions now have keys and values: the extends, and the accepted nodes of completing sequences.
     # -> seconds since each of these emitted last"""
     for item in batch.items:
         item.sequence.num_computed += item.num_rows
-    # Those that read are not verified: their first token comes from reading.
-    for sequence, nodes, length in zip(batch.drafting, drafted, accepted, strict=False):
+    for sequence, length in zip(batch.completing, accepted, strict=True):
         sequence.num_computed += length
-        sequence.mark_verified(length, nodes)
     now = time.monotonic()
     gaps = [sequence.mark_emitted(now) for sequence in batch.completing]
     return tuple(gap for gap in gaps if gap is not None)
+
+
+def _failure(request: GenerationRequest, error: Exception) -> Finish:
+    """The end of a request that raised, and its line in the log."""
+    logger.error("request %s failed", request.request_id, exc_info=error)
+    name = f"Request {request.request_id} failed in the engine"
+    return Finish("error", error=f"{name} ({type(error).__name__}); the server's log has the details.")

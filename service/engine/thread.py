@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -55,8 +56,7 @@ class EngineThread:
         """Free what the request holds before the next step; nothing more is delivered for it."""
 
         def end(engine: Engine) -> None:
-            _, finished = engine.abort(request_id)
-            self._observe(StepReport([], finished, None), engine.load)
+            self._observe(replace(engine.abort(request_id), outputs=[]), engine.load)
 
         self._inbox.put(end)
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
+from drafters.protocol import Committed
 from drafters.registry import NoDrafter
 from drafters.tree import DraftTree
-from service.engine.emit import EmitStage, absorb, read_result
+from service.engine.budget import Budget, Load
+from service.engine.emit import EmitStage, StepResult, absorb, read_result
 from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.verify import Verified
@@ -59,7 +62,7 @@ def test_a_sequence_keeps_tokens_up_to_its_end(
     assert len(found) == kept if kept is not None else TOKENIZER.decode(found).endswith(("lo w", "lo wo"))
 
 
-def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> SequenceOutput:
+def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False, drafts: bool = True) -> SequenceOutput:
     """One step's output for one sequence, all of whose drafted tokens were accepted."""
     count = len(tokens) - 1
     emitted, one = torch.tensor([tokens]), torch.tensor([0])
@@ -79,10 +82,12 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False) -> Seq
         freed=nowhere[0],
     )
     removed: list[Sequence] = []
-    stage, logits = EmitStage(NoDrafter(), EOS), torch.zeros(count + 1, 320)
-    (output,) = stage.emit(
-        [sequence], *read_result(verified, None)[:2], DraftTree.empty(1), [0], verified, logits, removed.append
-    )
+    lines, have_failed, _ = read_result(verified, None)
+    budget = Budget(Load(1, 4.0, 100, num_drafting=int(drafts)), "fixed", (count,), True, True, nodes=(count,))
+    tree, logits = DraftTree.empty(1), torch.zeros(count + 1, 320)
+    committed = cast(Committed, None)  # which concerns the drafter
+    result = StepResult(tree, budget, verified, committed, logits, lines, have_failed)
+    (output,) = EmitStage(NoDrafter(), EOS).emit(sequence, 0, result, removed.append)
     assert removed == ([] if output.finish_reason is None else [sequence])
     return output
 
@@ -119,6 +124,24 @@ def test_logprobs_stand_beside_the_kept_tokens_only() -> None:
     assert all(shown.top == () for shown in output.logprobs)
     silent = emit(writing(params(2)), [7, 8, 9])
     assert silent.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "accepted"),
+    [(params(), 4), (params(stop=("llo",)), 3), (params(stop_token_ids=frozenset(HELLO[:1])), 0)],
+)
+def test_tokens_after_a_stop_were_not_accepted(sampling: SamplingParams, accepted: int) -> None:
+    """Of five tokens, four of them drafted, those are counted that the answer has, the step's own one among them."""
+    sequence = writing(sampling)
+    output = emit(sequence, HELLO[:5])
+    assert (sequence.accepted_per_step, sequence.drafted_per_step) == ([accepted], [4])
+    assert len(output.token_ids) == 1 + accepted
+
+
+def test_a_token_from_reading_a_prompt_is_no_verification() -> None:
+    sequence = writing(params())
+    emit(sequence, HELLO[:1], drafts=False)
+    assert (sequence.accepted_per_step, sequence.drafted_per_step) == ([], [])
 
 
 def test_the_first_emission_is_no_gap() -> None:

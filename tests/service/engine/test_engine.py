@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine, _advance
+from service.engine.engine import Engine, StepReport, _advance
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.engine.scheduler import Batch, Scheduled
 from tests.service.engine.harness import (
@@ -197,6 +197,32 @@ def test_a_stop_token_inside_a_draft_ends_the_text() -> None:
     assert (result.end.finish_reason, result.end.stop_reason) == ("stop", token)
 
 
+@pytest.mark.parametrize("end", ["stop", "stop_token_ids", "max_tokens"])
+def test_tokens_after_the_end_of_a_text_count_nowhere(end: str) -> None:
+    """Not in a request's record, hence not in tau, nor in the steps' from which the budget learns."""
+    text, whole = long_answer()
+    place = next(i for i in range(10, len(whole.text)) if "\ufffd" not in whole.text[i : i + 3])
+    given = {
+        "stop": (whole.text[place : place + 3],),
+        "stop_token_ids": frozenset({whole.tokens[20]}),
+        "max_tokens": 17,
+    }
+    params = replace(sampled(1, 40), **{end: given[end]})  # type: ignore[arg-type]
+    engine, heard = tiny_engine(), Generated()
+    engine.add(request("cut", text, params, prediction=whole.tokens))
+    emitted = accepted = 0
+    while not engine.idle:
+        report = engine.step()
+        for output in report.outputs:
+            heard.add(output)
+        if report.stats is not None and report.stats.prompt_tokens == 0:
+            emitted += report.stats.emitted_tokens
+            accepted += report.stats.accepted_tokens
+    assert heard.tokens == whole.tokens[: len(heard.tokens)] != whole.tokens
+    assert heard.accepted == accepted > 0
+    assert len(heard.accepted_per_step) + accepted == emitted == len(heard.tokens) - 1, "one came from reading"
+
+
 def test_min_tokens_keeps_a_stop_token_from_being_chosen() -> None:
     text, whole = long_answer()
     token = whole.tokens[5]
@@ -280,13 +306,11 @@ def test_what_speculation_did_adds_up(requests: list[GenerationRequest]) -> None
         assert was_read + sum(accepted + 1 for accepted in record.accepted_per_step) == len(result.tokens) == TOKENS
 
 
-def test_reading_again_is_no_verify() -> None:
+def test_reading_again_emits_no_first_token() -> None:
     goes_on, comes_back = decoding(0), decoding(1)
     comes_back.num_computed, comes_back.first_token_seconds, comes_back.last_emit_seconds = 0, 1.0, 1.0
     batch = Batch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
-    assert len(_advance(batch, [4, 0], [2, 0])) == 1, "the first token of one, the next one of the other"
-    assert (goes_on.accepted_per_step, goes_on.drafted_per_step) == ([2], [4])
-    assert (comes_back.accepted_per_step, comes_back.drafted_per_step) == ([], [])
+    assert len(_advance(batch, [2, 0])) == 1, "the first token of one, the next one of the other"
     assert [one.num_pending for one in (goes_on, comes_back)] == [-2, 0], "what is emitted is yet to be appended"
 
 
@@ -299,9 +323,9 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
     for _ in range(4):
         engine.step()
     before = engine.slots.num_free
-    outputs, finished = engine.abort("gone")
-    assert [output.finish_reason for output in outputs] == ["abort"] * 2
-    assert [stats.finish_reason for stats in finished] == ["abort"] * 2
+    report = engine.abort("gone")
+    assert [output.finish_reason for output in report.outputs] == ["abort"] * 2
+    assert [stats.finish_reason for stats in report.finished] == ["abort"] * 2
     assert engine.slots.num_free > before
     engine.assert_conserved()
     assert not [s for s in [*engine.scheduler.running, *engine.scheduler.waiting] if s.request is gone]
@@ -314,7 +338,7 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
 
 
 def test_aborting_the_unknown_does_nothing() -> None:
-    assert tiny_engine().abort("nobody") == ([], [])
+    assert tiny_engine().abort("nobody") == StepReport([], [], None)
 
 
 def test_a_request_without_any_possible_token_fails_alone(requests: list[GenerationRequest]) -> None:
