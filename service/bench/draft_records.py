@@ -179,10 +179,10 @@ def _said(source: str, forwards: Sequence[_Heard], line: int) -> Iterator[_Said]
 
 
 def total_variation(target: Tensor, drafter: Tensor, ids: Tensor) -> float:
-    """1 - sum_v min(p(v), q(v)), of distributions at temperature 1. # target [vocab] and drafter [draft_vocab] logits,
-    ids [draft_vocab] int64, the tokens that can be drafted"""
+    """1 - sum_v min(p(v), q(v)) >= 0, of distributions at temperature 1; their sums are rounded, to above 1 as well.
+    # target [vocab] and drafter [draft_vocab] logits, ids [draft_vocab] int64, the tokens that can be drafted"""
     wanted, drafted = (logits.float().softmax(0) for logits in (target, drafter))
-    return 1.0 - float(torch.minimum(wanted[ids], drafted).sum())
+    return max(0.0, 1.0 - float(torch.minimum(wanted[ids], drafted).sum()))
 
 
 def odds_of(tree: DraftTree) -> list[Odds]:
