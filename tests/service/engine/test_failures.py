@@ -10,7 +10,7 @@ import torch
 
 from drafters.protocol import Committed
 from service.assembly import Assembly, assemble
-from service.engine import engine as engine_module
+from service.engine.accounting import charge
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SpeculationParams
 from service.engine.sampling import SamplingState, TokenHistory
@@ -35,6 +35,7 @@ from tests.service.test_assembly import settings
 torch.set_num_threads(1)
 
 DRAFTERS = ("none", "lookup", "lookahead", "switch(lookup,lookahead)", "random")
+CHARGE = "service.engine.engine.charge"
 NUM_BEFORE = 5
 """Tokens that the bad request has before it fails."""
 
@@ -351,7 +352,7 @@ def test_a_failure_after_texts_have_changed_ends_the_steps_sequences(
 ) -> None:
     """What that step emitted has not been sent, and is not."""
     engine = tiny_engine()
-    monkeypatch.setattr(engine_module, "charge", failing_at([8], engine_module.charge))
+    monkeypatch.setattr(CHARGE, failing_at([8], charge))
     results = generate(engine, *good)
     for one in good:
         tokens, end = results[one.request_id, 0].tokens, results[one.request_id, 0].end
@@ -370,7 +371,7 @@ def test_a_failure_after_texts_have_changed_that_repeats_ends_the_engine(
     good: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine()
-    monkeypatch.setattr(engine_module, "charge", fails)
+    monkeypatch.setattr(CHARGE, fails)
     for one in good[:2]:
         engine.add(one)
     assert {stats.finish_reason for stats in engine.step().finished} == {"error"}
