@@ -2,7 +2,6 @@
 records. Steps that read prompts belong to nobody.
 """
 
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import pairwise
@@ -11,9 +10,9 @@ from typing import Protocol
 from drafters.feedback import Query
 from drafters.readback import Clock, Timestamp
 from service.engine.budget import Budget
-from service.engine.requests import GenerationRequest, SequenceOutput
+from service.engine.requests import SequenceOutput
 from service.engine.scheduler import Batch
-from service.engine.sequence import Finish, Sequence
+from service.engine.sequence import Sequence
 from service.engine.stats import FinishStats, StepStats
 
 
@@ -122,24 +121,6 @@ def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
         cached_tokens=min(sequence.num_cached, sequence.num_prompt),
         output_tokens=sequence.num_generated,
     )
-
-
-def refused(request: GenerationRequest, finish: Finish) -> tuple[list[SequenceOutput], list[FinishStats]]:
-    """Outputs and records of a request's sequences, which could not begin."""
-    waited, outputs = time.monotonic() - request.arrival_seconds, []
-    for index in range(request.n):
-        output = SequenceOutput(request.request_id, index, (), "", finish_reason=finish.reason, error=finish.error)
-        outputs.append(output)
-    stats = FinishStats(
-        finish_reason=finish.reason,
-        queue_seconds=waited,
-        first_token_seconds=waited,
-        total_seconds=waited,
-        prompt_tokens=len(request.prompt),
-        cached_tokens=0,
-        output_tokens=0,
-    )
-    return outputs, [stats] * request.n
 
 
 class Learning(Protocol):

@@ -6,6 +6,9 @@ S(N) the sum of the first N, B drafting sequences (or what their certain tokens 
 
     N* = argmax_N (B + S(N)) / (T_draft + T(B) + T_verify(R + N) - T_verify(R))
 
+Where steps are captured, every tree has rows for the same number of nodes w, one of a few: N = B * w and S counts the
+w likeliest nodes of each sequence.
+
 T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
 """
 
@@ -13,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +24,9 @@ from torch import Tensor
 
 from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
 from drafters.tree import Candidates, survival_order
-from service.engine.costs.model import CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
+from kernels.staging import send_floats
+from kernels.trees import falling
+from service.engine.costs.model import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts
 from service.engine.sequence import Sequence as Running
 from service.engine.stats import DraftingOutlook, StepStats
 
@@ -50,6 +56,18 @@ class Load:
     begins: bool = False  # whether a text begins with this step
     asks_drafter: bool = True  # False: trees hold what is known or forced, and no time goes into drafting
     weights: Tensor | None = None  # [drafting] float32, what a token of each counts; None: all the same
+    widths: tuple[int, ...] | None = None  # nodes of each tree that rows may be laid out for, rising from 0; None: any
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the smallest trees fit into the free slots."""
+        return (1 if self.widths is None else self.num_drafting * self.widths[1]) <= self.max_nodes
+
+    def node_rows(self, num_candidates: int) -> FloatArray:
+        """Rows of nodes of the steps to choose among, rising from 0. # -> [choices]"""
+        if self.widths is None:
+            return np.arange(num_candidates + 1.0)
+        return np.array(self.widths, dtype=np.float64) * self.num_drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +79,8 @@ class Budget:
     widths: tuple[int, ...]  # rows of nodes of each line of the step's trees
     drafted: bool  # whether the drafter was asked
     followed: bool  # whether it is to take in prompts and answers
-    sizes: Tensor | None = None  # [drafting, 2] int64, nodes wanted and candidates there were; None: no trees
-    nodes: tuple[int, ...] = ()  # of each line, in the end
+    sizes: Tensor | None = None  # [drafting, 3] int64, nodes wanted, verified, and candidates; None: no trees
+    nodes: tuple[int, ...] = ()  # verified of each line
 
     @property
     def is_plain(self) -> bool:
@@ -117,8 +135,32 @@ def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
     return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]
 
 
+def allocate_width(candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor) -> Tensor:
+    """Nodes per sequence where the rows of all trees are laid out for the same number of nodes: those of the width with
+    the most expected tokens per second. # -> [batch] int64
+
+    seconds [choices] float32 of a step whose trees have rows for `widths` [choices] int64 nodes each, infinite for more
+    than there is room for; the others as of `allocate_nodes`.
+    """
+    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
+    ranks = torch.arange(candidates.width, device=widths.device)
+    counted = survival * (ranks < torch.minimum(limits, candidates.num_nodes)[:, None])
+    totals = torch.cat([counted.new_zeros(len(counted), 1), counted.cumsum(1)], 1)  # [batch, nodes + 1]
+    expected = (weights * (limits >= 0)).sum() + totals[:, widths.clamp(max=candidates.width)].sum(0)
+    best = (expected / seconds).argmax(keepdim=True)
+    return torch.minimum(limits, widths.gather(0, best)).clamp(min=0)
+
+
 Share = Callable[[Candidates, Tensor, Tensor, Tensor], Tensor]
-"""As `allocate_nodes`."""
+"""As `allocate_nodes`, or as `allocate_width` of some widths."""
+
+
+class Wish(NamedTuple):
+    """How many nodes a step is to verify."""
+
+    nodes: Tensor  # [batch] int64, those that pay
+    reason: str
+    most: Tensor  # [batch] int64, nodes worth verifying in rows that run in any case
 
 
 class BudgetPolicy(ABC):
@@ -133,10 +175,8 @@ class BudgetPolicy(ABC):
         """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
 
     @abstractmethod
-    def choose(
-        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
-    ) -> tuple[Tensor, str]:
-        """Nodes per sequence, and why; `share` computes `allocate_nodes`, as it is or in a CUDA graph. # -> [batch]"""
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
+        """Nodes per sequence, and why; `share` is the allocation for `load.widths`, eager or as a CUDA graph."""
 
     def renew(self) -> None:  # noqa: B027
         """Other weights draft from now on."""
@@ -166,15 +206,14 @@ class FixedBudget(BudgetPolicy):
     def follows(self, load: Load) -> bool:
         return any(nodes for _, nodes in self._nodes_from)
 
-    def choose(
-        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
-    ) -> tuple[Tensor, str]:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
         nodes = self._nodes(load)
         keep = limits.clamp(max=nodes)
         there_is_room = nodes * keep.shape[0] <= load.max_nodes
         if there_is_room or int(keep.sum()) <= load.max_nodes:  # planned transfer: where slots are short
-            return keep, "fixed"
-        return keep.clamp(max=load.max_nodes // max(1, keep.shape[0])), "slots"
+            return Wish(keep, "fixed", keep)
+        fewer = keep.clamp(max=load.max_nodes // max(1, keep.shape[0]))
+        return Wish(fewer, "slots", fewer)
 
     def _nodes(self, load: Load) -> int:
         return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_drafting)][-1]
@@ -210,11 +249,9 @@ class CostBudget(BudgetPolicy):
     def follows(self, load: Load) -> bool:
         return self._may_draft(load)
 
-    def choose(
-        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
-    ) -> tuple[Tensor, str]:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
-        return share(candidates, limits, self._seconds(load, candidates), weights), "cost"
+        return Wish(share(candidates, limits, self._seconds(load, candidates), weights), "cost", limits)
 
     def renew(self) -> None:
         """What the old weights gained says little of the new ones."""
@@ -258,14 +295,13 @@ class CostBudget(BudgetPolicy):
         )
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
-        """Seconds of a step with 0, 1, ... nodes, without what its prompt rows take. # -> [all nodes + 1]"""
-        most = candidates.tokens.numel()
-        rows = load.num_rows + np.arange(max(0, min(load.max_nodes, most)) + 1, dtype=np.float64)
-        verify = self._costs.verify_seconds(rows, load.context, load.num_sequences)
+        """Seconds of each step to choose among, without what its prompt rows take. # -> [choices] float32"""
+        nodes = load.node_rows(candidates.tokens.numel())
+        verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
         drafting = self._drafts.draft_seconds(max(1, load.num_drafting)) if load.asks_drafter else 0.0
-        seconds = np.full(most + 1, np.inf, dtype=np.float32)
-        seconds[: rows.shape[0]] = drafting + self._plain_seconds(load) + (verify - verify[0])
-        return torch.from_numpy(seconds).to(candidates.tokens.device, non_blocking=True)
+        seconds = drafting + self._plain_seconds(load) + (verify - verify[0])
+        seconds[nodes > load.max_nodes] = np.inf
+        return send_floats(candidates.tokens.device, seconds)
 
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""

@@ -18,7 +18,7 @@ from service.engine.rows import ForwardRows
 from service.engine.sampler import Sampler
 from service.engine.target import Target, TargetOutput
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Steps of more rows spend their time computing: launching their kernels one by one costs them little."""
 
 

@@ -22,7 +22,7 @@ from service.engine.scheduler import Batch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning
-from service.engine.tree_width import ExactWidth, FixedWidth, TreeWidth, widths_up_to
+from service.engine.tree_width import ExactWidth, FixedWidth, TreeWidth
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -48,13 +48,14 @@ class DraftStage:
         self._pace_seconds = pace_seconds
         self._max_budget = max_budget
         self._device = device
-        self._width: TreeWidth = FixedWidth(max_budget) if capture else ExactWidth()
+        captured = capture if max_budget else None
+        self._width: TreeWidth = FixedWidth(max_budget, device) if captured else ExactWidth()
         self._calibration = SurvivalCalibration(device)
         self._pruning = TreePruning(
             self._calibration,
-            capture=capture if max_budget else None,
+            capture=captured,
             max_batch=max_sequences,
-            widths=widths_up_to(max_budget),
+            width=self._width,
             device=device,
         )
         self._version = drafter.version
@@ -90,7 +91,7 @@ class DraftStage:
         drafting, lines = batch.drafting, len(batch.items)
         load = self._load(batch, num_free_slots)
         asks = drafts and any(sequence.max_nodes != 0 for sequence in drafting)
-        refusal = self._policy.refusal(load) if asks else "no_candidates"
+        refusal = "no_candidates" if not asks else self._policy.refusal(load) if load.has_room else "slots"
         will_ask = asks or any(item.sequence.max_nodes != 0 for item in batch.items)
         followed = refusal is None or (will_ask and self._policy.follows(load))
         is_forced = refusal == "suspended" and any(s.sampling.grammar or s.known_tokens for s in drafting)
@@ -102,25 +103,23 @@ class DraftStage:
             return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
         load = replace(load, asks_drafter=not is_forced)
         candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
-        wanted, reason = self._policy.choose(candidates, limits, load, self._pruning.share)
-        widths = self._width.of(wanted, load.max_nodes)
-        tree, sizes = self._pruning.keep(wanted, max(widths, default=0))
+        wish = self._policy.choose(candidates, limits, load, self._pruning.share)
+        kept, widths = self._width.lay_out(wish, load.max_nodes)
+        tree, sizes = self._pruning.keep(kept, wish.nodes, max(widths, default=0))
         widths += [0] * (lines - len(widths))
-        reason = reason if refusal is None else "forced"
+        reason = wish.reason if refusal is None else "forced"
         decided = Budget(load, reason, tuple(widths), drafted=refusal is None, followed=followed)
         return _pad_lines(tree, lines), replace(decided, sizes=sizes)
 
     def settle(self, budget: Budget, sizes: Items[Items[int]]) -> Budget:
-        """The decision, now that the host knows its trees. # sizes [completing, 2] as of the budget's"""
+        """The decision, now that the host knows its trees. # sizes [completing, 3] as of the budget's"""
         if budget.sizes is None:
             return replace(budget, nodes=budget.widths)
-        sizes = sizes[: budget.load.num_drafting]
-        wanted = [count for count, _ in sizes]
+        wanted, nodes, worth = zip(*sizes[: budget.load.num_drafting], strict=True)
         self._width.learn(wanted)
-        nodes = tuple(map(min, wanted, budget.widths))
         reason = budget.reason
-        if reason == "cost" and not any(wanted):
-            reason = "does_not_pay" if any(worth for _, worth in sizes) else "no_candidates"
+        if reason == "cost" and not any(nodes):
+            reason = "does_not_pay" if any(worth) else "no_candidates"
         return replace(budget, nodes=nodes + (0,) * (len(budget.widths) - len(nodes)), reason=reason)
 
     def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> StepStats:
@@ -160,6 +159,7 @@ class DraftStage:
             num_drafting=len(batch.drafting),
             num_sequences=len(batch.items),
             begins=bool(batch.started),
+            widths=self._width.choices,
             weights=None if pace is None else pace_weights(batch.drafting, pace, time.monotonic(), self._device),
         )
 

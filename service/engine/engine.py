@@ -20,7 +20,7 @@ from drafters.readback import clock_of
 from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, refused, step_stats
+from service.engine.accounting import Learning, StepClock, charge, finish_stats, query_of, step_stats
 from service.engine.budget import BudgetPolicy
 from service.engine.commit import committed_of, lay_out, reads
 from service.engine.drafting import DraftStage
@@ -151,7 +151,8 @@ class Engine:
         try:
             sequences = [self._new_sequence(request, index) for index in range(request.n)]
         except Exception as error:
-            self._refused.append(StepReport(*refused(request, _failure(request, error)), None))
+            bare, finish = replace(request, grammar=None, sampling=_PROBE.sampling), _failure(request, error)
+            self._refused.append(self._end({self._new_sequence(bare, index): finish for index in range(request.n)}))
             return
         for sequence in sequences:
             self.scheduler.add(sequence)

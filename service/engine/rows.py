@@ -6,8 +6,11 @@ All extend rows come first, sequence by sequence and by position; then all tree 
 from collections.abc import Sequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import chain, product
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -73,29 +76,32 @@ class RowLayout:
         """Tree line i belongs to extend i. `nodes` counts the rows of each line's nodes, at least as many as its tree
         has: rows of padding stand where the root does, and nobody sees them. The next call may overwrite the result.
         # slots [rows] int64, one per extend token and row of a node"""
-        lengths = [extend.num_rows for extend in extends]
-        ends = list(accumulate(lengths))
-        completes = [line for line, extend in enumerate(extends) if extend.completes]
-        place = {line: number for number, line in enumerate(completes)}
-        numbers = [number for count in nodes for number in range(count)]
-        of_nodes = [line for line, count in enumerate(nodes) for _ in range(count)]
-        unknown = [0] * len(of_nodes)
+        lengths = np.array([extend.num_rows for extend in extends])
+        starts, table_rows = (
+            np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True)
+        )
+        tokens_read = np.fromiter(chain.from_iterable(extend.tokens for extend in extends), np.int64)
+        completes = np.flatnonzero([extend.completes for extend in extends])
+        node_counts = np.asarray(nodes)
+        read, number_read = _numbered(lengths)
+        of_nodes, number = _numbered(node_counts)
+        unknown, ends = np.zeros_like(of_nodes), lengths.cumsum()
         columns = send(
             slots.device,
-            [*(token for extend in extends for token in extend.tokens), *unknown],
-            [*(extend.start + offset for extend in extends for offset in range(extend.num_rows)), *unknown],
-            [*(line for line, length in enumerate(lengths) for _ in range(length)), *of_nodes],
-            [ROOT] * ends[-1] + numbers,
-            [extend.start + length - 1 for extend, length in zip(extends, lengths, strict=True)],
-            [extend.table_row for extend in extends],
-            [extend.table_row for extend in extends for _ in range(extend.num_rows)],
-            [ends[line] - 1 for line in completes] + list(range(ends[-1], ends[-1] + len(of_nodes))),
-            [*range(len(completes)), *(place[line] for line in of_nodes)],
-            [0] * len(completes) + [number + 1 for number in numbers],
+            np.concatenate([tokens_read, unknown]),
+            np.concatenate([starts[read] + number_read, unknown]),
+            np.concatenate([read, of_nodes]),
+            np.concatenate([np.full_like(read, ROOT), number]),
+            starts + lengths - 1,
+            table_rows,
+            table_rows[read],
+            np.concatenate([ends[completes] - 1, ends[-1] + np.arange(len(of_nodes))]),
+            np.concatenate([np.arange(len(completes)), completes.searchsorted(of_nodes)]),
+            np.concatenate([np.zeros_like(completes), number + 1]),
             completes,
-            [nodes[line] for line in completes],
+            node_counts[completes],
         )
-        tokens, positions, sequence, node, extend_end, table_rows = columns[:6]
+        tokens, positions, sequence, node, extend_end, extend_rows = columns[:6]
         node_slots, ancestors = tree.tokens, tree.tokens[..., None].bool()  # of no nodes
         if tree.width:
             shape = tokens, positions, sequence, node, slots, extend_end
@@ -103,11 +109,19 @@ class RowLayout:
             tokens, positions = (values[: len(tokens)] for values in placed[:2])
             node_slots = placed[2][: tree.batch, : tree.width]
             ancestors = placed[3][: tree.batch, : tree.width, : tree.width]
-        attention = AttentionRows(sequence, positions, node, table_rows, extend_end, node_slots, tree.depths, ancestors)
+        attention = AttentionRows(
+            sequence, positions, node, extend_rows, extend_end, node_slots, tree.depths, ancestors
+        )
         written, logit_rows, logit_sequence, logit_places, completing, num_nodes = columns[6:]
         return ForwardRows(
             tokens, attention, slots, written, logit_rows, logit_sequence, logit_places, completing, num_nodes
         )
+
+
+def _numbered(counts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Of each item its line and its number there, for lines of so many items. # counts [lines] -> [items], [items]"""
+    lines = np.repeat(np.arange(len(counts)), counts)
+    return lines, np.arange(len(lines)) - (counts.cumsum() - counts)[lines]
 
 
 def fixed_shapes(max_sequences: int, widths: Items[int]) -> list[tuple[int, int]]:

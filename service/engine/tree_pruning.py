@@ -4,7 +4,6 @@ and what became of them learnt.
 Legend: batch, nodes as in drafters/tree.py; a step's calls come in their order.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, by_batch
-from service.engine.budget import allocate_nodes
+from service.engine.tree_width import TreeWidth
 
 _NO_SEQUENCE = -1
 
@@ -31,7 +30,7 @@ class _Kept(NamedTuple):
     trees: DraftTree
     claimed: Tensor
     buckets: Tensor
-    sizes: Tensor  # [batch, 2] int64, nodes wanted and nodes that have a chance
+    sizes: Tensor  # [batch, 3] int64, nodes wanted, nodes kept, and nodes that have a chance
 
 
 class TreePruning:
@@ -43,37 +42,34 @@ class TreePruning:
         *,
         capture: Capture | None = None,
         max_batch: int = 0,
-        widths: Sequence[int] = (),
+        width: TreeWidth,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`widths` are those of trees, the last one also that of the widest candidates to capture."""
+        """With `capture` trees have the widths that `width` offers, candidates at most the largest of them."""
         self._calibration = calibration
         self._corrected: _Corrected
         self._kept: _Kept
         self._batch = 0
-        batches, width = batches_up_to(max_batch) if capture else [], max(widths, default=0)
-        nodes = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
+        batches, choices = batches_up_to(max_batch) if capture else [], width.choices or (0,)
+        nodes = torch.zeros(max_batch, choices[-1], dtype=torch.int64, device=device)
         none, ones = nodes.new_zeros(max_batch), torch.ones(max_batch, device=device)
         self._ops = ops.on(nodes.device)
         text = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
-        endless = torch.full((max_batch * width + 1,), torch.inf, device=device)
+        endless = torch.full((len(choices),), torch.inf, device=device)
         candidates = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
         self._correct = by_batch(self._run_correct, capture, max_batch, (candidates, none, none))
         corrected = list(zip(batches, self._correct.results, strict=True))
         self._share = GraphRunner(
-            _share,
+            lambda limits, seconds, weights, trees: width.allocate(trees, limits, seconds, weights),
             capture,
-            (
-                ((none[:batch] + _NO_SEQUENCE, endless[: batch * width + 1], ones[:batch]), (trees,))
-                for batch, (trees, *_) in corrected
-            ),
+            (((none[:batch] + _NO_SEQUENCE, endless, ones[:batch]), (trees,)) for batch, (trees, *_) in corrected),
         )
         self._keep = GraphRunner(
             self._run_keep,
             capture,
-            (((none[:batch], width), given) for width in sorted(widths, reverse=True) for batch, given in corrected),
+            (((none[:batch], none[:batch], most), given) for most in choices[:0:-1] for batch, given in corrected),
         )
-        kept = zip([*batches] * len(widths), self._keep.results, strict=True)
+        kept = zip([*batches] * (len(choices) - 1), self._keep.results, strict=True)
         learnt = (((text[:batch], none[:batch]), given) for batch, given in kept)
         self._learn = GraphRunner(self._run_learn, capture, learnt)
 
@@ -85,13 +81,13 @@ class TreePruning:
         return self._corrected.trees.first(self._batch, candidates.width), self._corrected.limits[: self._batch]
 
     def share(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        """As `allocate_nodes`, of the corrected candidates."""
+        """Nodes per sequence of the corrected candidates, as `TreeWidth.allocate`."""
         return self._share((limits, seconds, weights), (self._corrected.trees,))[: self._batch]
 
-    def keep(self, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-        """The trees of the likeliest, as many as fit into the width, where trees are captured one of theirs or 0; and
-        how many there were to be, and might have been. # num_keep [batch] int64 -> trees, [batch, 2] int64"""
-        kept = self._keep((num_keep, width), self._corrected)
+    def keep(self, num_keep: Tensor, wanted: Tensor, width: int) -> tuple[DraftTree, Tensor]:
+        """The trees of the likeliest nodes, as many as fit into the width, and the numbers of nodes wanted, kept, and
+        with a chance. # num_keep, wanted [batch] int64 -> trees, [batch, 3] int64"""
+        kept = self._keep((num_keep, wanted, width), self._corrected)
         sizes = kept.sizes[: self._batch]
         if not width:
             return DraftTree.empty(self._batch, num_keep.device), sizes
@@ -111,6 +107,7 @@ class TreePruning:
     def _run_keep(
         self,
         num_keep: Tensor,
+        wanted: Tensor,
         width: int,
         candidates: Candidates,
         claimed: Tensor,
@@ -119,14 +116,11 @@ class TreePruning:
         limits: Tensor,
     ) -> _Kept:
         tree, kept = self._ops.select_nodes(candidates, num_keep.clamp(max=width), width)
-        return _Kept(tree, claimed.gather(1, kept), buckets.gather(1, kept), torch.stack([num_keep, worth], dim=1))
+        sizes = torch.stack([wanted, tree.num_nodes, worth], dim=1)
+        return _Kept(tree, claimed.gather(1, kept), buckets.gather(1, kept), sizes)
 
     def _run_learn(
         self, tokens: Tensor, counts: Tensor, tree: DraftTree, claimed: Tensor, buckets: Tensor, sizes: Tensor
     ) -> tuple[()]:
         self._calibration.learn(claimed, buckets, tree, tokens, counts)
         return ()
-
-
-def _share(limits: Tensor, seconds: Tensor, weights: Tensor, candidates: Candidates) -> Tensor:
-    return allocate_nodes(candidates, limits, seconds, weights)

@@ -23,6 +23,7 @@ import torch
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from kernels.cpu import library
+from service.engine.captured import ROWS as CAPTURED_ROWS
 from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising
 from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows, ForwardRows
@@ -75,7 +76,8 @@ def costs_at_start(
         "model": model,  # fingerprint of the weights, and their type in memory
         "drafter": drafter,
         "threads": torch.get_num_threads(),
-        "sizes": f"{SEQUENCES} {CONTEXTS} {ROWS} {max_sequences} {max_model_len} {max_budget} {target.pool.num_slots}",
+        "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {max_sequences} {max_model_len} {max_budget} "
+        f"{target.pool.num_slots}",
         "version": f"{version} {torch.__version__}",
         "format": _FORMAT,
     }
@@ -96,6 +98,11 @@ def sequence_points(max_sequences: int) -> list[int]:
     return sorted({min(count, max_sequences) for count in SEQUENCES})
 
 
+def row_points(target: Target) -> tuple[int, ...]:
+    """Numbers of rows to measure: where forwards are captured, the shapes that run."""
+    return ROWS if target.capture is None else CAPTURED_ROWS
+
+
 def measure_costs(
     target: Target,
     *,
@@ -106,11 +113,12 @@ def measure_costs(
 ) -> CostTable:
     """Seconds of a verify by sequences, context length and rows, on this machine with this model."""
     sequences = sequence_points(max_sequences)
-    room = (target.pool.num_slots - 1 - ROWS[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
+    rows = row_points(target)
+    room = (target.pool.num_slots - 1 - rows[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
     longest = max(1, min(max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
     run = partial(run_point, made_up_texts(target, lines=sequences[-1], length=contexts[-1]))
-    return measure_grid(run, sequences, contexts, ROWS, most_rows=lambda n: n * (1 + max_budget), progress=progress)
+    return measure_grid(run, sequences, contexts, rows, most_rows=lambda n: n * (1 + max_budget), progress=progress)
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:

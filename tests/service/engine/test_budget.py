@@ -107,9 +107,8 @@ def test_the_budget_falls_with_load() -> None:
     line = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1]
     found = []
     for batch in (1, 2, 4, 8, 16, 64):
-        nodes, _ = by_cost(costs).choose(
-            candidates_of([line] * batch), torch.full((batch,), 9), load_of(batch, max_nodes=1000)
-        )
+        load = load_of(batch, max_nodes=1000)
+        nodes = by_cost(costs).choose(candidates_of([line] * batch), torch.full((batch,), 9), load).nodes
         found.append(float(nodes.float().mean()))
     assert found[0] == 6.0
     assert found == sorted(found, reverse=True)
@@ -119,10 +118,10 @@ def test_the_budget_falls_with_load() -> None:
 def test_nobody_goes_without_a_tree_where_there_is_room_for_all() -> None:
     survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
     costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
-    nodes, _ = by_cost(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
+    nodes = by_cost(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4)).nodes
     assert nodes.tolist() == [3, 1, 0, 1]  # and not [4, 1, 0, 0]
     lone = by_cost(table([1.0, 5.0, 6.0, 100.0], [1.0, 1.0, 50.0, 5000.0]))
-    few, _ = lone.choose(candidates_of(survival), torch.full((4,), 9), load_of(4))
+    few = lone.choose(candidates_of(survival), torch.full((4,), 9), load_of(4)).nodes
     assert few.tolist() == [1, 0, 0, 0]  # fewer nodes than sequences: the likeliest
 
 
@@ -156,7 +155,7 @@ POLICIES: dict[str, BudgetPolicy] = {
 def test_without_candidates_nothing_is_kept(name: str, batch: int) -> None:
     policy = POLICIES[name]
     load = Load(batch + 1, context=0.0, max_nodes=10, num_drafting=batch, num_sequences=batch + 1)
-    nodes, reason = policy.choose(DraftTree.empty(batch), torch.zeros(batch, dtype=torch.int64), load)
+    nodes, reason, _ = policy.choose(DraftTree.empty(batch), torch.zeros(batch, dtype=torch.int64), load)
     assert nodes.tolist() == [0] * batch
     assert reason in REASONS
 
@@ -167,8 +166,8 @@ def test_without_candidates_nothing_is_kept(name: str, batch: int) -> None:
 )
 def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], reason: str) -> None:
     candidates = candidates_of([[0.9, 0.8, 0.7], [0.5], [0.4, 0.3, 0.2]])
-    found, told = FixedBudget(2).choose(candidates, torch.tensor([3, 1, 2]), Load(3, 10.0, max_nodes))
-    assert (found.tolist(), told) == (keep, reason)
+    found, told, most = FixedBudget(2).choose(candidates, torch.tensor([3, 1, 2]), Load(3, 10.0, max_nodes))
+    assert (found.tolist(), most.tolist(), told) == (keep, keep, reason)
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])

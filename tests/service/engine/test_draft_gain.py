@@ -119,7 +119,7 @@ class World:
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
         corrected, claimed, buckets = self.calibration.correct(raw, torch.full((load.num_drafting,), DEPTH))
         candidates = raw._replace(survival=corrected)
-        chosen, _ = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load)
+        chosen = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load).nodes
         keep: list[int] = chosen.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         kept = places < chosen[:, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, allocate_nodes
+from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, Wish, allocate_nodes
 from service.engine.costs.model import FREE, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, SpeculationParams
@@ -176,9 +176,7 @@ class Watcher(BudgetPolicy):
     def follows(self, load: Load) -> bool:
         return self.reason is None
 
-    def choose(
-        self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes
-    ) -> tuple[Tensor, str]:
+    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
         self.survival = candidates.survival[0].tolist()
         return FixedBudget(2).choose(candidates, limits, load)
 

@@ -143,7 +143,7 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
 def test_room_replaces_the_pool() -> None:
     loaded = loaded_tiny("llama")
     target = target_without_room(loaded, LIMITS, ())
-    assert target.pool.num_slots == 256 + 4 + 1
+    assert target.pool.num_slots == LIMITS.max_model_len + 1
     give_room(target, loaded, 700)
     assert target.pool.num_slots == 700
 

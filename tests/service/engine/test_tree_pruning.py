@@ -11,6 +11,7 @@ from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture
 from service.engine.tree_pruning import TreePruning
+from service.engine.tree_width import FixedWidth
 from tests.drafters.trees import assert_valid_tree
 from tests.kernels.tensor_program import kernels, record
 
@@ -59,7 +60,7 @@ class Steps:
 
     def __init__(self, capture: Capture | None) -> None:
         self.calibration = SurvivalCalibration()
-        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, widths=(3, WIDTH))
+        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=FixedWidth(WIDTH))
 
     def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
         """Candidates of chance pruned to sizes of chance, and learnt from. # -> corrected, kept"""
@@ -70,16 +71,18 @@ class Steps:
         corrected, limits = self.pruning.correct(raw, deepest, wished)
         limits = limits.clone()
         assert torch.equal(limits, torch.minimum(wished, (corrected.survival > 0).sum(1)))
-        rises = torch.rand((BATCH + 1) * (WIDTH + 1), generator=generator)[: corrected.tokens.numel()]
-        seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.2])
-        seconds[int(limits.sum()) // 2 + 2 :] = float("inf")
+        rises = torch.rand(3, generator=generator)
+        seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.5])
+        seconds[1 + seed % 4 :] = float("inf")
         num_keep = self.pruning.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
         assert (num_keep <= limits).all()
         corrected = DraftTree(*(value.clone() for value in corrected))
-        width = (0, 3, WIDTH)[seed % 3]  # of some trees not all nodes fit
-        tree, sizes = self.pruning.keep(num_keep, width)
-        assert sizes[:, 0].tolist() == num_keep.tolist()
-        assert torch.equal(sizes[:, 1], (corrected.survival > 0).sum(1))
+        width = (7, 15, WIDTH)[seed % 3]  # of some trees not all nodes fit
+        wanted, num_keep = num_keep.tolist(), (num_keep, limits)[seed % 2]
+        tree, sizes = self.pruning.keep(num_keep, torch.tensor(wanted), width)
+        assert sizes[:, 0].tolist() == wanted
+        assert sizes[:, 1].tolist() == num_keep.clamp(max=width).tolist()
+        assert torch.equal(sizes[:, 2], (corrected.survival > 0).sum(1))
         kept = DraftTree(*(value.clone() for value in tree)).first(batch, corrected.width)  # without padding
         assert torch.equal(kept.num_nodes, num_keep.clamp(max=width))
         if kept.width:
@@ -119,7 +122,7 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
         raw = random_trees(batch, width, generator)
         corrected, _ = captured.pruning.correct(raw, torch.full((batch,), MAX_DEPTH), torch.full((batch,), WIDTH))
         assert corrected.tokens.shape == (batch, width)
-        tree, _ = captured.pruning.keep(corrected.num_nodes, width)
+        tree, _ = captured.pruning.keep(corrected.num_nodes, corrected.num_nodes, width)
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 

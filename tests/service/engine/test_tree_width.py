@@ -1,16 +1,21 @@
 """Rows for more nodes than there are change no text, and a width follows from the trees of the step before."""
 
+import random
+
 import pytest
 import torch
 
 from drafters.protocol import DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
-from service.engine.budget import FixedBudget
+from drafters.regret import RegretLedger
+from service.engine.budget import CostBudget, FixedBudget, Load, Wish, allocate_width
+from service.engine.costs.model import FREE
 from service.engine.engine import EngineLimits
 from service.engine.requests import SamplingParams
 from service.engine.tree_width import ExactWidth, FixedWidth, widths_up_to
 from tests.kernels.tensor_program import kernels, record
 from tests.service.engine.harness import generate, greedy, request, sampled, tiny_engine
+from tests.service.engine.test_budget import candidates_of, table
 from tests.tiny_models import VOCAB_SIZE, random_prompts
 
 torch.set_num_threads(1)
@@ -24,23 +29,39 @@ def test_with_the_root_widths_are_powers_of_two_up_to_the_most_nodes() -> None:
     assert widths_up_to(0) == ()
 
 
+def wish(wanted: list[int], most: list[int]) -> Wish:
+    return Wish(torch.tensor(wanted), "cost", torch.tensor(most))
+
+
 def test_exact_widths_are_the_trees() -> None:
-    assert ExactWidth().of(torch.tensor([3, 0, 20]), free=100) == [3, 0, 20]
+    kept, rows = ExactWidth().lay_out(wish([3, 0, 20], [9, 9, 20]), free=100)
+    assert kept.tolist() == rows == [3, 0, 20]
 
 
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
     width = FixedWidth(48)
-    asked = torch.tensor([1, 2])  # what is wanted now is not looked at
-    assert width.of(asked, free=1000) == [48, 48]
-    for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (0, 0), (31, 31)):
+    asked = wish([1, 2], [30, 48])  # what is wanted now is not looked at
+    assert width.lay_out(asked, free=1000)[1] == [48, 48]
+    for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31)):
         width.learn([0, wanted])
-        assert width.of(asked, free=1000) == [given, given]
+        kept, rows = width.lay_out(asked, free=1000)
+        assert rows == [given, given]
+        assert kept.tolist() == [30, 48], "rows that run in any case hold the nodes that fit"
+
+
+def test_after_a_step_that_wanted_no_nodes_there_is_room_for_some() -> None:
+    width = FixedWidth(48)
+    width.learn([0, 0])
+    assert width.lay_out(wish([1, 2], [1, 2]), free=1000)[1] == [7, 7]
 
 
 def test_a_fixed_width_fits_into_the_free_slots() -> None:
-    width = FixedWidth(48)
-    assert width.of(torch.tensor([1, 2]), free=40) == [15, 15]
-    assert width.of(torch.tensor([1, 2]), free=13) == [0, 0]
+    assert FixedWidth(48).lay_out(wish([1, 2], [1, 2]), free=40)[1] == [15, 15]
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(14, True), (13, False)])
+def test_no_drafter_is_asked_without_room_for_the_smallest_trees(free: int, has_room: bool) -> None:
+    assert Load(2, 1.0, free, num_drafting=2, widths=FixedWidth(48).choices).has_room == has_room
 
 
 @pytest.mark.parametrize("params", [greedy(24), sampled(3, 24)], ids=["greedy", "sampled"])
@@ -65,3 +86,46 @@ def test_captured_steps_of_fixed_width_give_the_text_of_plain_ones(
         found = generate(engine, *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
     assert sum(one.accepted for one in found.values()) > 0
+
+
+def best_width(survival: list[list[float]], limits: list[int], seconds: list[float], widths: list[int]) -> list[int]:
+    """By trying each width."""
+
+    def rate(width: int, cost: float) -> float:
+        kept = [sorted(line, reverse=True)[: min(limit, width)] for line, limit in zip(survival, limits, strict=True)]
+        return (len(survival) + sum(map(sum, kept))) / cost
+
+    best = max(zip(widths, seconds, strict=True), key=lambda choice: rate(*choice))[0]
+    return [min(limit, best) for limit in limits]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_width_of_most_tokens_per_second_is_chosen(seed: int) -> None:
+    rng = random.Random(seed)
+    batch, widths = rng.randrange(1, 5), [0, 2, 4, 8]
+    survival = [sorted((rng.random() for _ in range(6)), reverse=True) for _ in range(batch)]
+    limits = [rng.randrange(7) for _ in range(batch)]
+    seconds = [1.0, *(1.0 + rng.random() * width for width in widths[1:])]
+    found = allocate_width(
+        candidates_of(survival),
+        torch.tensor(limits),
+        torch.tensor(seconds),
+        torch.ones(batch),
+        torch.tensor(widths),
+    )
+    assert found.tolist() == best_width(survival, limits, seconds, widths)
+
+
+def test_one_sequence_does_not_widen_the_rows_of_all() -> None:
+    """Of sixteen sequences one has 31 likely nodes. Rows for as many of each are priced as what they are, 512 rows."""
+    batch = 16
+    survival = [[0.9] * 31] + [[0.2] * 31] * (batch - 1)
+    costs = table([1.0, 16.0, 128.0, 512.0], [1.0, 1.0, 1.3, 6.0])
+    width = FixedWidth(31)
+    load = Load(batch, 50.0, 10_000, num_drafting=batch, num_sequences=batch, widths=width.choices)
+    policy = CostBudget(costs, FREE, RegretLedger())
+    wanted = policy.choose(candidates_of(survival), torch.full((batch,), 31), load, width.allocate)
+    width.learn(wanted.nodes.tolist())
+    rows = width.lay_out(wanted, load.max_nodes)[1]
+    assert rows == [7] * batch
+    assert batch + sum(rows) == 128, "the rows that were priced are those that run"
