@@ -116,7 +116,7 @@ class Tuning:
     head_steps: int = 4  # optimizer steps of a head update, all on the same buffer
     full_steps: int = 12  # and of a full one, which goes through its texts as often as it takes
     step_texts: int = 2  # per optimizer step of a full update
-    warm_up_steps: int = 8  # over which the learning rate rises: the first ones know nothing of their moments
+    warm_up_steps: int = 8  # over which the learning rate rises, as Adam's first moments are noise; at most one update
     update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
     replay_texts: int = 256  # latest ones learnt from, some of which each full update sees again; idle time needs many
     exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary

@@ -417,7 +417,7 @@ class Learner:
         with self.time.spent():
             decision, seconds = self._evaluator.evaluate(self._validation.current)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
-        judgement = self._judgement(report, decision)
+        judgement = self._judgement(decision)
         published = decision.publish and self._publish(decision)
         self._ended(judgement, published=published)
         if not published:
@@ -452,9 +452,8 @@ class Learner:
         if clearly_worse or self._num_refused > self.tuning.kept_refusals:
             self._start_over()
 
-    def _judgement(self, report: UpdateReport, decision: GateDecision) -> Judgement | None:
-        """None where there was nothing to judge by, or nothing is known of the copy before, or the update's rate was
-        still rising: it says nothing of its arm."""
+    def _judgement(self, decision: GateDecision) -> Judgement | None:
+        """None where there was nothing to judge by, or nothing is known of the training copy before the update."""
         before, self._gained = self._gained, None
         if not decision.serving_mean > 0:
             return None
@@ -463,7 +462,7 @@ class Learner:
         if not all(map(math.isfinite, (gain, error, needed))):
             return None
         self._gained = gain, error
-        if before is None or report.is_warming_up:
+        if before is None:
             return None
         return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
