@@ -87,7 +87,7 @@ class Learner:
         self.process = process = training_process(drafter, weights, self._trainer, train_in)
         self._update = self._trainer.update if process is None else process.update
         replay = replay_of(drafter.embed, beside_lookup=not drafter.made) if process is None else process.replay
-        self.time = TrainingTime(device, self.process)
+        self.time = TrainingTime(device, process)
         self._policy = policy_of(config, tuning, self._ledger, rng=random.Random(seed))
         self.time.covers = self._policy.covers
         self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
@@ -101,7 +101,7 @@ class Learner:
         self._bootstrap = Bootstrap(
             weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, given=drafter.given, seed=seed
         )
-        self._evaluator = _evaluator_of(weights, drafter, rows, replay, tuning)
+        self._evaluator = _evaluator_of(weights, drafter, rows, self.time.paced(replay), tuning)
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab)
         self._pace = Pace()
@@ -398,7 +398,8 @@ class Learner:
         with self.time.spent():
             wanted = self._vocabulary.wanted(self._trainer.vocabulary)
             share = self._pace.share(arm)
-            report = self._update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
+            stops = partial(self.time.wait, interrupted) if self.process is None else interrupted
+            report = self._update(arm, samples, stops, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 
