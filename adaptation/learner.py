@@ -152,7 +152,7 @@ class Learner:
         if self._bootstrap.due:
             self._make()
             return None
-        arm = self._policy.take_update()
+        arm = self._policy.take_update(self._buffers.signals)
         if arm is None:
             self._train_idle(interrupted)
             return None
@@ -408,7 +408,9 @@ class Learner:
         if report.applied:
             return self._conclude(report)
         self._ended(None)
-        if report.outcome not in ("nothing_to_learn", "interrupted"):
+        if report.outcome == "interrupted":
+            self._buffers.put_back()
+        elif report.outcome != "nothing_to_learn":
             self._buffers.clear_replay()
         self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return False

@@ -3,7 +3,7 @@ it shows what deciding by gain is worth.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ ARMS: tuple[Arm, ...] = ("head", "full")
 Reason = Literal[
     "warm_up",  # too few queries to know how long one takes
     "not_admitted",  # the query must not be learnt from, or was not recorded
-    "unusable",  # its numbers make no sense
+    "unusable",  # its numbers make no sense, or no step decoded for it
     "explore",  # an arm may gain, or is drawn by chance
     "gain",  # an arm is believed to gain
     "no_gain",  # no arm is
@@ -32,7 +32,7 @@ State = dict[str, JsonValue]
 class QueryReport:
     """One query at its end."""
 
-    seconds: float  # of serving; what all queries' add up to is time
+    seconds: float  # of decoding, as in `Query`
     signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
     recorded: bool = True
     drafted: bool = True  # blocks were drafted for it; without states of theirs it teaches no head
@@ -90,15 +90,17 @@ class Policy(Protocol):
         ...
 
     def decide(self, query: QueryReport) -> Decision:
-        """Into which buffer a finished query goes. To be called for every query, in order."""
+        """Into which arm's buffer a finished query goes. To be called for every query, in order."""
         ...
 
-    def take_update(self) -> Arm | None:
-        """The arm whose buffer is full and may be trained on now, if any; its update has begun with this call."""
+    def take_update(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        """The arm whose buffer is full and whose update may be afforded now, if any; its update begins with this call.
+        `signals`: of the samples in each arm's buffer."""
         ...
 
     def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        """The update has taken so much from serving. Without a judgement it says nothing of its arm."""
+        """The update took so many seconds from serving. Without a judgement (interrupted, discarded, or nothing to
+        compare with) they are entered in the ledger, and nothing is learnt about its arm: neither gain nor cost."""
         ...
 
     def spent(self, seconds: float) -> None:
@@ -130,7 +132,6 @@ class EveryBatch:
     def __init__(self, arm: Arm | None, batch_queries: int = 1) -> None:
         self._arm: Arm | None = arm
         self._batch_queries = batch_queries
-        self._num_waiting = 0
         self._training = False
 
     @property
@@ -151,13 +152,11 @@ class EveryBatch:
             return Decision(None, "unusable")
         if query.signal is None:
             return Decision(None, "not_admitted")
-        self._num_waiting += 1
         return Decision(self._arm, "fixed")
 
-    def take_update(self) -> Arm | None:
-        if self._training or self._num_waiting < self._batch_queries:
+    def take_update(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        if self._arm is None or self._training or len(signals[self._arm]) < self._batch_queries:
             return None
-        self._num_waiting = 0
         self._training = True
         return self._arm
 
@@ -172,15 +171,12 @@ class EveryBatch:
         """Batches come whatever the texts are."""
 
     def reset(self) -> None:
-        self._num_waiting = 0
         self._training = False
 
     def state(self) -> State:
-        return {"num_waiting": self._num_waiting}
+        return {}
 
     def restore(self, state: State) -> None:
-        waiting = state.get("num_waiting")
-        if set(state) != {"num_waiting"} or not isinstance(waiting, int) or waiting < 0:
-            raise ValueError("not the state of a fixed policy")
+        if state:
+            raise ValueError("not the state of a fixed policy, which has none")
         self.reset()
-        self._num_waiting = waiting

@@ -514,7 +514,7 @@ def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monke
     assert set(charged) == {2.0}
     charged.clear()
     taking(tried, monkeypatch, tried.learner, "_update", 3.0)
-    monkeypatch.setattr(tried.learner._policy, "take_update", lambda: None)
+    monkeypatch.setattr(tried.learner._policy, "take_update", lambda signals: None)
     tried.learner.update()
     assert charged == [3.0]
 
@@ -639,11 +639,65 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     tried = full_bench(tmp_path)
     told = told_of_updates(tried, monkeypatch)
     serve(tried, range(40), update=False)
-    heard = len(tried.learner._buffers._replay)
-    tried.learner.update(lambda: True)
-    assert [event.reason for event in tried.events] == ["interrupted"]
-    assert told == [(None, False)]
+    heard, waiting = len(tried.learner._buffers._replay), dict(tried.learner._buffers.counts)
+    assert waiting["full"] > 0
+    for _ in range(2):
+        tried.learner.update(lambda: True)
+    assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
+    assert told == [(None, False)] * 2
+    assert tried.learner._buffers.counts == waiting
     assert len(tried.learner._buffers._replay) >= heard
+    tried.learner.update()
+    assert tried.events[-1].kind in ("published", "refused")
+
+
+class Serving:
+    """One second of serving beside each optimizer step from some step on, by a clock of its own."""
+
+    def __init__(self, tried: Bench, monkeypatch: pytest.MonkeyPatch, *, begins: int) -> None:
+        self.num_steps, self._begins = 0, begins
+        self._clock, self._time = Clock(), tried.learner.time
+        self._step = tried.learner._trainer._step
+        self._time._clock = self._clock
+        monkeypatch.setattr(tried.learner._trainer, "_step", self._stepping)
+
+    def _stepping(self, *given: Any) -> dict[str, float]:
+        self.num_steps += 1
+        self._clock.now += 1.0
+        if self.num_steps > self._begins:
+            self._time.stepping()
+        return self._step(*given)
+
+
+def test_an_update_in_a_thread_is_charged_for_the_steps_that_it_took_beside_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, paid = full_bench(tmp_path, full_steps=6), list[float]()
+    serve(tried, range(40), update=False)
+    serving = Serving(tried, monkeypatch, begins=4)
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda _, seconds, **__: paid.append(seconds))
+    assert tried.learner.update() is not None
+    assert serving.num_steps == 6
+    assert paid == [pytest.approx(2.0 * tried.learner.time.taken_share)]
+
+
+def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes_on_where_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, waits = full_bench(tmp_path, full_steps=6), list[int]()
+    serve(tried, range(40), update=False)
+    serving, time = Serving(tried, monkeypatch, begins=0), tried.learner.time
+    time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
+    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
+    report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
+    assert report is not None
+    assert (report.outcome, len(report.losses)) == ("interrupted", 3)
+    assert waits == [3] * 3, "an operator's command ends the waiting"
+    serving.num_steps = 0
+    report = tried.learner.update()
+    assert report is not None
+    assert (report.outcome, len(report.losses)) == ("applied", 6)
+    assert waits == [3] * 5, "the ledger covers the rest"
 
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

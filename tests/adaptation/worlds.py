@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from adaptation.bandit import Bandit
-from adaptation.policy import Arm, Judgement, QueryReport
+from adaptation.policy import ARMS, Arm, Decision, Judgement, Policy, QueryReport
 
 
 @dataclass
@@ -15,6 +15,25 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass
+class Buffers:
+    """Signals of the samples that wait for each arm, the newest few."""
+
+    signals: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+
+    def decide(self, policy: Policy, query: QueryReport) -> Decision:
+        decision = policy.decide(query)
+        if decision.arm is not None and query.signal is not None:
+            self.signals[decision.arm] = [*self.signals[decision.arm], query.signal][-8:]
+        return decision
+
+    def take_update(self, policy: Policy) -> Arm | None:
+        arm = policy.take_update(self.signals)
+        if arm is not None:
+            self.signals[arm] = []
+        return arm
 
 
 @dataclass
@@ -50,7 +69,7 @@ class Served:
 
 
 def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> Served:
-    served, first = Served(), world.seconds
+    served, buffers, first = Served(), Buffers(), world.seconds
     for number in range(queries):
         luck = rng.uniform(0.75, 1.25)
         recorded = not policy.resting or number % 32 == 0
@@ -59,8 +78,8 @@ def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> 
         seconds = luck * world.seconds * (1.02 if recorded else 1.0)
         served.seconds += seconds
         policy._ledger.elapse(seconds)
-        policy.decide(QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
-        arm = policy.take_update()
+        buffers.decide(policy, QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
+        arm = buffers.take_update(policy)
         if arm is not None:
             judgement, published = world.judged(arm, rng)
             policy.ended(judgement, world.costs[arm], published=published)
