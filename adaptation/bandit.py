@@ -84,7 +84,6 @@ class Bandit:
         self._rng = rng
         self._now = _Knowledge()
         self._posteriors: dict[Arm, GainPosterior] = {}
-        self._update: tuple[Arm, float] | None = None  # under way, and the mean signal of its queries
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -121,21 +120,13 @@ class Bandit:
             return Decision(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
         return Decision(arm, "gain" if self._worth(arm, self._now.arms[arm].mean) > 0 else "explore")
 
-    def take_update(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        if self._update is not None or not self._is_warm:
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        if not self._is_warm:
             return None
         full = [arm for arm in ARMS if len(signals[arm]) >= self._rules.batch_queries[arm] and self._is_covered(arm)]
-        arm = max(full, key=self._best_worth, default=None)
-        if arm is not None:
-            self._update = arm, fmean(signals[arm])
-        return arm
+        return max(full, key=self._best_worth, default=None)
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        assert self._update is not None, "an update ends that never began"
-        (arm, signal), self._update = self._update, None
-        if judgement is None:
-            self.spent(seconds)
-            return
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
         belief.num_updates += 1
@@ -163,10 +154,6 @@ class Bandit:
             posterior.widen()
             self._now.arms[arm].sd = posterior.sd
 
-    def reset(self) -> None:
-        self.traffic_changed()
-        self._update = None
-
     def state(self) -> State:
         version, words, gauss = cast(_RandomState, self._rng.getstate())
         self._now.balance = self._ledger.balances.get(LEARNING)
@@ -179,7 +166,7 @@ class Bandit:
         if set(now.arms) != set(ARMS) or (now.balance is not None and not any(now.seconds)):
             raise ValueError("the state of a bandit with other arms, or without the time that queries take")
         self._rng.setstate(_RANDOM.validate_python(state["random"]))
-        self._now, self._posteriors, self._update = now, {}, None
+        self._now, self._posteriors = now, {}
         if now.balance is not None:
             self._open(now.balance)
 

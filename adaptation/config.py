@@ -48,8 +48,8 @@ class AdaptationConfig(BaseModel):
     )
     epsilon: Annotated[tuple[float, float], BeforeValidator(_numbers)] = Field(
         default=(0.30, 0.10),
-        description="Probability that a query which may be learnt from goes to the arm tried least, where the ledger "
-        "covers that, and not to the one that may gain most (epsilon): at first, and from the 8th judged update on.",
+        description="Share of queries that explore (epsilon), drawn for each that is learnt from: it goes to the arm "
+        "tried least, where the ledger covers that. In the beginning, and from the 8th judged update on.",
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)

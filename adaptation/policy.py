@@ -70,10 +70,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """All calls come from the adaptation thread.
-
-    An update begins with `take_update` and ends with `ended`; there is one at a time.
-    """
+    """All calls come from the adaptation thread."""
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -93,26 +90,22 @@ class Policy(Protocol):
         """Into which arm's buffer a finished query goes. To be called for every query, in order."""
         ...
 
-    def take_update(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        """The arm whose buffer is full and whose update may be afforded now, if any; its update begins with this call.
-        `signals`: of the samples in each arm's buffer."""
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        """The arm whose buffer is full and whose update may be afforded now, if any. `signals`: of the samples in each
+        arm's buffer."""
         ...
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        """The update took so many seconds from serving. Without a judgement (interrupted, discarded, or nothing to
-        compare with) they are entered in the ledger, and nothing is learnt about its arm: neither gain nor cost."""
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        """An update on queries of this mean signal was judged, and took so many seconds from serving."""
         ...
 
     def spent(self, seconds: float) -> None:
-        """Something that is no update has taken so much from serving."""
+        """Anything else took so many seconds from serving, be it an update that was interrupted or could not be judged:
+        it says nothing of its arm."""
         ...
 
     def traffic_changed(self) -> None:
-        """Other texts are served: what arms gained is less sure."""
-        ...
-
-    def reset(self) -> None:
-        """Other weights are served, and no update has made them; one under way is over."""
+        """Other texts are served, or weights that no update has made: what arms gained is less sure."""
         ...
 
     def state(self) -> State: ...
@@ -132,7 +125,6 @@ class EveryBatch:
     def __init__(self, arm: Arm | None, batch_queries: int = 1) -> None:
         self._arm: Arm | None = arm
         self._batch_queries = batch_queries
-        self._training = False
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -154,24 +146,17 @@ class EveryBatch:
             return Decision(None, "not_admitted")
         return Decision(self._arm, "fixed")
 
-    def take_update(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        if self._arm is None or self._training or len(signals[self._arm]) < self._batch_queries:
-            return None
-        self._training = True
-        return self._arm
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        return self._arm if self._arm is not None and len(signals[self._arm]) >= self._batch_queries else None
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        assert self._training, "an update ends that never began"
-        self._training = False
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        """No-op: batches come whatever updates gain."""
 
     def spent(self, seconds: float) -> None:
-        """Nobody counts it."""
+        """No-op: whatever they cost."""
 
     def traffic_changed(self) -> None:
-        """Batches come whatever the texts are."""
-
-    def reset(self) -> None:
-        self._training = False
+        """No-op: and whatever the texts are."""
 
     def state(self) -> State:
         return {}
@@ -179,4 +164,3 @@ class EveryBatch:
     def restore(self, state: State) -> None:
         if state:
             raise ValueError("not the state of a fixed policy, which has none")
-        self.reset()

@@ -42,14 +42,14 @@ def feed(
     return reasons
 
 
-def update_of(policy: Fed, judgement: Judgement | None, *, seconds: float = 1.0, published: bool = False) -> Arm:
+def update_of(policy: Fed, judgement: Judgement, *, seconds: float = 1.0, published: bool = False) -> Arm:
     """One whole update, on queries of signal 8."""
     for _ in range(100):
         feed(policy, 1)
-        arm = policy.buffers.take_update(policy)
-        if arm is not None:
-            policy.ended(judgement, seconds, published=published)
-            return arm
+        taken = policy.buffers.take(policy)
+        if taken is not None:
+            policy.ended(*taken, judgement, seconds, published=published)
+            return taken[0]
     raise AssertionError("no update was due")
 
 
@@ -73,10 +73,9 @@ def test_a_query_without_drafts_goes_to_full_updates_and_takes_nothing_from_the_
         feed(policy, 1)
         feed(policy, 1, drafted=False)
     assert {arm: len(signals) for arm, signals in policy.buffers.signals.items()} == {"head": 4, "full": 4}
-    assert policy.buffers.take_update(policy) == "head"
-    policy.ended(Judgement(0.0, 0.01), 1.0, published=False)
+    assert policy.buffers.take(policy) == ("head", 8.0)
     feed(policy, 4, drafted=False)
-    assert policy.buffers.take_update(policy) == "full"
+    assert policy.buffers.take(policy) == ("full", 8.0)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
@@ -93,14 +92,6 @@ def test_epsilon_is_the_share_of_queries_that_explore(share: float) -> None:
     assert arms.count("head") == 3000 - 10 - arms.count("full")
 
 
-def test_no_update_begins_while_one_is_under_way() -> None:
-    policy = bandit(epsilon=NEVER)
-    feed(policy, 30)
-    assert policy.buffers.take_update(policy) is not None
-    assert set(feed(policy, 30)) <= {"explore", "gain", "no_gain", "not_covered"}
-    assert policy.buffers.take_update(policy) is None
-
-
 def test_an_update_that_the_ledger_does_not_cover_any_more_waits_with_its_samples() -> None:
     policy = bandit(epsilon=NEVER)
     update_of(policy, Judgement(0.03, 0.02), seconds=20.0)
@@ -108,10 +99,10 @@ def test_an_update_that_the_ledger_does_not_cover_any_more_waits_with_its_sample
     policy.spent(policy._ledger.balances[LEARNING])
     waiting = dict(policy.buffers.signals)
     assert any(len(signals) >= RULES.batch_queries[arm] for arm, signals in waiting.items())
-    assert policy.buffers.take_update(policy) is None
+    assert policy.buffers.take(policy) is None
     assert policy.buffers.signals == waiting
     policy._ledger.elapse(10_000.0)
-    assert policy.buffers.take_update(policy) is not None
+    assert policy.buffers.take(policy) is not None
 
 
 def test_the_value_of_an_arm_is_its_gain_per_signal() -> None:
@@ -143,22 +134,16 @@ def test_updates_of_little_signal_say_nothing_of_their_arm() -> None:
     assert set(policy.values.values()) == {0.0}
 
 
-def test_an_update_that_was_not_judged_moves_the_ledger_and_nothing_else() -> None:
+def test_what_says_nothing_of_an_arm_moves_the_ledger_and_nothing_else() -> None:
     """Neither a trial, nor one of the cold start, nor a measurement of what updates of its arm cost."""
     policy = bandit()
     update_of(policy, Judgement(0.03, 0.02), seconds=5.0)
-    for _ in range(100):
-        feed(policy, 1)
-        if (arm := policy.buffers.take_update(policy)) is not None:
-            break
-    arms, epsilon, before = replaced(policy), policy.epsilon, policy._ledger.balances[LEARNING]
-    policy.ended(None, 7.0, published=False)
-    assert (arm is not None, replaced(policy), policy.epsilon) == (True, arms, epsilon)
-    assert policy._ledger.balances[LEARNING] == pytest.approx(before - 7.0)
-
-
-def replaced(policy: Bandit) -> dict[Arm, object]:
-    return {arm: replace(belief) for arm, belief in policy._now.arms.items()}
+    before, balance = policy.state()["knowledge"], policy._ledger.balances[LEARNING]
+    policy.spent(7.0)
+    after = policy.state()["knowledge"]
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert after == {**before, "balance": pytest.approx(balance - 7.0)}
 
 
 def test_the_arm_that_gains_more_is_preferred_and_the_other_tried_by_chance() -> None:
@@ -213,7 +198,6 @@ def test_other_traffic_makes_arms_uncertain_again_and_keeps_what_they_gained() -
     policy.traffic_changed()
     assert policy.values == values
     assert not policy.resting
-    policy.reset()
     feed(policy, 1, None)
     assert dict(policy.values) == values
 

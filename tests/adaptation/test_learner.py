@@ -13,7 +13,7 @@ import torch
 from adaptation import learner
 from adaptation.config import PolicyName
 from adaptation.gate import GateDecision, GateReason
-from adaptation.policy import Judgement
+from adaptation.policy import Arm, Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
 from adaptation.trainer import RATE, Outcome, UpdateReport
@@ -66,14 +66,14 @@ def spoil(tried: Bench, seed: int = 7) -> None:
     head[DRAFTED] = 0.0
 
 
-def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement | None, bool]]:
-    """Of each update from now on, what the policy is told of it, and whether it was published."""
-    told: list[tuple[Judgement | None, bool]] = []
+def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement, bool]]:
+    """Of each judged update from now on, what the policy is told of it, and whether it was published."""
+    told: list[tuple[Judgement, bool]] = []
     ended = tried.learner._policy.ended
 
-    def listening(judgement: Judgement | None, seconds: float, *, published: bool) -> None:
+    def listening(arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
         told.append((judgement, published))
-        ended(judgement, seconds, published=published)
+        ended(arm, signal, judgement, seconds, published=published)
 
     monkeypatch.setattr(tried.learner._policy, "ended", listening)
     return told
@@ -226,10 +226,9 @@ def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkey
         gain = numbers["candidate"] / numbers["serving"] - 1.0
         error = numbers["standard_error"] / numbers["serving"]
         assert published == (event.kind == "published")
-        if judgement is not None:
-            assert (judgement.gain, judgement.before) == pytest.approx((gain, gained[0]))
-            assert judgement.error == pytest.approx(math.hypot(error, gained[1]))
-            assert judgement.needed == pytest.approx(1.25 * error)
+        assert (judgement.gain, judgement.before) == pytest.approx((gain, gained[0]))
+        assert judgement.error == pytest.approx(math.hypot(error, gained[1]))
+        assert judgement.needed == pytest.approx(1.25 * error)
         gained = (0.0, 0.0) if published or gain < -error else (gain, error)
 
 
@@ -239,16 +238,15 @@ def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monke
     told = told_of_updates(tried, monkeypatch)
     report = UpdateReport("full", "applied", 0.0)
 
-    def judged(gain: float, reason: GateReason = "within_noise") -> None:
+    def judged(gain: float, reason: GateReason = "within_noise", signal: float | None = None) -> None:
         decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
         monkeypatch.setattr(tried.learner._evaluator, "evaluate", lambda _: (decision, 0.0))
-        tried.learner._conclude(report)
+        tried.learner._finish(report, signal)
 
     def updated(gain: float, reason: GateReason = "within_noise") -> float | None:
-        tried.learner._updating, tried.learner._policy._training = True, True  # type: ignore[attr-defined]
-        judged(gain, reason)
-        judgement = told[-1][0]
-        return None if judgement is None else judgement.gain - judgement.before
+        told.clear()
+        judged(gain, reason, signal=8.0)
+        return told[0][0].gain - told[0][0].before if told else None
 
     assert updated(0.02) == pytest.approx(0.02)
     assert updated(0.06) == pytest.approx(0.04)
@@ -282,7 +280,7 @@ def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
         serve(tried, range(seed, seed + 1))
         seed += 1
     assert tried.kinds() == ["refused"] * 4
-    assert all(judgement is not None and judgement.gain < 0 for judgement, _ in told)
+    assert all(judgement.gain < 0 for judgement, _ in told)
 
 
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
@@ -514,7 +512,7 @@ def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monke
     assert set(charged) == {2.0}
     charged.clear()
     taking(tried, monkeypatch, tried.learner, "_update", 3.0)
-    monkeypatch.setattr(tried.learner._policy, "take_update", lambda signals: None)
+    monkeypatch.setattr(tried.learner._policy, "due", lambda signals: None)
     tried.learner.update()
     assert charged == [3.0]
 
@@ -523,7 +521,7 @@ def test_an_arm_pays_for_its_update_alone(tmp_path: Path, monkeypatch: pytest.Mo
     tried = full_bench(tmp_path)
     serve(tried, range(12), update=False)
     charged, paid = charges(tried, monkeypatch), list[float]()
-    monkeypatch.setattr(tried.learner._policy, "ended", lambda _, seconds, **__: paid.append(seconds))
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
     taking(tried, monkeypatch, tried.learner._evaluator, "_drift", 2.0)
     taking(tried, monkeypatch, tried.learner, "_update", 3.0)
     seen(tried)
@@ -644,7 +642,7 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     for _ in range(2):
         tried.learner.update(lambda: True)
     assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
-    assert told == [(None, False)] * 2
+    assert told == []
     assert tried.learner._buffers.counts == waiting
     assert len(tried.learner._buffers._replay) >= heard
     tried.learner.update()
@@ -675,7 +673,7 @@ def test_an_update_in_a_thread_is_charged_for_the_steps_that_it_took_beside_serv
     tried, paid = full_bench(tmp_path, full_steps=6), list[float]()
     serve(tried, range(40), update=False)
     serving = Serving(tried, monkeypatch, begins=4)
-    monkeypatch.setattr(tried.learner._policy, "ended", lambda _, seconds, **__: paid.append(seconds))
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
     assert tried.learner.update() is not None
     assert serving.num_steps == 6
     assert paid == [pytest.approx(2.0 * tried.learner.time.taken_share)]

@@ -16,29 +16,16 @@ def test_every_eighth_query_completes_a_batch(arm: Arm) -> None:
     taken, buffers = list[int](), Buffers()
     for number in range(1, 33):
         assert buffers.decide(policy, report()).arm == arm
-        if buffers.take_update(policy) == arm:
+        if buffers.take(policy) == (arm, 7.0):
             taken.append(number)
-            policy.ended(None, 1.0, published=True)
     assert taken == [8, 16, 24, 32]
-
-
-def test_an_update_waits_for_the_one_under_way() -> None:
-    policy, buffers = EveryBatch("full", 2), Buffers()
-    for _ in range(2):
-        buffers.decide(policy, report())
-    assert buffers.take_update(policy) == "full"
-    for _ in range(5):
-        buffers.decide(policy, report())
-        assert buffers.take_update(policy) is None
-    policy.ended(None, 1.0, published=False)
-    assert buffers.take_update(policy) == "full"
 
 
 def test_what_must_not_or_cannot_be_learnt_from_counts_for_nothing() -> None:
     policy, buffers = EveryBatch("full", 1), Buffers()
     assert buffers.decide(policy, report(signal=None)).reason == "not_admitted"
     assert buffers.decide(policy, report(seconds=float("nan"))).reason == "unusable"
-    assert buffers.take_update(policy) is None
+    assert buffers.take(policy) is None
 
 
 def test_it_keeps_nothing_from_one_process_to_the_next() -> None:
@@ -46,10 +33,10 @@ def test_it_keeps_nothing_from_one_process_to_the_next() -> None:
     first, second = EveryBatch("full", 3), EveryBatch("full", 3)
     for _ in range(2):
         first.decide(report())
-    assert first.take_update({"head": [], "full": [7.0] * 3}) == "full"
+    assert first.due({"head": [], "full": [7.0] * 3}) == "full"
     second.restore(json.loads(json.dumps(first.state())))
-    assert second.take_update({"head": [], "full": [7.0] * 2}) is None
-    assert second.take_update({"head": [], "full": [7.0] * 3}) == "full"
+    assert second.due({"head": [], "full": [7.0] * 2}) is None
+    assert second.due({"head": [], "full": [7.0] * 3}) == "full"
 
 
 @pytest.mark.parametrize("state", [{"num_waiting": 2}, {"knowledge": {}, "random": []}])
@@ -63,5 +50,5 @@ def test_never_learns_nothing() -> None:
     policy: Policy = EveryBatch(None)
     for _ in range(100):
         assert policy.decide(report()).choice == "skip"
-        assert policy.take_update({arm: [7.0] for arm in ARMS}) is None
+        assert policy.due({arm: [7.0] for arm in ARMS}) is None
     assert policy.resting

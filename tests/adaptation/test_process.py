@@ -222,27 +222,28 @@ def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
 def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
     """One percent of the time of serving is added to what it may take."""
     clock, balance, waited = Clock(), 1.0, 0
+    trained: TrainingTime
 
     def serve(seconds: float) -> None:
         nonlocal balance
         balance += 0.01 * seconds
-        step(time, clock, seconds)
+        step(trained, clock, seconds)
 
     def sleep(seconds: float) -> None:
         nonlocal waited
         waited += 1
         serve(seconds)
 
-    time = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=sleep)
-    time.covers = lambda taken: taken < balance
+    trained = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=sleep)
+    trained.covers = lambda taken: taken < balance
     serve(0.05)
     clock.now += 5.0
-    with time.spent():
+    with trained.spent():
         for _ in range(100):
-            assert not time.wait()
-            assert time._uncharged < balance
+            assert not trained.wait()
+            assert trained._uncharged < balance
             serve(0.05 * 1.3)  # an optimizer step beside an engine step, which takes 0.3 times as long again
-    taken = time.taken()
+    taken = trained.taken()
     assert taken == pytest.approx(100 * 0.05 * 0.3, rel=0.01)
     assert taken <= balance + 0.05
     assert waited > 20

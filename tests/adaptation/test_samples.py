@@ -150,7 +150,8 @@ def test_an_arm_keeps_its_newest_samples() -> None:
 def test_what_was_taken_waits_again_as_the_oldest_once_it_is_put_back() -> None:
     buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=9)
     given = samples(5)
-    for arm, sample in zip(("full", "head", "full", "head"), given, strict=False):
+    arms: list[Arm] = ["full", "head", "full", "head"]
+    for arm, sample in zip(arms, given, strict=False):
         buffers.remember(sample)
         buffers.add(arm, sample)
     taken = buffers.take("full")

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from adaptation.bandit import Bandit
 from adaptation.policy import ARMS, Arm, Decision, Judgement, Policy, QueryReport
@@ -29,11 +30,13 @@ class Buffers:
             self.signals[decision.arm] = [*self.signals[decision.arm], query.signal][-8:]
         return decision
 
-    def take_update(self, policy: Policy) -> Arm | None:
-        arm = policy.take_update(self.signals)
-        if arm is not None:
-            self.signals[arm] = []
-        return arm
+    def take(self, policy: Policy) -> tuple[Arm, float] | None:
+        """The arm whose update is due, and the mean signal of what waited for it."""
+        arm = policy.due(self.signals)
+        if arm is None:
+            return None
+        signals, self.signals[arm] = self.signals[arm], []
+        return arm, fmean(signals)
 
 
 @dataclass
@@ -79,10 +82,11 @@ def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> 
         served.seconds += seconds
         policy._ledger.elapse(seconds)
         buffers.decide(policy, QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
-        arm = buffers.take_update(policy)
-        if arm is not None:
+        taken = buffers.take(policy)
+        if taken is not None:
+            arm, signal = taken
             judgement, published = world.judged(arm, rng)
-            policy.ended(judgement, world.costs[arm], published=published)
+            policy.ended(arm, signal, judgement, world.costs[arm], published=published)
             served.seconds += world.costs[arm]
             served.updates[arm] += 1
     return served
