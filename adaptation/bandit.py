@@ -84,9 +84,6 @@ class Bandit:
         self._rng = rng
         self._now = _Knowledge()
         self._posteriors: dict[Arm, GainPosterior] = {}
-        self._filling: Arm | None = None  # whose buffer is being filled
-        self._signals: list[float] = []  # of the queries in it
-        self._update: tuple[Arm, float] | None = None  # under way, and the mean signal behind it
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -94,18 +91,15 @@ class Bandit:
 
     @property
     def _is_warm(self) -> bool:
-        return LEARNING in self._ledger.balances
+        return LEARNING in self._ledger.balances and bool(self._now.seconds)
 
     @property
     def resting(self) -> bool:
-        """Also while an update is under way, which may take long: until it has ended nothing is filled."""
-        if not self._is_warm or self._filling is not None:
-            return False
-        return self._update is not None or self._promising(ARMS) is None
+        return self._is_warm and self._promising(ARMS) is None
 
     @property
     def epsilon(self) -> float:
-        """Share of decisions that explore: falls with every update of the cold start."""
+        """Share of the queries learnt from that explore: falls with every judged update of the cold start."""
         first, last = self._rules.epsilon
         return first + (last - first) * min(1.0, self._now.num_events / self._rules.cold_start_events)
 
@@ -121,38 +115,31 @@ class Bandit:
         if query.signal is None:
             return Decision(None, "not_admitted")
         arms: Sequence[Arm] = ARMS if query.drafted else ("full",)
-        if self._filling not in arms:
-            self._filling, self._signals = self._choose(arms), []
-        arm = self._filling
+        arm = self._choose(arms)
         if arm is None:
             return Decision(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
-        self._signals = [*self._signals, query.signal][-self._rules.batch_queries[arm] :]
         return Decision(arm, "gain" if self._worth(arm, self._now.arms[arm].mean) > 0 else "explore")
 
-    def take_update(self) -> Arm | None:
-        arm = self._filling
-        if arm is None or self._update is not None or len(self._signals) < self._rules.batch_queries[arm]:
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        if not self._is_warm:
             return None
-        self._update = arm, fmean(self._signals)
-        self._filling, self._signals = None, []
-        return arm
+        full = [arm for arm in ARMS if len(signals[arm]) >= self._rules.batch_queries[arm] and self._is_covered(arm)]
+        return max(full, key=self._best_worth, default=None)
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        assert self._update is not None, "an update ends that never began"
-        (arm, signal), self._update = self._update, None
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
         belief.num_updates += 1
         self._now.num_events += 1
         rate = max(rules.alpha, 1.0 / belief.num_updates)
         belief.cost += rate * (seconds / mean_seconds - belief.cost)
-        if judgement is not None and signal > 0 and signal >= rules.s_min:
+        if signal > 0 and signal >= rules.s_min:
             posterior = self._posterior(arm)
             gain = judgement.gain - judgement.before
             posterior.observe(gain / signal, noise=max(judgement.error, _LEAST_ERROR) / signal)
             belief.mean, belief.sd = posterior.mean, posterior.sd
         gained = 0.0
-        if judgement is not None and published:  # of many candidates the lucky ones are: what is sure of the arm counts
+        if published:  # of many candidates the lucky ones are: what is sure of the arm counts
             gained = max(0.0, min(judgement.gain - judgement.needed, self._posterior(arm).worst_case * signal))
         self._ledger.raise_cap(LEARNING, seconds)
         self._ledger.settle(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
@@ -167,10 +154,6 @@ class Bandit:
             posterior.widen()
             self._now.arms[arm].sd = posterior.sd
 
-    def reset(self) -> None:
-        self.traffic_changed()
-        self._filling, self._signals, self._update = None, [], None
-
     def state(self) -> State:
         version, words, gauss = cast(_RandomState, self._rng.getstate())
         self._now.balance = self._ledger.balances.get(LEARNING)
@@ -184,7 +167,6 @@ class Bandit:
             raise ValueError("the state of a bandit with other arms, or without the time that queries take")
         self._rng.setstate(_RANDOM.validate_python(state["random"]))
         self._now, self._posteriors = now, {}
-        self._filling, self._signals, self._update = None, [], None
         if now.balance is not None:
             self._open(now.balance)
 
@@ -204,10 +186,8 @@ class Bandit:
         self._ledger.open(LEARNING, self._rules.cap_queries * fmean(self._now.seconds), balance)
 
     def _choose(self, arms: Sequence[Arm]) -> Arm | None:
-        """Whose buffer is filled now, of those that learn anything: by chance the one that was tried least, else the
-        one that may gain most."""
-        if self._update is not None:
-            return None
+        """The arm that a query goes to: with probability `epsilon` the one of these tried least, else the one that may
+        gain most. None where the ledger does not cover it, or no arm may gain."""
         if self._rng.random() < self.epsilon:
             arm = min(arms, key=lambda arm: self._now.arms[arm].num_updates)
             return arm if self._is_covered(arm) else None

@@ -48,8 +48,8 @@ class AdaptationConfig(BaseModel):
     )
     epsilon: Annotated[tuple[float, float], BeforeValidator(_numbers)] = Field(
         default=(0.30, 0.10),
-        description="Share of queries that explore, where the ledger covers it (epsilon): in the beginning, and from "
-        "the 8th update on.",
+        description="Share of queries that explore (epsilon), drawn for each that is learnt from: it goes to the arm "
+        "tried least, where the ledger covers that. In the beginning, and from the 8th judged update on.",
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
@@ -116,7 +116,7 @@ class Tuning:
     head_steps: int = 4  # optimizer steps of a head update, all on the same buffer
     full_steps: int = 12  # and of a full one, which goes through its texts as often as it takes
     step_texts: int = 2  # per optimizer step of a full update
-    warm_up_steps: int = 8  # over which the learning rate rises: the first ones know nothing of their moments
+    warm_up_steps: int = 8  # over which the learning rate rises, as Adam's first moments are noise; at most one update
     update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
     replay_texts: int = 256  # latest ones learnt from, some of which each full update sees again; idle time needs many
     exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -87,7 +88,7 @@ class Learner:
         self.process = process = training_process(drafter, weights, self._trainer, train_in)
         self._update = self._trainer.update if process is None else process.update
         replay = replay_of(drafter.embed, beside_lookup=not drafter.made) if process is None else process.replay
-        self.time = TrainingTime(device, self.process)
+        self.time = TrainingTime(device, process)
         self._policy = policy_of(config, tuning, self._ledger, rng=random.Random(seed))
         self.time.covers = self._policy.covers
         self._feedback = _feedback_of(config, tuning, self._policy, clock=clock, seed=seed)
@@ -101,7 +102,7 @@ class Learner:
         self._bootstrap = Bootstrap(
             weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, given=drafter.given, seed=seed
         )
-        self._evaluator = _evaluator_of(weights, drafter, rows, replay, tuning)
+        self._evaluator = _evaluator_of(weights, drafter, rows, self.time.paced(replay), tuning)
         self._monitor = RollbackMonitor(tuning)
         self._traffic = TrafficMonitor(vocab)
         self._pace = Pace()
@@ -112,7 +113,6 @@ class Learner:
         self._idle = IdleTime(share=config.idle_share, most_in_vain=tuning.kept_refusals)
         self._num_refused = 0
         self._gained: tuple[float, float] | None = _NOTHING
-        self._updating = False
 
     def worker(self) -> Worker:
         """A thread that runs the learner."""
@@ -152,14 +152,14 @@ class Learner:
         if self._bootstrap.due:
             self._make()
             return None
-        arm = self._policy.take_update()
+        signals = self._buffers.signals
+        arm = self._policy.due(signals)
         if arm is None:
             self._train_idle(interrupted)
             return None
         self._charge()  # what comes from here on is the arm's
-        self._updating = True
         report = self._train(arm, self._buffers.take(arm), interrupted)
-        self._finish(report)
+        self._finish(report, fmean(signals[arm]))
         return report
 
     def pause(self) -> None:
@@ -205,8 +205,7 @@ class Learner:
         if self.process is not None:
             self.process.quiet()
         self._tell("failed", error)
-        if self._updating:
-            self._ended(None)
+        self._charge()
         self._buffers.clear_replay()
         self._start_over()
 
@@ -376,7 +375,7 @@ class Learner:
 
     def _forget_arms(self) -> None:
         """Weights serve that no update has made: nothing is known of what updates do to them."""
-        self._policy.reset()
+        self._policy.traffic_changed()
         self._buffers.clear()
         self._monitor.weights_changed()
         self._start_over()
@@ -390,7 +389,7 @@ class Learner:
             return
         began = time.monotonic()
         report = self._train("full", texts, lambda: interrupted() or not self.time.is_idle)
-        published = None if report.outcome == "interrupted" else self._finish(report)
+        published = None if report.outcome == "interrupted" else self._finish(report, None)
         self._charge()
         self._idle.ended(time.monotonic() - began, published=published)
 
@@ -398,28 +397,35 @@ class Learner:
         with self.time.spent():
             wanted = self._vocabulary.wanted(self._trainer.vocabulary)
             share = self._pace.share(arm)
-            report = self._update(arm, samples, interrupted, vocabulary=wanted, rate_share=share)
+            stops = partial(self.time.wait, interrupted) if self.process is None else interrupted
+            report = self._update(arm, samples, stops, vocabulary=wanted, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 
-    def _finish(self, report: UpdateReport) -> bool:
-        """Judge what was trained, or say why there is nothing to judge. # -> whether it was published"""
+    def _finish(self, report: UpdateReport, signal: float | None) -> bool:
+        """Judge what was trained, or say why there is nothing to judge. `signal`: mean of the queries it was due for;
+        None in idle time. # -> whether it was published"""
         if report.applied:
-            return self._conclude(report)
-        self._ended(None)
-        if report.outcome not in ("nothing_to_learn", "interrupted"):
+            return self._conclude(report, signal)
+        self._charge()
+        if report.outcome == "interrupted":
+            self._buffers.put_back()
+        elif report.outcome != "nothing_to_learn":
             self._buffers.clear_replay()
         self._tell("discarded", report.outcome, {"seconds": report.seconds})
         return False
 
-    def _conclude(self, report: UpdateReport) -> bool:
+    def _conclude(self, report: UpdateReport, signal: float | None) -> bool:
         """Publish what was trained if it is better, and say which. # -> whether it was"""
         with self.time.spent():
             decision, seconds = self._evaluator.evaluate(self._validation.current)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
-        judgement = self._judgement(report, decision)
+        judgement = self._judgement(decision)
         published = decision.publish and self._publish(decision)
-        self._ended(judgement, published=published)
+        if judgement is None or signal is None:
+            self._charge()
+        else:
+            self._policy.ended(report.arm, signal, judgement, self.time.taken(), published=published)
         if not published:
             self._refuse(report, decision, "not_stored" if decision.publish else decision.reason, numbers)
             return False
@@ -452,9 +458,8 @@ class Learner:
         if clearly_worse or self._num_refused > self.tuning.kept_refusals:
             self._start_over()
 
-    def _judgement(self, report: UpdateReport, decision: GateDecision) -> Judgement | None:
-        """None where there was nothing to judge by, or nothing is known of the copy before, or the update's rate was
-        still rising: it says nothing of its arm."""
+    def _judgement(self, decision: GateDecision) -> Judgement | None:
+        """None where there was nothing to judge by, or nothing is known of the training copy before the update."""
         before, self._gained = self._gained, None
         if not decision.serving_mean > 0:
             return None
@@ -463,18 +468,12 @@ class Learner:
         if not all(map(math.isfinite, (gain, error, needed))):
             return None
         self._gained = gain, error
-        if before is None or report.is_warming_up:
+        if before is None:
             return None
         return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
-    def _ended(self, judgement: Judgement | None, *, published: bool = False) -> None:
-        """Tell the policy, unless nobody waited for the time that the update took."""
-        if self._updating:
-            self._policy.ended(judgement, self.time.taken(), published=published)
-        self._updating = False
-
     def _charge(self) -> None:
-        """What no update has taken from serving."""
+        """Enter what was taken from serving since the last time, and says nothing of an arm."""
         self._policy.spent(self.time.taken())
 
     def _start_over(self) -> None:

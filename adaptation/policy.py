@@ -3,7 +3,7 @@ it shows what deciding by gain is worth.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ ARMS: tuple[Arm, ...] = ("head", "full")
 Reason = Literal[
     "warm_up",  # too few queries to know how long one takes
     "not_admitted",  # the query must not be learnt from, or was not recorded
-    "unusable",  # its numbers make no sense
+    "unusable",  # its numbers make no sense, or no step decoded for it
     "explore",  # an arm may gain, or is drawn by chance
     "gain",  # an arm is believed to gain
     "no_gain",  # no arm is
@@ -32,7 +32,7 @@ State = dict[str, JsonValue]
 class QueryReport:
     """One query at its end."""
 
-    seconds: float  # of serving; what all queries' add up to is time
+    seconds: float  # of decoding, as in `Query`
     signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
     recorded: bool = True
     drafted: bool = True  # blocks were drafted for it; without states of theirs it teaches no head
@@ -70,10 +70,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """All calls come from the adaptation thread.
-
-    An update begins with `take_update` and ends with `ended`; there is one at a time.
-    """
+    """All calls come from the adaptation thread."""
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -90,27 +87,25 @@ class Policy(Protocol):
         ...
 
     def decide(self, query: QueryReport) -> Decision:
-        """Into which buffer a finished query goes. To be called for every query, in order."""
+        """Into which arm's buffer a finished query goes. To be called for every query, in order."""
         ...
 
-    def take_update(self) -> Arm | None:
-        """The arm whose buffer is full and may be trained on now, if any; its update has begun with this call."""
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        """The arm whose buffer is full and whose update may be afforded now, if any. `signals`: of the samples in each
+        arm's buffer."""
         ...
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        """The update has taken so much from serving. Without a judgement it says nothing of its arm."""
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        """An update on queries of this mean signal was judged, and took so many seconds from serving."""
         ...
 
     def spent(self, seconds: float) -> None:
-        """Something that is no update has taken so much from serving."""
+        """Anything else took so many seconds from serving, be it an update that was interrupted or could not be judged:
+        it says nothing of its arm."""
         ...
 
     def traffic_changed(self) -> None:
-        """Other texts are served: what arms gained is less sure."""
-        ...
-
-    def reset(self) -> None:
-        """Other weights are served, and no update has made them; one under way is over."""
+        """Other texts are served, or weights that no update has made: what arms gained is less sure."""
         ...
 
     def state(self) -> State: ...
@@ -130,8 +125,6 @@ class EveryBatch:
     def __init__(self, arm: Arm | None, batch_queries: int = 1) -> None:
         self._arm: Arm | None = arm
         self._batch_queries = batch_queries
-        self._num_waiting = 0
-        self._training = False
 
     @property
     def values(self) -> Mapping[Arm, float]:
@@ -151,36 +144,23 @@ class EveryBatch:
             return Decision(None, "unusable")
         if query.signal is None:
             return Decision(None, "not_admitted")
-        self._num_waiting += 1
         return Decision(self._arm, "fixed")
 
-    def take_update(self) -> Arm | None:
-        if self._training or self._num_waiting < self._batch_queries:
-            return None
-        self._num_waiting = 0
-        self._training = True
-        return self._arm
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        return self._arm if self._arm is not None and len(signals[self._arm]) >= self._batch_queries else None
 
-    def ended(self, judgement: Judgement | None, seconds: float, *, published: bool) -> None:
-        assert self._training, "an update ends that never began"
-        self._training = False
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        """No-op: batches come whatever updates gain."""
 
     def spent(self, seconds: float) -> None:
-        """Nobody counts it."""
+        """No-op: whatever they cost."""
 
     def traffic_changed(self) -> None:
-        """Batches come whatever the texts are."""
-
-    def reset(self) -> None:
-        self._num_waiting = 0
-        self._training = False
+        """No-op: and whatever the texts are."""
 
     def state(self) -> State:
-        return {"num_waiting": self._num_waiting}
+        return {}
 
     def restore(self, state: State) -> None:
-        waiting = state.get("num_waiting")
-        if set(state) != {"num_waiting"} or not isinstance(waiting, int) or waiting < 0:
-            raise ValueError("not the state of a fixed policy")
-        self.reset()
-        self._num_waiting = waiting
+        if state:
+            raise ValueError("not the state of a fixed policy, which has none")

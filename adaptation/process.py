@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from adaptation.evaluator import replay_of
+from adaptation.evaluator import Replay, replay_of
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
@@ -218,9 +218,9 @@ class _Usual:
 class TrainingTime:
     """Seconds that training has computed, and those that it took from serving and nobody was charged for yet.
 
-    Steps are timed while training computes and while it does not. By what steps of the same kind take longer it takes
-    from serving, all the while that it computes beside it; a process goes on beside serving only as far as that is
-    covered."""
+    Engine steps are timed while training computes and while it does not: what those of one kind take longer is what
+    training takes from serving while both compute. It goes on only as far as the ledger covers that: a process is
+    stopped wherever it is, a thread waits between two optimizer steps or two replays."""
 
     def __init__(
         self,
@@ -228,14 +228,15 @@ class TrainingTime:
         process: TrainingProcess | None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.seconds = 0.0
         self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
-        self.is_urged: Callable[[], bool] = lambda: False  # somebody waits for what is under way to end
+        self.is_urged: Callable[[], bool] = lambda: False  # what is under way is to end at once
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._process = process
-        self._uncharged = 0.0
+        self._uncharged = self._slept = 0.0
         self._stepped_at = self._glanced_at = -math.inf
         self._computes = False
         self._alone: dict[Hashable, _Usual] = {}  # steps without training, by kind
@@ -287,9 +288,27 @@ class TrainingTime:
         seconds, self._uncharged = self._uncharged, 0.0
         return seconds
 
+    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until a thread may compute; to be called between its steps, within `spent`.
+        # -> whether it was interrupted and is to end"""
+        while not (is_interrupted := interrupted()) and not self.may_compute():
+            before = self._cpu_clock()
+            self._sleep(_GLANCE_SECONDS)
+            self._slept += self._cpu_clock() - before
+        return is_interrupted
+
+    def paced(self, replay: Replay) -> Replay:
+        """A replay that first waits until it may compute."""
+
+        def waiting(model: SpecBlock, text: Example) -> float:
+            self.wait()
+            return replay(model, text)
+
+        return waiting
+
     def may_compute(self) -> bool:
-        """Whether a process may go on: while nobody is served, or what it takes is covered, or somebody waits for its
-        end."""
+        """Charge what was computed since the last call. # -> whether training may go on: the server is idle, or what
+        training takes is covered, or it is to end at once"""
         now = self._clock()
         is_busy = not self.is_idle
         if is_busy and self._computes:
@@ -299,7 +318,7 @@ class TrainingTime:
         return self._computes
 
     def _now(self) -> float:
-        return self._cpu_clock() + (0.0 if self._process is None else self._process.seconds)
+        return self._cpu_clock() - self._slept + (0.0 if self._process is None else self._process.seconds)
 
 
 def training_process(

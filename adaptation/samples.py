@@ -111,6 +111,7 @@ class SampleBuffers:
         self._max_samples = max_samples
         self._max_positions = max_positions
         self._waiting: deque[tuple[Arm, TrainingSample]] = deque()
+        self._taken: list[tuple[Arm, TrainingSample]] = []
         self._replay: deque[TrainingSample] = deque(maxlen=replay_texts)
         self._update_samples = update_samples
         self._rng = rng
@@ -120,8 +121,13 @@ class SampleBuffers:
         return sum(sample.num_rejected for _, sample in self._waiting)
 
     @property
+    def signals(self) -> dict[Arm, list[float]]:
+        """Of the samples that wait, by arm, oldest first."""
+        return {arm: [sample.signal for name, sample in self._waiting if name == arm] for arm in ARMS}
+
+    @property
     def counts(self) -> dict[Arm, int]:
-        return {arm: sum(name == arm for name, _ in self._waiting) for arm in ARMS}
+        return {arm: len(signals) for arm, signals in self.signals.items()}
 
     def remember(self, sample: TrainingSample) -> None:
         """Let full updates see it again."""
@@ -137,10 +143,16 @@ class SampleBuffers:
             self._drop(0)
 
     def take(self, arm: Arm) -> list[TrainingSample]:
-        """All that waits for this arm, oldest first, behind what is replayed; it waits no longer."""
-        taken = [sample for name, sample in self._waiting if name == arm]
-        self._waiting = deque((name, sample) for name, sample in self._waiting if name != arm)
+        """All samples that wait for this arm, oldest first, after those that are replayed; they wait no longer."""
+        self._taken = [entry for entry in self._waiting if entry[0] == arm]
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != arm)
+        taken = [sample for _, sample in self._taken]
         return taken if arm == "head" else self.rehearsal(beside=taken) + taken
+
+    def put_back(self) -> None:
+        """Let the samples of the last `take` wait again, as the oldest: their update was interrupted."""
+        self._waiting.extendleft(reversed(self._taken))
+        self._taken = []
 
     def rehearsal(self, *, beside: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
         """Of those that may be seen again, as many as an update has room for beside others."""

@@ -71,7 +71,6 @@ class UpdateReport:
     losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass takes `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
     exchanged: int = 0  # tokens of the vocabulary
-    is_warming_up: bool = False  # its last step's rate was not the whole one yet
 
     @property
     def applied(self) -> bool:
@@ -201,6 +200,9 @@ class Trainer:
         self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS, blocks=rules.blocks))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
+        # Within the first update after a reset: its last step takes the whole rate, so that it can be judged.
+        steps: dict[Arm, int] = {"head": self._tuning.head_steps, "full": self._tuning.full_steps}
+        self._warm_up_steps = {arm: min(self._tuning.warm_up_steps, steps[arm]) for arm in ARMS}
         named = dict(model.named_parameters())
         self._trained: dict[Arm, dict[str, nn.Parameter]] = {
             "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
@@ -254,9 +256,8 @@ class Trainer:
             if not isinstance(error, _Discard):
                 raise
             outcome, moved = error.outcome, 0.0
-        is_warming_up = self._optimizers[arm].num_steps < self._tuning.warm_up_steps
         exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
-        return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged, is_warming_up)
+        return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged)
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizers remember: the tensors themselves, by arm and name."""
@@ -361,7 +362,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), _GRADIENT_NORM)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
-        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._tuning.warm_up_steps))
+        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._warm_up_steps[arm]))
         self._model.zero_grad(set_to_none=True)
         return {name: float(part.detach()) for name, part in parts.items()}
 

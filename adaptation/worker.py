@@ -98,8 +98,8 @@ class Worker:
 
     @property
     def is_urged(self) -> bool:
-        """Whether something waits that no update is worth waiting for."""
-        return bool(self._urgent)
+        """Whether updates are to end at once: for an urgent command, or because the thread ends."""
+        return bool(self._urgent) or self._stopping.is_set()
 
     def ask(self, command: Callable[[], Result], *, urgent: bool = False) -> "Future[Result]":
         """Run something in the thread that owns the learner, before the next query; `urgent` breaks an update off."""
@@ -163,7 +163,7 @@ class Worker:
             self._attempt("command", partial(_carry_out, *command))
         elif feedback is not None:
             self._attempt("observe", partial(self.loop.observe, feedback))
-        if not (self._stopping.is_set() or self.is_urged):
+        if not self.is_urged:
             self._attempt("update", self._update)
 
     def _update(self) -> None:
@@ -174,7 +174,7 @@ class Worker:
                 self._nothing_due.set()
 
     def _interrupted(self) -> bool:
-        return self._stopping.is_set() or self.is_urged or not self.trains
+        return self.is_urged or not self.trains
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True

@@ -65,7 +65,7 @@ class Query:
     version: int  # and its last
     accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
     plain_steps: int  # steps without one
-    seconds: float  # its share of its steps: what all queries' add up to is time
+    seconds: float  # its share of its steps; all queries' add up to the time of serving less that of reading prompts
 
     @property
     def answer(self) -> Sequence[int]:

@@ -1,6 +1,4 @@
-"""What each step took of running queries and brought them, until a query ends and is learnt from; and the step's
-records. Steps that read prompts belong to nobody.
-"""
+"""What steps cost running queries and brought them, until a query ends and is learnt from; and the records of steps."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -43,15 +41,22 @@ def charge(
     accepted: Items[int],
     seconds: Mapping[str, float],
 ) -> None:
-    """Note a step with the sequences that took part. `drafted` by item of the batch, `accepted` by completing one."""
-    completing = batch.completing
-    for sequence in completing:
+    """Note a step with the sequences that took part: `drafted` nodes by item of the batch, `accepted` lengths by
+    completing sequence, `seconds` by phase.
+
+    Decoding sequences share all seconds but those of prompts that were read in the same forward. These have their share
+    of everything after drafting, by rows: all rows go through the same layers, and one reading of the weights serves
+    them all. It is charged to no query, as no drafter makes a prompt shorter.
+    """
+    for sequence in batch.completing:
         sequence.account.served_by(version)
-    if len(batch.drafting) != len(batch.items):
-        return
-    for sequence, nodes, length in zip(completing, drafted, accepted, strict=True):
+    drafting = batch.drafting
+    rows = len(drafting) + sum(drafted)
+    after_drafting = sum(seconds.values()) - seconds["draft"]
+    shared = seconds["draft"] + after_drafting * rows / (batch.num_extend_rows + sum(drafted))
+    for sequence, nodes, length in zip(drafting, drafted, accepted, strict=False):
         account = sequence.account
-        account.seconds += (seconds["draft"] + seconds["verify"]) / len(completing)
+        account.seconds += shared / len(drafting)
         if nodes:
             account.accepted.append(length)
         else:

@@ -13,36 +13,47 @@ from hypothesis import strategies as st
 from adaptation.bandit import LEARNING, Bandit, BanditRules
 from adaptation.policy import ARMS, Arm, Judgement, QueryReport, State
 from drafters.regret import RegretLedger
-from tests.adaptation.worlds import World, serve
+from tests.adaptation.worlds import Buffers, World, serve
 
 RULES = BanditRules(batch_queries={"head": 4, "full": 8}, alpha=0.10, epsilon=(0.30, 0.10), s_min=5.0)
 NEVER = (0.0, 0.0)
 
 
-def bandit(*, seed: int = 0, **changes: Any) -> Bandit:
-    return Bandit(replace(RULES, **changes), RegretLedger(), rng=random.Random(seed))
+class Fed(Bandit):
+    """With the buffers that it fills."""
+
+    def __init__(self, rules: BanditRules, ledger: RegretLedger, *, rng: random.Random) -> None:
+        super().__init__(rules, ledger, rng=rng)
+        self.buffers = Buffers()
 
 
-def feed(policy: Bandit, count: int, signal: float | None = 8.0, seconds: float = 10.0) -> list[str]:
+def bandit(*, seed: int = 0, **changes: Any) -> Fed:
+    return Fed(replace(RULES, **changes), RegretLedger(), rng=random.Random(seed))
+
+
+def feed(
+    policy: Fed, count: int, signal: float | None = 8.0, seconds: float = 10.0, *, drafted: bool = True
+) -> list[str]:
     reasons = list[str]()
     for _ in range(count):
         policy._ledger.elapse(seconds)
-        reasons.append(policy.decide(QueryReport(seconds, signal, recorded=signal is not None)).reason)
+        query = QueryReport(seconds, signal, recorded=signal is not None, drafted=drafted)
+        reasons.append(policy.buffers.decide(policy, query).reason)
     return reasons
 
 
-def update_of(policy: Bandit, judgement: Judgement | None, *, seconds: float = 1.0, published: bool = False) -> Arm:
+def update_of(policy: Fed, judgement: Judgement, *, seconds: float = 1.0, published: bool = False) -> Arm:
     """One whole update, on queries of signal 8."""
     for _ in range(100):
         feed(policy, 1)
-        arm = policy.take_update()
-        if arm is not None:
-            policy.ended(judgement, seconds, published=published)
-            return arm
+        taken = policy.buffers.take(policy)
+        if taken is not None:
+            policy.ended(*taken, judgement, seconds, published=published)
+            return taken[0]
     raise AssertionError("no update was due")
 
 
-def learn_until_it_rests(policy: Bandit, judgement: Judgement, *, seconds: float) -> None:
+def learn_until_it_rests(policy: Fed, judgement: Judgement, *, seconds: float) -> None:
     for _ in range(50):
         if policy.resting:
             return
@@ -55,28 +66,43 @@ def test_nothing_is_decided_during_the_warm_up() -> None:
     assert feed(bandit(epsilon=NEVER), 11) == ["warm_up"] * 10 + ["explore"]
 
 
-def test_a_buffer_is_filled_before_another_begins() -> None:
-    policy = bandit(seed=3)
+def test_a_query_without_drafts_goes_to_full_updates_and_takes_nothing_from_the_heads() -> None:
+    policy = bandit(epsilon=(1.0, 1.0))  # the arm that was tried least is drawn: the heads
     feed(policy, 10)
-    arms = [policy.decide(QueryReport(10.0, 8.0)).arm for _ in range(4)]
-    assert len(set(arms)) == 1
+    for _ in range(4):
+        feed(policy, 1)
+        feed(policy, 1, drafted=False)
+    assert {arm: len(signals) for arm, signals in policy.buffers.signals.items()} == {"head": 4, "full": 4}
+    assert policy.buffers.take(policy) == ("head", 8.0)
+    feed(policy, 4, drafted=False)
+    assert policy.buffers.take(policy) == ("full", 8.0)
 
 
-def test_queries_for_which_no_block_was_drafted_fill_no_buffer_of_the_heads() -> None:
-    policy = bandit(epsilon=(1.0, 1.0))  # the one that was tried least is drawn: the heads
-    feed(policy, 11)
-    assert policy.decide(QueryReport(10.0, 8.0)).arm == "head"
-    undrafted = QueryReport(10.0, 8.0, drafted=False)
-    assert [policy.decide(undrafted).arm for _ in range(8)] == ["full"] * 8
-    assert policy.take_update() == "full"
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_epsilon_is_the_share_of_queries_that_explore(share: float) -> None:
+    """Heads are tried and believed in; a query goes to the other arm by chance alone."""
+    policy = bandit(epsilon=(share, share), alpha=1e-9)
+    arms: list[Arm | None] = []
+    for _ in range(3000):
+        policy._now.arms["full"].cost = 6.0  # can be afforded, and heads are cheaper
+        policy._now.arms["head"].num_updates = 1
+        policy._ledger.elapse(1000.0)
+        arms.append(policy.decide(QueryReport(10.0, 8.0)).arm)
+    assert arms.count("full") / 3000 == pytest.approx(share, abs=0.025)
+    assert arms.count("head") == 3000 - 10 - arms.count("full")
 
 
-def test_no_update_begins_while_one_is_under_way() -> None:
+def test_an_update_that_the_ledger_does_not_cover_any_more_waits_with_its_samples() -> None:
     policy = bandit(epsilon=NEVER)
-    feed(policy, 30)
-    assert policy.take_update() is not None
-    assert set(feed(policy, 30)) <= {"explore", "gain", "no_gain", "not_covered"}
-    assert policy.take_update() is None
+    update_of(policy, Judgement(0.03, 0.02), seconds=20.0)
+    feed(policy, 20)
+    policy.spent(policy._ledger.balances[LEARNING])
+    waiting = dict(policy.buffers.signals)
+    assert any(len(signals) >= RULES.batch_queries[arm] for arm, signals in waiting.items())
+    assert policy.buffers.take(policy) is None
+    assert policy.buffers.signals == waiting
+    policy._ledger.elapse(10_000.0)
+    assert policy.buffers.take(policy) is not None
 
 
 def test_the_value_of_an_arm_is_its_gain_per_signal() -> None:
@@ -108,14 +134,16 @@ def test_updates_of_little_signal_say_nothing_of_their_arm() -> None:
     assert set(policy.values.values()) == {0.0}
 
 
-def test_an_update_that_was_not_judged_costs_its_time_only() -> None:
-    policy = bandit(epsilon=NEVER)
-    feed(policy, 11)
-    before = policy._ledger.balances[LEARNING]
-    update_of(policy, None, seconds=7.0)
-    assert set(policy.values.values()) == {0.0}
-    assert before is not None
-    assert policy._ledger.balances[LEARNING] < before - 6.0
+def test_what_says_nothing_of_an_arm_moves_the_ledger_and_nothing_else() -> None:
+    """Neither a trial, nor one of the cold start, nor a measurement of what updates of its arm cost."""
+    policy = bandit()
+    update_of(policy, Judgement(0.03, 0.02), seconds=5.0)
+    before, balance = policy.state()["knowledge"], policy._ledger.balances[LEARNING]
+    policy.spent(7.0)
+    after = policy.state()["knowledge"]
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert after == {**before, "balance": pytest.approx(balance - 7.0)}
 
 
 def test_the_arm_that_gains_more_is_preferred_and_the_other_tried_by_chance() -> None:
@@ -170,7 +198,6 @@ def test_other_traffic_makes_arms_uncertain_again_and_keeps_what_they_gained() -
     policy.traffic_changed()
     assert policy.values == values
     assert not policy.resting
-    policy.reset()
     feed(policy, 1, None)
     assert dict(policy.values) == values
 

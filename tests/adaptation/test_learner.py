@@ -13,7 +13,7 @@ import torch
 from adaptation import learner
 from adaptation.config import PolicyName
 from adaptation.gate import GateDecision, GateReason
-from adaptation.policy import Judgement
+from adaptation.policy import Arm, Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
 from adaptation.trainer import RATE, Outcome, UpdateReport
@@ -66,14 +66,14 @@ def spoil(tried: Bench, seed: int = 7) -> None:
     head[DRAFTED] = 0.0
 
 
-def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement | None, bool]]:
-    """Of each update from now on, what the policy is told of it, and whether it was published."""
-    told: list[tuple[Judgement | None, bool]] = []
+def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement, bool]]:
+    """Of each judged update from now on, what the policy is told of it, and whether it was published."""
+    told: list[tuple[Judgement, bool]] = []
     ended = tried.learner._policy.ended
 
-    def listening(judgement: Judgement | None, seconds: float, *, published: bool) -> None:
+    def listening(arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
         told.append((judgement, published))
-        ended(judgement, seconds, published=published)
+        ended(arm, signal, judgement, seconds, published=published)
 
     monkeypatch.setattr(tried.learner._policy, "ended", listening)
     return told
@@ -226,10 +226,9 @@ def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkey
         gain = numbers["candidate"] / numbers["serving"] - 1.0
         error = numbers["standard_error"] / numbers["serving"]
         assert published == (event.kind == "published")
-        if judgement is not None:
-            assert (judgement.gain, judgement.before) == pytest.approx((gain, gained[0]))
-            assert judgement.error == pytest.approx(math.hypot(error, gained[1]))
-            assert judgement.needed == pytest.approx(1.25 * error)
+        assert (judgement.gain, judgement.before) == pytest.approx((gain, gained[0]))
+        assert judgement.error == pytest.approx(math.hypot(error, gained[1]))
+        assert judgement.needed == pytest.approx(1.25 * error)
         gained = (0.0, 0.0) if published or gain < -error else (gain, error)
 
 
@@ -239,16 +238,15 @@ def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monke
     told = told_of_updates(tried, monkeypatch)
     report = UpdateReport("full", "applied", 0.0)
 
-    def judged(gain: float, reason: GateReason = "within_noise") -> None:
+    def judged(gain: float, reason: GateReason = "within_noise", signal: float | None = None) -> None:
         decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
         monkeypatch.setattr(tried.learner._evaluator, "evaluate", lambda _: (decision, 0.0))
-        tried.learner._conclude(report)
+        tried.learner._finish(report, signal)
 
     def updated(gain: float, reason: GateReason = "within_noise") -> float | None:
-        tried.learner._updating, tried.learner._policy._training = True, True  # type: ignore[attr-defined]
-        judged(gain, reason)
-        judgement = told[-1][0]
-        return None if judgement is None else judgement.gain - judgement.before
+        told.clear()
+        judged(gain, reason, signal=8.0)
+        return told[0][0].gain - told[0][0].before if told else None
 
     assert updated(0.02) == pytest.approx(0.02)
     assert updated(0.06) == pytest.approx(0.04)
@@ -263,24 +261,26 @@ def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monke
     assert updated(0.01) == pytest.approx(0.01)  # it had started over
 
 
-def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
+def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, learning_rate=1e-5, warm_up_steps=3)
+    """The optimizer is reset after each of them, and its rate rises anew, over more steps than a head update has."""
+    tried = bench(tmp_path, policy="head_only", warm_up_steps=8)
     told = told_of_updates(tried, monkeypatch)
     judge = tried.learner._evaluator.evaluate
 
-    def not_better(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
+    def worse(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
-        return replace(decision, reason="worse_than_serving"), seconds
+        candidate = decision.serving_mean - 3 * decision.standard_error - 0.5
+        return replace(decision, candidate_mean=candidate, reason="worse_than_serving"), seconds
 
-    monkeypatch.setattr(tried.learner._evaluator, "evaluate", not_better)
+    monkeypatch.setattr(tried.learner._evaluator, "evaluate", worse)
     seed = 0
     while len(told) < 4:
         serve(tried, range(seed, seed + 1))
         seed += 1
     assert tried.kinds() == ["refused"] * 4
-    assert [judgement is None for judgement, _ in told] == [True, True, False, False]
+    assert all(judgement.gain < 0 for judgement, _ in told)
 
 
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monke
     assert set(charged) == {2.0}
     charged.clear()
     taking(tried, monkeypatch, tried.learner, "_update", 3.0)
-    monkeypatch.setattr(tried.learner._policy, "take_update", lambda: None)
+    monkeypatch.setattr(tried.learner._policy, "due", lambda signals: None)
     tried.learner.update()
     assert charged == [3.0]
 
@@ -521,7 +521,7 @@ def test_an_arm_pays_for_its_update_alone(tmp_path: Path, monkeypatch: pytest.Mo
     tried = full_bench(tmp_path)
     serve(tried, range(12), update=False)
     charged, paid = charges(tried, monkeypatch), list[float]()
-    monkeypatch.setattr(tried.learner._policy, "ended", lambda _, seconds, **__: paid.append(seconds))
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
     taking(tried, monkeypatch, tried.learner._evaluator, "_drift", 2.0)
     taking(tried, monkeypatch, tried.learner, "_update", 3.0)
     seen(tried)
@@ -637,11 +637,65 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     tried = full_bench(tmp_path)
     told = told_of_updates(tried, monkeypatch)
     serve(tried, range(40), update=False)
-    heard = len(tried.learner._buffers._replay)
-    tried.learner.update(lambda: True)
-    assert [event.reason for event in tried.events] == ["interrupted"]
-    assert told == [(None, False)]
+    heard, waiting = len(tried.learner._buffers._replay), dict(tried.learner._buffers.counts)
+    assert waiting["full"] > 0
+    for _ in range(2):
+        tried.learner.update(lambda: True)
+    assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
+    assert told == []
+    assert tried.learner._buffers.counts == waiting
     assert len(tried.learner._buffers._replay) >= heard
+    tried.learner.update()
+    assert tried.events[-1].kind in ("published", "refused")
+
+
+class Serving:
+    """One second of serving beside each optimizer step from some step on, by a clock of its own."""
+
+    def __init__(self, tried: Bench, monkeypatch: pytest.MonkeyPatch, *, begins: int) -> None:
+        self.num_steps, self._begins = 0, begins
+        self._clock, self._time = Clock(), tried.learner.time
+        self._step = tried.learner._trainer._step
+        self._time._clock = self._clock
+        monkeypatch.setattr(tried.learner._trainer, "_step", self._stepping)
+
+    def _stepping(self, *given: Any) -> dict[str, float]:
+        self.num_steps += 1
+        self._clock.now += 1.0
+        if self.num_steps > self._begins:
+            self._time.stepping()
+        return self._step(*given)
+
+
+def test_an_update_in_a_thread_is_charged_for_the_steps_that_it_took_beside_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, paid = full_bench(tmp_path, full_steps=6), list[float]()
+    serve(tried, range(40), update=False)
+    serving = Serving(tried, monkeypatch, begins=4)
+    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
+    assert tried.learner.update() is not None
+    assert serving.num_steps == 6
+    assert paid == [pytest.approx(2.0 * tried.learner.time.taken_share)]
+
+
+def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes_on_where_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, waits = full_bench(tmp_path, full_steps=6), list[int]()
+    serve(tried, range(40), update=False)
+    serving, time = Serving(tried, monkeypatch, begins=0), tried.learner.time
+    time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
+    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
+    report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
+    assert report is not None
+    assert (report.outcome, len(report.losses)) == ("interrupted", 3)
+    assert waits == [3] * 3, "an operator's command ends the waiting"
+    serving.num_steps = 0
+    report = tried.learner.update()
+    assert report is not None
+    assert (report.outcome, len(report.losses)) == ("applied", 6)
+    assert waits == [3] * 5, "the ledger covers the rest"
 
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from adaptation.config import AdaptationConfig
 from adaptation.process import TrainingProcess, TrainingTime, mapped, shared
 from adaptation.records import TrainingLost
 from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 from tests.adaptation.worlds import Clock
@@ -215,6 +217,53 @@ def timed(covered: float) -> tuple[TrainingTime, Clock, Stopped]:
 def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
     clock.now += seconds
     time.stepped("decode", seconds)
+
+
+def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
+    """One percent of the time of serving is added to what it may take."""
+    clock, balance, waited = Clock(), 1.0, 0
+    trained: TrainingTime
+
+    def serve(seconds: float) -> None:
+        nonlocal balance
+        balance += 0.01 * seconds
+        step(trained, clock, seconds)
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += 1
+        serve(seconds)
+
+    trained = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=sleep)
+    trained.covers = lambda taken: taken < balance
+    serve(0.05)
+    clock.now += 5.0
+    with trained.spent():
+        for _ in range(100):
+            assert not trained.wait()
+            assert trained._uncharged < balance
+            serve(0.05 * 1.3)  # an optimizer step beside an engine step, which takes 0.3 times as long again
+    taken = trained.taken()
+    assert taken == pytest.approx(100 * 0.05 * 0.3, rel=0.01)
+    assert taken <= balance + 0.05
+    assert waited > 20
+
+
+def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
+    clock, order = Clock(), list[str]()
+    time = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=lambda _: order.append("waits"))
+    time.covers = lambda taken: len(order) == 2
+    time.stepping()
+
+    def replay(model: SpecBlock, example: Example) -> float:
+        order.append("replays")
+        return 2.5
+
+    example = samples(1)[0].example
+    assert example is not None
+    with time.spent():
+        assert time.paced(replay)(drafter(), example) == 2.5
+    assert order == ["waits", "waits", "replays"]
 
 
 def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:

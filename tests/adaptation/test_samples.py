@@ -147,6 +147,22 @@ def test_an_arm_keeps_its_newest_samples() -> None:
     assert [one.signal for one in buffers.take("full")] == [one.signal for one in given[2:]]
 
 
+def test_what_was_taken_waits_again_as_the_oldest_once_it_is_put_back() -> None:
+    buffers = buffers_of(10_000, {"head": 9, "full": 9}, replay=9)
+    given = samples(5)
+    arms: list[Arm] = ["full", "head", "full", "head"]
+    for arm, sample in zip(arms, given, strict=False):
+        buffers.remember(sample)
+        buffers.add(arm, sample)
+    taken = buffers.take("full")
+    buffers.put_back()
+    buffers.put_back()
+    buffers.add("full", given[4])
+    signals = [sample.signal for sample in given]
+    assert buffers.signals == {"head": signals[1:4:2], "full": [signals[0], signals[2], signals[4]]}
+    assert [id(sample) for sample in taken][-2:] == [id(sample) for sample in buffers.take("full")[-3:-1]]
+
+
 def test_only_full_updates_keep_texts() -> None:
     buffers = buffers_of(100, {"head": 100, "full": 100}, replay=0)
     (sample,) = samples(1)

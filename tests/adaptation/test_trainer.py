@@ -105,13 +105,37 @@ def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypat
 @pytest.mark.parametrize("arm", ARMS)
 def test_the_first_steps_are_small(arm: Arm) -> None:
     """Adam's first step moves every weight by the rate, whatever its gradient."""
-    at_once, (warming, model) = trainer(steps=1)[0], trainer(steps=1, warm_up_steps=8)
+    (at_once, left), (warming, kept) = trainer(steps=8), trainer(steps=8, warm_up_steps=8)
     taught = samples(4, token=TOKEN)
-    assert warming.update(arm, taught).moved == pytest.approx(at_once.update(arm, taught).moved / 8, rel=0.01)
-    for _ in range(7):
-        last = warming.update(arm, taught).moved
-    warming.load(weights_of(model))
-    assert last > 3 * warming.update(arm, taught).moved
+
+    def first_step(trained: Trainer, model: SpecBlock) -> float:
+        before = model.lm_head.weight.detach().clone()
+        trained._step(arm, trained._steps(arm, taught)[0](), 1.0)
+        return float((model.lm_head.weight.detach() - before).norm())
+
+    assert first_step(warming, kept) == pytest.approx(first_step(at_once, left) / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_rate_has_risen_when_the_first_update_after_a_reset_ends(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each update can be judged, were every one of them followed by a reset."""
+    trained, model = trainer(warm_up_steps=8, head_steps=4, full_steps=12)
+    shares: list[float] = []
+    take_step = trained._optimizers[arm].step
+
+    def noting(share: float) -> None:
+        shares.append(share)
+        take_step(share)
+
+    monkeypatch.setattr(trained._optimizers[arm], "step", noting)
+    trained.update(arm, samples(4))
+    rising = {"head": [0.25, 0.5, 0.75, 1.0], "full": [n / 8 for n in range(1, 9)] + [1.0] * 4}[arm]
+    assert shares == pytest.approx(rising)
+    trained.update(arm, samples(4))
+    assert shares[len(rising) :] == [1.0] * len(rising)
+    trained.load(weights_of(model))
+    trained.update(arm, samples(4))
+    assert shares[2 * len(rising) :] == pytest.approx(rising)
 
 
 @pytest.mark.parametrize("arm", ARMS)

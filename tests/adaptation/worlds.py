@@ -4,9 +4,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from adaptation.bandit import Bandit
-from adaptation.policy import Arm, Judgement, QueryReport
+from adaptation.policy import ARMS, Arm, Decision, Judgement, Policy, QueryReport
 
 
 @dataclass
@@ -15,6 +16,27 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass
+class Buffers:
+    """Signals of the samples that wait for each arm, the newest few."""
+
+    signals: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+
+    def decide(self, policy: Policy, query: QueryReport) -> Decision:
+        decision = policy.decide(query)
+        if decision.arm is not None and query.signal is not None:
+            self.signals[decision.arm] = [*self.signals[decision.arm], query.signal][-8:]
+        return decision
+
+    def take(self, policy: Policy) -> tuple[Arm, float] | None:
+        """The arm whose update is due, and the mean signal of what waited for it."""
+        arm = policy.due(self.signals)
+        if arm is None:
+            return None
+        signals, self.signals[arm] = self.signals[arm], []
+        return arm, fmean(signals)
 
 
 @dataclass
@@ -50,7 +72,7 @@ class Served:
 
 
 def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> Served:
-    served, first = Served(), world.seconds
+    served, buffers, first = Served(), Buffers(), world.seconds
     for number in range(queries):
         luck = rng.uniform(0.75, 1.25)
         recorded = not policy.resting or number % 32 == 0
@@ -59,11 +81,12 @@ def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> 
         seconds = luck * world.seconds * (1.02 if recorded else 1.0)
         served.seconds += seconds
         policy._ledger.elapse(seconds)
-        policy.decide(QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
-        arm = policy.take_update()
-        if arm is not None:
+        buffers.decide(policy, QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
+        taken = buffers.take(policy)
+        if taken is not None:
+            arm, signal = taken
             judgement, published = world.judged(arm, rng)
-            policy.ended(judgement, world.costs[arm], published=published)
+            policy.ended(arm, signal, judgement, world.costs[arm], published=published)
             served.seconds += world.costs[arm]
             served.updates[arm] += 1
     return served

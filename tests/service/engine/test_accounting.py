@@ -1,7 +1,9 @@
-"""What a step costs each query: as measured, by what the same step would have taken without trees."""
+"""What a step costs each query, with and without prompts that are read in the same forward."""
 
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from drafters.feedback import Query
 from service.engine.accounting import charge, query_of, step_stats
@@ -21,10 +23,11 @@ class OneSequence:
         self.account = Account()
 
 
-def step(*sequences: OneSequence, reading: bool = False) -> Batch:
+def step(*sequences: OneSequence, reading: OneSequence | None = None, completes: bool = False) -> Batch:
+    """All decode, and one reads seven tokens of its prompt."""
     items: list[Any] = [SimpleNamespace(sequence=one, completes=True, drafts=True, num_rows=1) for one in sequences]
     if reading:
-        items.append(SimpleNamespace(sequence=OneSequence(), completes=False, drafts=False, num_rows=7))
+        items.append(SimpleNamespace(sequence=reading, completes=completes, drafts=False, num_rows=7))
     return Batch(items, [])
 
 
@@ -43,18 +46,44 @@ def test_seconds_are_shared() -> None:
     assert (other.accepted, other.plain_steps, other.seconds) == ((), 1, 10.0)
 
 
-def test_steps_that_read_prompts_belong_to_nobody() -> None:
-    one = OneSequence()
-    charge(step(one, reading=True), 1, [3, 0], [1], {"draft": 1.0, "verify": 1.0})
-    charge(step(one), 2, [3], [1], {"draft": 0.5, "verify": 0.25})
-    told = query(one)
-    assert (told.accepted, told.seconds) == ((1,), 0.75)
+@pytest.mark.parametrize("completes", [False, True])
+def test_steps_that_read_prompts_too_count_by_the_rows_that_decode(completes: bool) -> None:
+    first, second, reader = OneSequence(), OneSequence(), OneSequence()
+    batch = step(first, second, reading=reader, completes=completes)
+    accepted = [1, 0, 0][: len(batch.completing)]
+    charge(batch, 1, [3, 0, 0], accepted, {"draft": 1.0, "verify": 20.0, "follow": 2.0, "other": 2.0})
+    told, other = query(first), query(second)
+    assert (told.accepted, told.plain_steps) == ((1,), 0)
+    assert (other.accepted, other.plain_steps) == ((), 1)
+    assert told.seconds == other.seconds == (1.0 + 24.0 * (2 + 3) / (2 + 3 + 7)) / 2
+    assert (query(reader).seconds, query(reader).num_steps) == (0.0, 0), "no drafter makes prompts shorter"
     assert told.first_version == 1
+
+
+def test_under_steady_arrivals_the_seconds_of_queries_add_up_to_the_time_of_serving_less_that_of_prompts() -> None:
+    """Steps last as long as they have rows, and drafting 5 seconds."""
+    sequences = [OneSequence() for _ in range(4)]
+    whole = 0.0
+    for number in range(40):
+        reading = OneSequence() if number % 2 else None
+        drafted, rows = [3, 0, 7, 1], 4 + 11
+        charge(
+            step(*sequences, reading=reading), 1, drafted, [0] * 4, {"draft": 5.0, "verify": rows + 7.0 * bool(reading)}
+        )
+        whole += 5.0 + rows
+    assert sum(query(one).seconds for one in sequences) == pytest.approx(whole)
+    assert all(query(one).num_steps == 40 for one in sequences)
+
+
+def test_a_step_that_reads_prompts_alone_is_charged_to_no_query() -> None:
+    reader = OneSequence()
+    charge(step(reading=reader, completes=True), 4, [0], [0], {"draft": 1.0, "verify": 1.0})
+    assert (query(reader).seconds, query(reader).num_steps, query(reader).first_version) == (0.0, 0, 4)
 
 
 def test_rows_of_a_forward_are_those_that_ran() -> None:
     """Trees of three nodes and of none in widths of seven: the others are padding."""
-    batch = step(OneSequence(), OneSequence(), reading=True)
+    batch = step(OneSequence(), OneSequence(), reading=OneSequence())
     load = Load(batch.num_extend_rows, 10.0, 100, num_drafting=2, num_sequences=3)
     budget = Budget(load, "cost", (7, 7, 0), drafted=True, followed=True, nodes=(3, 0, 0))
     seconds = {"draft": 1.0, "verify": 1.0, "follow": 0.0, "other": 0.0}

@@ -97,6 +97,22 @@ def test_a_query_is_told_with_what_it_took() -> None:
     assert query.seconds > 0
 
 
+def test_a_query_counts_whole_where_prompts_are_read_in_all_its_steps() -> None:
+    heard, beside = Heard(), list[int]()
+    engine = engine_for(heard)
+    engine.add(with_answers([request("a", PROMPT, greedy(24))])[0])
+    while not (done := [query for query in heard.queries if len(query.answer) == 24]):
+        engine.add(request(f"b{len(beside)}", [9] * 12, greedy(1)))
+        stats = engine.step().stats
+        assert stats is not None
+        beside.append(stats.prompt_tokens)
+    (query,) = done
+    assert min(beside) > 0
+    assert query.num_steps == len(beside) - 1, "its first token comes from reading"
+    assert sum(query.accepted) == 24 - len(beside)
+    assert 0.0 < query.seconds < sum(stats.seconds for stats in heard.steps)
+
+
 def test_every_sequence_is_told_once_under_its_own_row() -> None:
     heard = Heard()
     generate(engine_for(heard), *(request(str(i), [i + 3] * 5, greedy(8 + i)) for i in range(5)))
