@@ -266,7 +266,7 @@ def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monke
 def test_the_first_update_at_a_rate_that_still_rises_says_nothing_of_its_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = full_bench(tmp_path, gate_standard_errors=1e9, full_steps=1, learning_rate=1e-5, warm_up_steps=3)
+    tried = full_bench(tmp_path, gate_alpha=1e-12, full_steps=1, learning_rate=1e-5, warm_up_steps=3)
     told = told_of_updates(tried, monkeypatch)
     judge = tried.learner._evaluator.evaluate
 
@@ -541,7 +541,7 @@ def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
 
 
 def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> None:
-    tried = bench(tmp_path, gate_standard_errors=100.0)
+    tried = bench(tmp_path, gate_alpha=1e-12)
     for seed in range(6):
         tried.observe(feedback, seed)
     brought = {name: value.clone() for name, value in weights_of(drafter(seed=5)).items()}
