@@ -85,12 +85,9 @@ def t_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t, by its expansion around the normal one: Abramowitz and Stegun, Handbook of Mathematical
     Functions (1964), 26.7.5. Within 0.1 % from 7 degrees of freedom and levels of 1 % on."""
     x = NormalDist().inv_cdf(probability)
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-    )
-    return x + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    first, second = (x**3 + x) / 4, (5 * x**5 + 16 * x**3 + 3 * x) / 96
+    third = (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384
+    return float(x + first / freedom + second / freedom**2 + third / freedom**3)
 
 
 def _mean(scores: Sequence[float]) -> float:
