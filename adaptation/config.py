@@ -124,7 +124,7 @@ class Tuning:
     validation_share: float = 0.25  # of queries: never learnt from
     validation_texts: int = 24  # most recent ones that are kept
     gate_texts: int = 8  # least number of them for a publish
-    gate_standard_errors: float = 1.25  # by which a candidate must win; above 1 no single text decides
+    gate_alpha: float = 0.10  # most training copies without a gain that the gate lets pass
     drift_texts: int = 8  # validation texts, the first ones, on which the distance to the anchor is measured
     alarm_texts: int = 8  # of one window of the alarms
     snapshots_in_memory: int = 2  # published drafters that a rollback finds at once

@@ -27,8 +27,10 @@ _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse
 
 
 def replay_of(embed: Embed, *, beside_lookup: bool) -> Replay:
-    """One block at every other position, a small tree of its likeliest paths: one forward per text; `beside_lookup`:
-    with what copying has right there. Attention of whole texts is fp32 whatever the weights are."""
+    """tau of one block at every other position as a tree of its 8 likeliest paths, ranked as it serves with the noise
+    that sampled the text: one forward per text. `beside_lookup`: and of copies from the text. What is served may have
+    more blocks and other node counts, and has a rank head: the score compares drafters, and is not the served tau.
+    Attention of whole texts is fp32 whatever the weights are."""
 
     def replay(model: SpecBlock, text: Example) -> float:
         with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):

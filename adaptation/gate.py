@@ -1,14 +1,14 @@
-"""May a candidate serve? Decided on a paired replay: candidate, serving and anchor drafter over the same validation
-texts, each scored by the tokens it would have emitted per verify.
+"""Decides whether a candidate may serve, by a paired t-test: candidate, serving and anchor drafter are replayed on the
+same validation texts, each text scored by the tokens it would have emitted per verify.
 
-Committed tokens do not depend on the drafter, so these scores are exact; what remains uncertain is only whether the
-next texts are like the last ones, hence the standard error.
+Committed tokens and sampling noise do not depend on the drafter, so a replay has no randomness of its own. What is
+uncertain is whether the next texts resemble these: that is the standard error.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 from typing import Literal
 
 GateReason = Literal[
@@ -31,7 +31,7 @@ class GateDecision:
     serving_mean: float
     anchor_mean: float
     standard_error: float  # of the mean difference candidate - serving
-    needed: float  # what that difference must exceed, for noise alone seldom does
+    needed: float  # critical value of that difference
 
     @property
     def publish(self) -> bool:
@@ -43,22 +43,25 @@ class GateDecision:
 
 
 class Gate:
-    """Lets a candidate pass that beats the serving drafter by `standard_errors` and is no worse than the anchor.
+    """Lets a candidate pass that is better than the serving drafter by more than chance, and no worse than the anchor.
 
-    With `standard_errors` above 1 no single text can carry a candidate that gains on no other: if one difference
-    is x > 0 and none of the rest is, the mean is at most one standard error.
+    One training copy is judged again after each update until it is published or replaced. Of copies that are no better
+    than what serves, at most a share `alpha` is ever published: each of at most `judgements` tests has the level
+    alpha / judgements, and by Bonferroni's inequality the probability that any of them errs is at most the sum, however
+    much the candidates and their texts have in common.
     """
 
-    def __init__(self, *, least_texts: int, standard_errors: float) -> None:
+    def __init__(self, *, least_texts: int, alpha: float, judgements: int) -> None:
+        """`alpha`: false publishes per training copy, in (0, 1]; `judgements`: most tests of one copy."""
         assert least_texts >= 2, "one text has no standard error"
         self.least_texts = least_texts
-        self._standard_errors = standard_errors
+        self._level = alpha / judgements
 
     def decide(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
         """Scores of the three, text by text."""
         assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
         standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
-        needed = self._standard_errors * standard_error
+        needed = t_quantile(1.0 - self._level, max(1, len(candidate) - 1)) * standard_error
         reason = self._reason(candidate, serving, anchor, needed)
         new, old, first = map(_mean, (candidate, serving, anchor))
         return GateDecision(reason, len(candidate), new, old, first, standard_error, needed)
@@ -76,6 +79,15 @@ class Gate:
         if fmean(candidate) < fmean(anchor):
             return "worse_than_anchor"
         return "better" if gain > needed else "within_noise"
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t, by its expansion around the normal one: Abramowitz and Stegun, Handbook of Mathematical
+    Functions (1964), 26.7.5. Within 0.1 % from 7 degrees of freedom and levels of 1 % on."""
+    x = NormalDist().inv_cdf(probability)
+    first, second = (x**3 + x) / 4, (5 * x**5 + 16 * x**3 + 3 * x) / 96
+    third = (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384
+    return float(x + first / freedom + second / freedom**2 + third / freedom**3)
 
 
 def _mean(scores: Sequence[float]) -> float:

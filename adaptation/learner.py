@@ -559,7 +559,8 @@ def _evaluator_of(
 ) -> OfflineEvaluator:
     divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
     first = None if drafter.made else lookup_alone
-    gate = Gate(least_texts=tuning.gate_texts, standard_errors=tuning.gate_standard_errors)
+    judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
+    gate = Gate(least_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
     known = 2 * tuning.validation_texts
     return OfflineEvaluator(
         weights, gate, replay, divergence, drift_texts=tuning.drift_texts, max_known=known, first=first

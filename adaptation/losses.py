@@ -21,8 +21,8 @@ def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
 
 
 def rank_loss(model: SpecBlock, draft_labels: DraftLabels, features: Tensor, ids: Tensor) -> Tensor:
-    """Cross-entropy of the rank head at marked positions, on `rank_features` of what the draft head says now."""
-    # features [rows, NUM_FEATURES], ids [rows, TOP]
+    """Cross-entropy of the rank head, on `rank_features` of the draft head's present scores, with the noise that each
+    label's token was sampled with, as it serves. # features [rows, NUM_FEATURES], ids [rows, TOP] -> []"""
     classes = rank_class(ids, model.t2d[draft_labels.tokens])
     return cross_entropy(model.rank_logits(draft_labels.states, features), classes)
 

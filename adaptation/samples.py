@@ -15,6 +15,7 @@ import torch
 
 from adaptation.policy import ARMS, Arm
 from drafters.feedback import DraftLabels, QueryFeedback
+from drafters.protocol import Noise
 from drafters.training.corpus import Example
 
 _ACCEPTED_PER_REJECTED = 3  # the rank head must see both, or it learns that everything is rejected
@@ -33,6 +34,7 @@ class TrainingSample:
     num_rejected: int
     draft_labels: DraftLabels
     example: Example | None  # None: too little text for a full update
+    noise: Noise  # each label's token is the first behind its root
 
 
 class UndraftedSignal:
@@ -57,10 +59,11 @@ def undrafted_steps(feedback: QueryFeedback) -> int:
 
 
 def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingSample:
-    """The newest rejected positions of a query, so many at most, with accepted ones from among them."""
-    labels = _newest(feedback.draft_labels, most_rejected)
+    """The newest rejected positions of a query, at most `most_rejected`, with accepted ones from among them."""
+    labels, query = _newest(feedback.draft_labels, most_rejected), feedback.query
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
-    return TrainingSample(signal, labels.num_rejected, labels, example_of(feedback))
+    noise = Noise.of_text(query.seed, query.temperature, query.offset + labels.positions - 1)
+    return TrainingSample(signal, labels.num_rejected, labels, example_of(feedback), noise)
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:
@@ -78,6 +81,8 @@ def example_of(feedback: QueryFeedback) -> Example | None:
         top_ids=feedback.top_ids[unlabelled:],
         top_logprobs=feedback.top_logprobs[unlabelled:],
         temperature=feedback.query.temperature,
+        seed=feedback.query.seed,
+        start=feedback.query.offset + feedback.first,
     )
 
 

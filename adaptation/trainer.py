@@ -19,7 +19,9 @@ from adaptation.losses import TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
 from adaptation.vocabulary import Rows
+from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
+from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import HEADS, Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
@@ -287,7 +289,7 @@ class Trainer:
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
         """What each step of an update minimises."""
-        labelled = [sample.draft_labels for sample in samples if sample.draft_labels.count]
+        labelled = [sample for sample in samples if sample.draft_labels.count]
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
             raise _Discard("nothing_to_learn")
@@ -301,11 +303,17 @@ class Trainer:
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
-    def _head_step(self, labelled: Sequence[DraftLabels]) -> Callable[[], _Terms]:
+    def _head_step(self, labelled: Sequence[TrainingSample]) -> Callable[[], _Terms]:
         """All draft labels in every step: there are few of them, and their products are small."""
-        columns = (torch.cat([getattr(part, name) for part in labelled]) for name in DraftLabels.__slots__)
-        joined = DraftLabels(*columns).to(self._model.d2t.device)
-        draft_labels = replace(joined, states=joined.states.float())
+        joined = DraftLabels(*map(torch.cat, zip(*(one.draft_labels.fields for one in labelled), strict=True)))
+        draft_labels = replace(joined, states=joined.states.float()).to(self._model.d2t.device)
+        noise = TreeNoise.of(
+            self._joined_noise(labelled), 1, self._model.d2t
+        )  # once, for it costs as much as a product
+
+        def ranked(logits: Tensor, rows: slice) -> Tensor:
+            return TreeNoise(*(values[rows] for values in noise)).along(logits[:, None])[:, 0]
+
         with self._autocast():
             loss_of = self._ops.draft_objective(
                 draft_labels.states,
@@ -313,6 +321,7 @@ class Trainer:
                 self._model.t2d[draft_labels.top_ids.long()],
                 draft_labels.top_logprobs,
                 anchor_weight=self.rules.anchor_weight,
+                ranked=ranked,
             )
 
         def terms() -> _Terms:
@@ -322,6 +331,15 @@ class Trainer:
             return said.total + rank, {"draft": said.target, "rank": rank, "anchor": said.anchor}
 
         return terms
+
+    def _joined_noise(self, labelled: Sequence[TrainingSample]) -> Noise:
+        parts, device = [sample.noise for sample in labelled], self._model.d2t.device
+        return Noise(
+            seeds=torch.cat([part.seeds for part in parts]).to(device),
+            temperatures=torch.cat([part.temperatures for part in parts]).to(device),
+            positions=torch.cat([part.positions for part in parts]).to(device),
+            warm=any(part.warm for part in parts),
+        )
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:

@@ -27,6 +27,11 @@ class TreeNoise(NamedTuple):
         gumbel = ops.gumbel_noise_of(seeds.flatten(), positions.flatten(), d2t).view(*positions.shape, -1)
         return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
 
+    def along(self, logits: Tensor) -> Tensor:
+        """`scores` of positions that follow each root one by one. # logits [batch, block, draft_vocab]"""
+        depths = torch.arange(1, logits.shape[1] + 1, device=logits.device).expand(logits.shape[0], 1, -1)
+        return self.scores(logits[:, None], depths)[:, 0]
+
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
         """log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
         [batch, starts, block]"""

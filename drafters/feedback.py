@@ -23,7 +23,7 @@ _BLOCK = 32  # scores whose maximum is looked at first
 class DraftLabels:
     """Positions for which a block had a state, in the order of the text."""
 
-    positions: Tensor  # [labels] int64, absolute
+    positions: Tensor  # [labels] int64, in the query's tokens
     states: Tensor  # [labels, hidden], what the drafter's heads read there
     tokens: Tensor  # [labels] int64, the target's own
     chances: Tensor  # [labels] float32, the drafter's probability of them (r); 0 for those it cannot propose
@@ -61,11 +61,13 @@ class Query:
     client: str
     store: bool  # False: must not be learnt from
     temperature: float
+    seed: int  # of its sampling noise, signed 64 bits
     first_version: int  # drafter that served its first step
     version: int  # and its last
     accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
     plain_steps: int  # steps without one
     seconds: float  # its share of its steps; all queries' add up to the time of serving less that of reading prompts
+    offset: int = 0  # absolute position of the first of `tokens`, where the text before them is left out
 
     @property
     def answer(self) -> Sequence[int]:

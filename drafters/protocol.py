@@ -46,8 +46,14 @@ class Noise:
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
     positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
-    warm: bool = True  # whether any temperature is above 0; True where nobody knows
+    warm: bool = True  # False: no temperature is above 0
     host: HostMetadata | None = None  # of rows and roots
+
+    @staticmethod
+    def of_text(seed: int, temperature: float, roots: Tensor) -> "Noise":
+        """Of one text that was sampled with this seed, behind each of some roots. # roots [batch] int64, absolute"""
+        temperatures = torch.full_like(roots, temperature, dtype=torch.float32)
+        return Noise(torch.full_like(roots, seed), temperatures, roots, warm=temperature > 0)
 
 
 @dataclass(frozen=True, slots=True)

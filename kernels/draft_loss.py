@@ -3,7 +3,8 @@
     loss = mean_r sum_v p_rv (log p_rv - log q_rv)  +  anchor_weight * mean_r sum_v q_rv (log q_rv - log a_rv)
 
 with q = softmax(states head^T), a = softmax(states anchor_head^T), and p the target's likeliest tokens, as far as they
-can be drafted. The rank head learns from what q says at the same time, so its features come along.
+can be drafted. The rank head is trained in the same step, so its features are computed here: on `ranked`, the scores
+by which tokens are ranked where the drafter serves.
 Legend: rows = positions, vocab = the drafter's, top = likeliest tokens of the target that are kept."""
 
 from collections.abc import Callable
@@ -26,14 +27,28 @@ class DraftLoss(NamedTuple):
     ids: Tensor  # [rows, rank_features.TOP] int64
 
 
+Ranked = Callable[[Tensor, slice], Tensor]
+"""The scores of some rows, up to a constant for each. # logits [those rows, vocab] -> the same"""
+
 HeadLoss = Callable[[Tensor], DraftLoss]
 """The loss of a head. # head [vocab, hidden]"""
 
 
+def unchanged(logits: Tensor, _: slice) -> Tensor:
+    """At temperature 0 tokens are ranked by their logits."""
+    return logits
+
+
 def draft_objective(
-    states: Tensor, anchor_head: Tensor, drafted: Tensor, top_logprobs: Tensor, *, anchor_weight: float
+    states: Tensor,
+    anchor_head: Tensor,
+    drafted: Tensor,
+    top_logprobs: Tensor,
+    *,
+    anchor_weight: float,
+    ranked: Ranked = unchanged,
 ) -> HeadLoss:
-    """What the heads of several steps are to minimise on the same rows. # states [rows, hidden]; anchor_head [vocab,
+    """The loss of the heads of several steps on the same rows. # states [rows, hidden]; anchor_head [vocab,
     hidden]; drafted [rows, top] draft ids or -1, none twice in a row; top_logprobs [rows, top]"""
     with torch.no_grad():
         log_a = linear(states, anchor_head).float().log_softmax(-1)  # [rows, vocab]
@@ -42,7 +57,7 @@ def draft_objective(
         log_q = linear(states, head).float().log_softmax(-1)
         target = target_divergence(log_q, drafted, top_logprobs)
         anchor = (log_q.exp() * (log_q - log_a)).sum(-1).mean()
-        features, ids = rank_features(log_q.detach())
+        features, ids = rank_features(ranked(log_q.detach(), slice(None)))
         return DraftLoss(target + anchor_weight * anchor, target.detach(), anchor.detach(), features, ids)
 
     return loss

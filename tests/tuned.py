@@ -15,6 +15,7 @@ QUICK: dict[str, object] = {
     "learning_rate": 0.003,
     "update_norm": 1.0,
     "gate_texts": 4,
+    "gate_alpha": 0.9,  # 0.1 at each of nine judgements: so few texts can hardly show more
     "validation_texts": 8,
     "validation_share": 0.5,
     "alarm_texts": 4,

@@ -39,7 +39,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
-_AS_THEY_ARE = ("client", "temperature", "plain_steps", "seconds")  # fields of a query
+_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "seconds")  # fields of a query
 
 
 def sign(kind: Kind, content: object, secret: Secret) -> bytes:
@@ -139,6 +139,8 @@ class QueryHeader:
     weights: str  # and its last
     client: Annotated[str, Field(max_length=200)]
     temperature: Seconds
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    offset: Annotated[int, Field(ge=0, lt=2**31)]  # absolute position of the first token that is sent
     accepted: list[NonNegativeInt]
     plain_steps: NonNegativeInt
     seconds: Seconds
@@ -173,6 +175,7 @@ class QueryCodec:
             first_weights=first_weights,
             weights=weights,
             accepted=list(query.accepted),
+            offset=query.offset + feedback.first,
             prompt=feedback.prompt - feedback.first,
             **{name: getattr(query, name) for name in _AS_THEY_ARE},
         )
@@ -257,6 +260,7 @@ def _feedback(header: QueryHeader, tensors: dict[str, Tensor], version_of: Calla
     query = Query(
         row=0,
         tokens=tensors["tokens"].tolist(),
+        offset=header.offset,
         num_prompt=header.prompt,
         store=True,
         first_version=version_of(header.first_weights),

@@ -65,6 +65,8 @@ class Example:
     temperature: float = 0.0  # the response was sampled at
     branch_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
     branch_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
+    seed: int | None = None  # of the sampling noise, where that is known
+    start: int = 0  # absolute position of the first token
 
     @property
     def length(self) -> int:
@@ -75,18 +77,25 @@ class Example:
         return self.branch_ids.shape[1]
 
     def first(self, length: int) -> "Example":
-        """Its beginning."""
+        """Its first `length` tokens."""
         labels = length - self.prompt + 1
-        tops = self.top_ids[:labels], self.top_logprobs[:labels]
-        branches = self.branch_ids[: labels - 1], self.branch_logprobs[: labels - 1]
-        return Example(self.tokens[:length], self.features[:length], self.prompt, *tops, self.temperature, *branches)
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            features=self.features[:length],
+            top_ids=self.top_ids[:labels],
+            top_logprobs=self.top_logprobs[:labels],
+            branch_ids=self.branch_ids[: labels - 1],
+            branch_logprobs=self.branch_logprobs[: labels - 1],
+        )
 
     def within(self, length: int) -> "Example":
         """What a drafter that sees so many tokens learns from. Of a longer text the beginning of the prompt is left
         out, and of a response that is longer still the end."""
         left_out = min(self.prompt - 1, max(0, self.length - length))
         seen = self.tokens[left_out:], self.features[left_out:]
-        rest = replace(self, tokens=seen[0], features=seen[1], prompt=self.prompt - left_out)
+        start, prompt = self.start + left_out, self.prompt - left_out
+        rest = replace(self, tokens=seen[0], features=seen[1], prompt=prompt, start=start)
         return rest.first(min(rest.length, length))
 
     @property
@@ -111,9 +120,11 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
             if length > prompt:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
-                behind = (values for values in (shard.branch_ids, shard.branch_logprobs) if values is not None)
-                own = (values[said : said + length - prompt] for values in behind)
-                whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature, *own)
+                whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
+                if shard.branch_ids is not None and shard.branch_logprobs is not None:
+                    own = slice(said, said + length - prompt)
+                    ids, logprobs = shard.branch_ids[own], shard.branch_logprobs[own]
+                    whole = replace(whole, branch_ids=ids, branch_logprobs=logprobs)
                 examples.append(whole.within(max_length))
             token, label, said = mine.stop, labelled.stop, said + length - prompt
     return examples

@@ -1,6 +1,7 @@
 """The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
-A loss of the drafter to the target's distribution at every entry; the rank head's on detached inputs; and a
-valid-prefix mask: an entry teaches nothing when an earlier token on its path is beyond what could be drafted.
+The drafter's loss is one weighted mean over entries, where equations (6) and (7) add up a mean for each position of a
+block (docs/decisions/0120); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries that an
+earlier token on the path, which could not be drafted, puts out of reach.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
 from collections.abc import Sequence

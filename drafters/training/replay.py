@@ -1,5 +1,6 @@
 """What a drafter would have saved on a text that is already written: tau of blocks, of a chain and of a tree. Nothing
-is generated: a step accepts what continues the text.
+is generated: a step accepts what continues the text. Blocks are ranked with the text's sampling noise where its seed is
+known; chains and trees are those of temperature 0.
 Legend: batch = texts side by side, nodes, depth as in drafters/tree.py."""
 
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from drafters.coupling import TreeNoise
 from drafters.lookup.drafter import LookupDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
@@ -78,10 +80,14 @@ def _anchors(example: Example, every: int) -> Tensor:
 
 @torch.no_grad()
 def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
-    """Tokens that a block's likeliest paths have right. # -> [anchors] int64"""
+    """Tokens that a block's likeliest paths have right, ranked with the noise that the text was sampled with, if its
+    seed is known. # -> [anchors] int64"""
     anchors = _anchors(example, every).to(model.d2t.device)
     states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
-    logprobs = model.lm_head(states).float().log_softmax(-1)  # [anchors, positions, draft vocab]
+    temperature = 0.0 if example.seed is None else example.temperature
+    noise = Noise.of_text(example.seed or 0, temperature, example.start + anchors + 1)
+    scores = TreeNoise.of(noise, states.shape[1], model.d2t).along(model.lm_head(states))
+    logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
     said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
     accepted: Tensor = (said > _border(logprobs, nodes)[:, None]).sum(1)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.draft_loss import DraftLoss, HeadLoss
+from kernels.draft_loss import DraftLoss, HeadLoss, Ranked, unchanged
 from kernels.rank_features import NUM_FEATURES, TOP
 from kernels.triton.rank_features import rank_features
 
@@ -25,12 +25,18 @@ _LOGIT_BYTES = 64 << 20  # of one head; what its logits may take at once
 
 
 def draft_objective(
-    states: Tensor, anchor_head: Tensor, drafted: Tensor, top_logprobs: Tensor, *, anchor_weight: float
+    states: Tensor,
+    anchor_head: Tensor,
+    drafted: Tensor,
+    top_logprobs: Tensor,
+    *,
+    anchor_weight: float,
+    ranked: Ranked = unchanged,
 ) -> HeadLoss:
     """As the reference's `draft_objective`; the anchor's logits are computed anew for every head."""
 
     def loss(head: Tensor) -> DraftLoss:
-        parts = _Loss.apply(head, states, anchor_head, drafted, top_logprobs, anchor_weight)  # type: ignore[no-untyped-call]
+        parts = _Loss.apply(head, states, anchor_head, drafted, top_logprobs, anchor_weight, ranked)  # type: ignore[no-untyped-call]
         return DraftLoss(*cast(tuple[Tensor, ...], parts))
 
     return loss
@@ -48,6 +54,7 @@ class _Loss(torch.autograd.Function):
         drafted: Tensor,
         top_logprobs: Tensor,
         anchor_weight: float,
+        ranked: Ranked,
     ) -> tuple[Tensor, ...]:
         rows, at_once = states.shape[0], max(1, _LOGIT_BYTES // (head.shape[0] * 4))
         head_gradient = torch.zeros_like(head, dtype=torch.float32)
@@ -58,7 +65,7 @@ class _Loss(torch.autograd.Function):
             part = slice(start, start + at_once)
             logits = torch.mm(states[part], head.T).float()  # [some rows, vocab]
             anchored = torch.mm(states[part], anchor_head.T).float()
-            features[part], ids[part] = rank_features(logits)
+            features[part], ids[part] = rank_features(ranked(logits, part))
             _to_gradient(logits, anchored, drafted[part], top_logprobs[part], divergences[:, part], anchor_weight)
             gradient = logits.div_(rows).to(head.dtype)
             head_gradient += torch.mm(gradient.T, states[part])
@@ -70,7 +77,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *weights: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * weights[0], None, None, None, None, None
+        return gradient * weights[0], None, None, None, None, None, None
 
 
 def _to_gradient(

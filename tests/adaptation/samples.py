@@ -18,6 +18,7 @@ from drafters.regret import RegretLedger
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP
+from kernels.gumbel import gumbel_noise_of
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
@@ -56,6 +57,7 @@ def query(
         client=client,
         store=True,
         temperature=0.0,
+        seed=7,
         first_version=version,
         version=version,
         accepted=accepted,
@@ -104,6 +106,26 @@ def feedback(
         draft_labels=draft_labels,
         ready=None,
     )
+
+
+def sampled(seed: int, *, temperature: float = 1.0, answer: int = 64, offset: int = 1000) -> QueryFeedback:
+    """A query of which the draft head knows the target's distribution: each token is the first by the drafter's scores
+    with the noise that sampled it, and has any rank without."""
+    model, heard = drafter(), feedback(seed, answer=answer)
+    logits = model.lm_head(heard.draft_labels.states)
+    positions = offset + heard.draft_labels.positions
+    noise = gumbel_noise_of(torch.full_like(positions, seed), positions, model.d2t)
+    said = model.d2t[(logits / temperature + noise).argmax(-1)]
+    top = logits.log_softmax(-1).topk(TOP)
+    labels = replace(
+        heard.draft_labels,
+        tokens=said,
+        top_ids=model.d2t[top.indices].to(torch.int32),
+        top_logprobs=top.values.to(torch.float16),
+    )
+    tokens = [*heard.query.tokens[:PROMPT], *said.tolist()]
+    told = replace(heard.query, tokens=tokens, temperature=temperature, seed=seed, offset=offset)
+    return replace(heard, query=told, draft_labels=labels, top_ids=labels.top_ids, top_logprobs=labels.top_logprobs)
 
 
 def undrafted(seed: int, *, token: int | None = None, steps: int = ANSWER) -> QueryFeedback:

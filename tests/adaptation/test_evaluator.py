@@ -48,7 +48,7 @@ def evaluator_of(
     folder: Path, replay: Counted, *, least: int = 4, known: int = 100
 ) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
-    gate = Gate(least_texts=least, standard_errors=1.0)
+    gate = Gate(least_texts=least, alpha=0.5, judgements=1)
     divergence = TextDivergence(weights.anchor, EMBED, untrained_rows(weights.anchor, None), anchors=8)
     return OfflineEvaluator(weights, gate, replay, divergence, drift_texts=3, max_known=known), weights
 

@@ -541,7 +541,7 @@ def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
 
 
 def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> None:
-    tried = bench(tmp_path, gate_standard_errors=100.0)
+    tried = bench(tmp_path, gate_alpha=1e-12)
     for seed in range(6):
         tried.observe(feedback, seed)
     brought = {name: value.clone() for name, value in weights_of(drafter(seed=5)).items()}

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from adaptation.config import Tuning
 from adaptation.policy import ARMS, Arm
-from adaptation.samples import TrainingSample
+from adaptation.samples import TrainingSample, training_sample
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
 from adaptation.vocabulary import untrained_rows
+from drafters.coupling import TreeNoise
+from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of
+from drafters.specblock.heads import propose
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
-from tests.adaptation.samples import EMBED, HEAD, drafter, samples, vocabulary
-from tests.drafters.specblock.parts import tiny_drafter
+from tests.adaptation.samples import EMBED, HEAD, drafter, sampled, samples, vocabulary
+from tests.drafters.specblock.parts import serving, tiny_drafter
 
 torch.set_num_threads(1)
 
@@ -82,6 +85,22 @@ def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, kind: str, autocast
     assert report.losses[-1]["draft"] < 0.8 * report.losses[0]["draft"]
     assert report.losses[-1]["rank"] < report.losses[0]["rank"]
     assert abs(anchor_loss(report, 0)) < 1e-5 < anchor_loss(report, -1)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_at_a_temperature_the_rank_head_learns_the_ranks_that_it_serves_with(others: int) -> None:
+    """The draft head knows the target, so the noise that samples a token ranks it first. Without the noise it has any
+    rank: from such features the head would learn that the first is right three times in ten."""
+    trained, model = trainer(steps=60)
+    at_zero = samples(others, token=TOKEN)
+    trained.update("head", [training_sample(sampled(seed), most_rejected=64) for seed in range(6)] + at_zero)
+    fresh = sampled(77)
+    positions = fresh.query.offset + fresh.draft_labels.positions
+    noise = TreeNoise.of(Noise.of_text(77, 1.0, positions - 1), 1, model.d2t)
+    states = fresh.draft_labels.states[:, None, None]
+    proposal = propose(serving(model), states, torch.ones(states.shape[:3], dtype=torch.int64), noise)
+    assert float(proposal.chances.classes[..., 0].mean()) > 0.85
+    assert float((proposal.tokens[:, 0, 0, 0] == fresh.draft_labels.tokens).float().mean()) > 0.8
 
 
 def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ _LEARNS_AT_ONCE = {
     "warm_up_steps": 1,
     "learning_rate": 0.005,
     "validation_share": 0.4,
-    "gate_standard_errors": 0.0,
+    "gate_alpha": 4.5,  # of 9 judgements: any gain passes
 }
 
 

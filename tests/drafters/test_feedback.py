@@ -33,6 +33,7 @@ def query(row: int, length: int) -> Query:
         client="a",
         store=True,
         temperature=0.0,
+        seed=0,
         first_version=0,
         version=1,
         accepted=(2, 0),

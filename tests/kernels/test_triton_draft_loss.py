@@ -1,5 +1,7 @@
 """The fused draft loss against the reference: values, features, and gradients by autograd's own path."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,9 +49,20 @@ def test_values_and_gradients_are_the_reference_s(
 
 def test_few_rows_at_a_time_are_the_same_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states, head, anchor, drafted, logprobs = _inputs(11, 700, 16, torch.float32, device)
-    whole = device_loss.draft_objective(states, anchor, drafted, logprobs, anchor_weight=1.0)(head)
+    noise = 5 * torch.randn(11, 700, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def objective(made: ModuleType) -> reference.DraftLoss:
+        def ranked(logits: Tensor, rows: slice) -> Tensor:
+            return logits + noise[rows]
+
+        loss: reference.DraftLoss = made.draft_objective(
+            states, anchor, drafted, logprobs, anchor_weight=1.0, ranked=ranked
+        )(head)
+        return loss
+
+    whole = objective(reference)
     monkeypatch.setattr(device_loss, "_LOGIT_BYTES", 4 * 700 * 3)
-    pieces = device_loss.draft_objective(states, anchor, drafted, logprobs, anchor_weight=1.0)(head)
+    pieces = objective(device_loss)
     for value, wanted in zip(pieces, whole, strict=True):
         torch.testing.assert_close(value, wanted, atol=2e-6, rtol=2e-5)
 

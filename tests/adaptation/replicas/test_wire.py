@@ -18,11 +18,12 @@ from adaptation.checkpoint import layout_of
 from adaptation.records import Refused
 from adaptation.replicas.redis_store import QueryMessage
 from adaptation.replicas.wire import QueryCodec, Secret, sign, verify, weights_from_bytes, weights_to_bytes
+from adaptation.samples import training_sample
 from drafters.feedback import DraftLabels, QueryFeedback
 from drafters.specblock.checkpoint import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE
-from tests.adaptation.samples import drafter, feedback
+from tests.adaptation.samples import ANSWER, drafter, feedback, sampled
 from tests.tiny_models import VOCAB_SIZE
 
 OURS, THEIRS = b"the secret of ours", b"the secret of others"
@@ -150,6 +151,20 @@ def test_of_the_text_only_what_is_learnt_from_travels() -> None:
     assert received.query.tokens == made.query.tokens[2:]
     assert (received.first, received.prompt) == (0, made.prompt - 2)
     assert torch.equal(received.draft_labels.positions, made.draft_labels.positions - 2)
+
+
+def test_a_text_of_which_a_part_travels_keeps_the_positions_of_its_noise() -> None:
+    """Twice: as from a server to the leader, and on from there."""
+    made = sampled(3, answer=ANSWER)
+    _, once = CODEC.decode(message(replace(made, first=2, features=made.features[2:])))
+    _, twice = CODEC.decode(message(replace(once, first=1, features=once.features[1:])))
+    sent, received = (training_sample(one, most_rejected=99) for one in (made, twice))
+    for name in ("seeds", "temperatures", "positions"):
+        assert torch.equal(getattr(sent.noise, name), getattr(received.noise, name))
+    assert received.noise.warm
+    assert sent.example is not None
+    assert received.example is not None
+    assert (received.example.seed, received.example.start) == (3, sent.example.start + 3)
 
 
 def test_a_query_without_marks_arrives() -> None:

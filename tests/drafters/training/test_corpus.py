@@ -54,7 +54,7 @@ def test_of_long_texts_the_beginning_is_left_out_and_then_the_end(tmp_path: Path
     for one, all_of_it in zip(cut, whole, strict=True):
         assert one.length == min(most, all_of_it.length)
         left_out = min(all_of_it.prompt - 1, all_of_it.length - one.length)
-        assert one.prompt == all_of_it.prompt - left_out
+        assert (one.prompt, one.start) == (all_of_it.prompt - left_out, left_out)
         assert torch.equal(one.tokens, all_of_it.tokens[left_out:][: one.length])
         assert torch.equal(one.features, all_of_it.features[left_out:][: one.length])
         said = one.length - one.prompt

@@ -1,5 +1,6 @@
 """Replay against drafters whose tau is known beforehand."""
 
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 import pytest
@@ -17,6 +18,7 @@ from drafters.training.replay import (
     serving,
 )
 from drafters.training.scores import examine
+from kernels.gumbel import gumbel_noise_of
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
 
@@ -78,17 +80,23 @@ def best_first(chances: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 9])
-def test_blocks_are_trees_of_their_likeliest_paths(nodes: int) -> None:
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 5), (1.0, 5), (0.5, -(2**63)), (1.0, None)])
+def test_blocks_are_trees_of_their_likeliest_paths(nodes: int, temperature: float, seed: int | None) -> None:
+    """Ranked with the noise of the text, as they are served; without it where its seed is not known."""
     model = trainable_drafter()
     base = repeating_example(0, 24)
     tokens = model.d2t[torch.randint(6, (24,), generator=torch.Generator().manual_seed(3))]
-    text = Example(tokens, base.features, base.prompt, base.top_ids, base.top_logprobs)
+    text = replace(base, tokens=tokens, temperature=temperature, seed=seed, start=100)
     anchors = torch.arange(text.prompt - 1, text.length - 1)[None]
     _, blocks = TrainingForward(model, EMBED).first(Batch.of([text], 2 * BLOCK, torch.device("cpu")), anchors)
     states = blocks.states[0]
     emitted = 0
-    for anchor, chances in zip(anchors[0].tolist(), model.lm_head(states).detach().double().softmax(-1), strict=True):
-        tree = best_first(chances, nodes)
+    for anchor, logits in zip(anchors[0].tolist(), model.lm_head(states).detach(), strict=True):
+        if seed is not None and temperature:
+            positions = 100 + anchor + 2 + torch.arange(BLOCK)
+            noise = gumbel_noise_of(torch.full_like(positions, seed), positions, model.d2t)
+            logits = logits / temperature + noise
+        tree = best_first(logits.double().softmax(-1), nodes)
         wanted = model.t2d[tokens[anchor + 2 : anchor + 2 + BLOCK]].tolist()
         emitted += 1 + sum(tuple(wanted[:depth]) in tree for depth in range(1, len(wanted) + 1))
     assert replay_blocks(model, EMBED, text, every=1, nodes=nodes).tokens == emitted

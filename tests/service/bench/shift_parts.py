@@ -17,7 +17,7 @@ EAGER_NUMBERS: dict[str, object] = {
     "full_queries": 1,
     "validation_share": 0.3,
     "gate_texts": 4,
-    "gate_standard_errors": 0,
+    "gate_alpha": 4.5,  # of 9 judgements: any gain passes
     "update_norm": 0.5,
     "niceness": 0,
 }

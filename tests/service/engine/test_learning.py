@@ -7,6 +7,7 @@ import torch
 
 from drafters.feedback import Query
 from drafters.protocol import Drafter
+from kernels.gumbel import gumbel_noise_of
 from service.engine import build
 from service.engine.budget import Budget, BudgetPolicy, FixedBudget
 from service.engine.engine import Engine
@@ -17,11 +18,12 @@ from tests.service.engine.harness import (
     generate,
     greedy,
     request,
+    sampled,
     tiny_target,
     vocabulary_of,
     with_answers,
 )
-from tests.tiny_models import loaded_tiny
+from tests.tiny_models import loaded_tiny, stock_tiny
 
 torch.set_num_threads(1)
 PROMPT = [5, 6, 7, 8]
@@ -118,6 +120,23 @@ def test_every_sequence_is_told_once_under_its_own_row() -> None:
     generate(engine_for(heard), *(request(str(i), [i + 3] * 5, greedy(8 + i)) for i in range(5)))
     assert sorted(len(query.tokens) for query in heard.queries) == [13, 14, 15, 16, 17]
     assert len({query.row for query in heard.queries}) == 5
+
+
+def test_a_query_has_the_seed_and_the_positions_of_its_noise() -> None:
+    """So that whoever learns from it can draw the noise again: the model's own scores with it give the answer."""
+    heard = Heard()
+    asked = request("a", PROMPT, sampled(seed=2**64 - 1, max_tokens=16), n=2)
+    generate(engine_for(heard), asked)
+    model = stock_tiny("llama")
+    for query in heard.queries:
+        tokens = torch.tensor(query.tokens)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, len(PROMPT) - 1 : -1]
+        positions = query.offset + torch.arange(len(PROMPT), len(tokens))
+        seeds = torch.full_like(positions, query.seed)
+        noise = gumbel_noise_of(seeds, positions, torch.arange(logits.shape[1]))
+        assert (logits / query.temperature + noise).argmax(-1).tolist() == list(query.answer)
+    assert sorted(query.seed for query in heard.queries) == [-1, 0]
 
 
 def test_what_was_aborted_is_not_told() -> None:
