@@ -65,7 +65,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
         row=row,
         tokens=sequence.tokens,
         num_prompt=sequence.num_prompt,
-        client=sequence.request.client,
+        client=sequence.client,
         store=sequence.request.store,
         temperature=sequence.request.sampling.temperature,
         first_version=account.first_version,
